@@ -1,0 +1,206 @@
+"""The description every parameter and buffer carries: which part of which global tensor this rank holds.
+
+Initial values, parameter counts, gradient norms, saving, loading and conversion read this description; nothing
+matches on names. The idea of a tensor that knows its global shape and offset is Megatron-core's ``ShardedTensor``;
+``blocks`` is what a fused q-k-v weight needs: it is cut inside each of its parts, by whole heads, not across them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.random import keyed_generator
+
+Initialiser = Callable[[Tensor, torch.Generator], object]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a local tensor and where it lies in the global one. Offsets and sizes have one entry per dimension."""
+
+    local_offset: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of_local(self, local: Tensor) -> Tensor:
+        return _box(local, self.local_offset, self.sizes)
+
+    def of_global(self, full: Tensor) -> Tensor:
+        return _box(full, self.global_offset, self.sizes)
+
+
+def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of a global tensor one tensor-parallel rank holds.
+
+    Attributes:
+        global_shape: shape of the whole tensor.
+        dim: the dimension that is cut over the tensor-parallel ranks; None when every rank holds the whole.
+        blocks: the cut dimension consists of this many equal blocks, and each is cut by itself (3 for fused q, k, v).
+        rank, size: this rank's place among the tensor-parallel ranks.
+        partial_gradient: a whole (uncut) parameter whose gradient on a rank covers only that rank's channels, so
+            that gradients must be summed over the tensor-parallel group (the time constant of a PLIF neuron).
+        initialise: fills the *global* tensor from a generator keyed by the parameter's name.
+    """
+
+    global_shape: tuple[int, ...]
+    dim: int | None = None
+    blocks: int = 1
+    rank: int = 0
+    size: int = 1
+    partial_gradient: bool = False
+    initialise: Initialiser | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim is None:
+            return
+        length = self.global_shape[self.dim]
+        if length % (self.blocks * self.size):
+            raise ValueError(
+                f"dimension {self.dim} of shape {list(self.global_shape)}, {self.blocks} block(s) of "
+                f"{length // self.blocks}, cannot be cut into {self.size} equal parts; "
+                f"choose a --tensor-model-parallel-size that divides it"
+            )
+        if self.partial_gradient:
+            raise ValueError("partial_gradient is for parameters that every rank holds whole")
+
+    @property
+    def is_cut(self) -> bool:
+        return self.dim is not None and self.size > 1
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.global_shape
+        return tuple(n // self.size if d == self.dim else n for d, n in enumerate(self.global_shape))
+
+    @property
+    def is_primary(self) -> bool:
+        """True on exactly one tensor-parallel rank for every element: what is counted or written once goes by this."""
+        return self.is_cut or self.rank == 0
+
+    def pieces(self) -> list[Piece]:
+        """The boxes that make up the local tensor: one per block."""
+        zeros = (0,) * len(self.global_shape)
+        if self.dim is None:
+            return [Piece(zeros, zeros, self.global_shape)]
+        block = self.global_shape[self.dim] // self.blocks
+        part = block // self.size
+        sizes = _replaced(self.global_shape, self.dim, part)
+        return [
+            Piece(
+                _replaced(zeros, self.dim, index * part),
+                _replaced(zeros, self.dim, index * block + self.rank * part),
+                sizes,
+            )
+            for index in range(self.blocks)
+        ]
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This rank's part of a global tensor, as a copy of its own. Raises ValueError on another global shape."""
+        if tuple(full.shape) != self.global_shape:
+            raise ValueError(f"expected a global tensor of shape {list(self.global_shape)}, got {list(full.shape)}")
+        local = full.new_empty(self.local_shape)
+        for piece in self.pieces():
+            piece.of_local(local).copy_(piece.of_global(full))
+        return local
+
+    def paste(self, local: Tensor, full: Tensor) -> None:
+        """Writes this rank's part into its place in a global tensor."""
+        for piece in self.pieces():
+            piece.of_global(full).copy_(piece.of_local(local))
+
+
+def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return values[:dim] + (value,) + values[dim + 1 :]
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A parameter or buffer of a built model with its global name and description."""
+
+    name: str
+    tensor: Tensor
+    shard: Shard
+    is_parameter: bool
+
+
+def declare_parameter(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype) -> None:
+    """Registers a parameter of the shard's local shape on the meta device; `materialise` gives it memory and values."""
+    module.register_parameter(name, nn.Parameter(torch.empty(shard.local_shape, dtype=dtype, device="meta")))
+    _shards(module)[name] = shard
+
+
+def declare_buffer(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype) -> None:
+    """The same for a buffer."""
+    module.register_buffer(name, torch.empty(shard.local_shape, dtype=dtype, device="meta"))
+    _shards(module)[name] = shard
+
+
+def _shards(module: nn.Module) -> dict[str, Shard]:
+    if "_described_shards" not in module.__dict__:
+        module.__dict__["_described_shards"] = {}
+    return module.__dict__["_described_shards"]
+
+
+def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
+    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order.
+
+    Raises:
+        ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
+    """
+    for prefix, layer in named_layers:
+        for path, module in layer.named_modules(prefix=prefix):
+            shards = _shards(module)
+            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            for name, tensor in own:
+                if name in module._non_persistent_buffers_set:
+                    continue
+                if name not in shards:
+                    raise ValueError(f"{path}.{name} has no shard description; create it with declare_parameter/_buffer")
+                yield ShardedTensor(f"{path}.{name}", tensor, shards[name], name in module._parameters)
+
+
+def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
+    """Gives memory and initial values to every declared tensor of these layers.
+
+    Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
+    the model starts from the same numbers on every layout. At most one global tensor exists at a time.
+
+    Raises:
+        ValueError: nothing initialises a tensor.
+    """
+    layers = list(named_layers)
+    values: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for entry in sharded_tensors(layers):
+            if entry.shard.initialise is None:
+                raise ValueError(f"nothing initialises {entry.name}; its Shard needs an `initialise` function")
+            full = torch.empty(entry.shard.global_shape, dtype=entry.tensor.dtype)
+            entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
+            values[entry.name] = entry.shard.cut(full).to(device)
+        for prefix, layer in layers:
+            for path, module in layer.named_modules(prefix=prefix):
+                for name in _shards(module):
+                    value = values[f"{path}.{name}"]
+                    if name in module._parameters:
+                        old = module._parameters[name]
+                        module._parameters[name] = nn.Parameter(value, requires_grad=old is None or old.requires_grad)
+                    else:
+                        module._buffers[name] = value
+
+
+def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
+    """Number of elements of the global parameters described, each counted once."""
+    return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)
