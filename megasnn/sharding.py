@@ -187,9 +187,11 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
         for entry in sharded_tensors(layers):
             if entry.shard.initialise is None:
                 raise ValueError(f"nothing initialises {entry.name}; its Shard needs an `initialise` function")
-            full = torch.empty(entry.shard.global_shape, dtype=entry.tensor.dtype)
+            # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
+            dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
+            full = torch.empty(entry.shard.global_shape, dtype=dtype)
             entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
-            values[entry.name] = entry.shard.cut(full).to(device)
+            values[entry.name] = entry.shard.cut(full).to(device, entry.tensor.dtype)
         for prefix, layer in layers:
             for path, module in layer.named_modules(prefix=prefix):
                 for name in _shards(module):

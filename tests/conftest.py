@@ -1,0 +1,21 @@
+"""Fixtures shared by all tests: a pool of real ranks that lives for the whole session."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(world_size, function, *args)` runs a module-level function on Gloo ranks; results come in rank order."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    yield pool.run
+    pool.close()
