@@ -1,0 +1,49 @@
+"""Collectives as autograd functions, each beside its dual (Megatron-LM, arXiv 1909.08053, section 3, f and g)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasnn.comm.codec import Wire
+from megasnn.comm.collectives import all_reduce_sum, gather_columns, sum_and_scatter_columns
+from megasnn.comm.group import Group
+from megasnn.comm.layout import from_rows, to_rows
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: channels of all ranks side by side. Backward: the gradients summed, each rank keeps its channels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, wire: Wire) -> Tensor:
+        ctx.group = group
+        full, _ = gather_columns(to_rows(x), group, wire)
+        return from_rows(full, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return from_rows(sum_and_scatter_columns(to_rows(grad), ctx.group, "backward")(), grad.shape), None, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    """Forward: sum over the ranks. Backward: identity (every rank goes on with the same values)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce_sum(x.contiguous().clone(), group, "forward")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def gather_channels(x: Tensor, group: Group, wire: Wire = Wire.DENSE) -> Tensor:
+    """[T, N, C/size, *space] -> [T, N, C, *space]; `wire` says how the values travel in forward."""
+    return x if group.size == 1 else _Gather.apply(x, group, wire)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """The sum of `x` over the group, on every rank."""
+    return x if group.size == 1 else _ReduceFrom.apply(x, group)

@@ -1,0 +1,50 @@
+"""What a tensor is known to hold decides how it travels and how it is stashed: spikes as bits, counts as bytes.
+
+A spike is 0 or 1 and takes one bit. Spikformer's residual stream is a sum of spikes: a small count, one byte. Both
+are exact. Everything else (images, averages, gradients) is dense. A value that does not fit raises; nothing is cut.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megasnn import kernels
+
+
+class Wire(Enum):
+    """The format of a tensor in transit or at rest."""
+
+    DENSE = "dense"
+    SPIKES = "spikes"
+    COUNTS = "counts"
+
+
+def encode(flat: Tensor, wire: Wire, check: bool = False) -> Tensor:
+    """Packs a contiguous 1-d tensor: uint8 for SPIKES ([ceil(n/8)]) and COUNTS ([n]), itself for DENSE.
+
+    Raises:
+        ValueError: with `check`, a value that the format cannot hold exactly.
+    """
+    if wire is Wire.SPIKES:
+        return kernels.pack_bits(flat, check=check)
+    if wire is Wire.COUNTS:
+        return kernels.pack_counts(flat, check=check)
+    return flat
+
+
+def encoded_like(count: int, wire: Wire, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty buffer for `count` encoded values."""
+    if wire is Wire.SPIKES:
+        return torch.empty((count + 7) // 8, dtype=torch.uint8, device=device)
+    return torch.empty(count, dtype=torch.uint8 if wire is Wire.COUNTS else dtype, device=device)
+
+
+def decode_into(payload: Tensor, wire: Wire, rows: Tensor) -> None:
+    """Unpacks into a 2-d tensor of unit column stride: a dense [R, C], or some columns of a wider one."""
+    if wire is Wire.SPIKES:
+        kernels.unpack_bits_into(payload, rows)
+    else:
+        rows.copy_(payload.view(rows.shape))

@@ -1,0 +1,58 @@
+"""Counts of collective calls and bytes, by group, operation and direction (FEATURES 0.1).
+
+The counters belong to the process. Bytes are what this rank hands to the transport: the payload of a send, the
+contribution to a collective, after the spikes have been packed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes of one kind of communication; `dense_bytes` is what the same tensors are without packing."""
+
+    calls: int = 0
+    bytes: int = 0
+    dense_bytes: int = 0
+
+
+class CommStatistics:
+    """Enable, reset, read. Recording costs a dictionary look-up for each collective, and nothing when disabled."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(Traffic)
+
+    def enable(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+
+    def reset(self) -> None:
+        self._traffic.clear()
+
+    def record(self, group: str, operation: str, direction: str, sent: int, dense: int | None = None) -> None:
+        if not self.enabled:
+            return
+        traffic = self._traffic[group, operation, direction]
+        traffic.calls += 1
+        traffic.bytes += sent
+        traffic.dense_bytes += sent if dense is None else dense
+
+    def read(self) -> dict[tuple[str, str, str], Traffic]:
+        """(group, operation, "forward" | "backward" | "step") -> traffic since the last reset."""
+        return {key: Traffic(t.calls, t.bytes, t.dense_bytes) for key, t in self._traffic.items()}
+
+    def total(self, group: str | None = None) -> Traffic:
+        """All traffic, or that of one group."""
+        total = Traffic()
+        for (name, _, _), traffic in self._traffic.items():
+            if group in (None, name):
+                total.calls += traffic.calls
+                total.bytes += traffic.bytes
+                total.dense_bytes += traffic.dense_bytes
+        return total
+
+
+statistics = CommStatistics()

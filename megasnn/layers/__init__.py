@@ -1,0 +1,22 @@
+"""Natively sharded layers. Activations are `[T, N, C_local, *space]`, cut by channel over the tensor-parallel group."""
+
+from megasnn.layers.attention import SpikingSelfAttention
+from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.context import BuildContext
+from megasnn.layers.conv import ParallelConv
+from megasnn.layers.linear import ParallelLinear
+from megasnn.layers.neuron import ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
+from megasnn.layers.unit import ConvNormNeuron
+
+__all__ = [
+    "BuildContext",
+    "ConvNormNeuron",
+    "ParallelBatchNorm",
+    "ParallelConv",
+    "ParallelIF",
+    "ParallelLIF",
+    "ParallelLinear",
+    "ParallelNeuron",
+    "ParallelPLIF",
+    "SpikingSelfAttention",
+]

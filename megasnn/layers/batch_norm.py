@@ -1,0 +1,89 @@
+"""Batch normalisation over the local channels, with running statistics merged once per step over the global batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasnn.layers.context import BuildContext
+from megasnn.sharding import Initialiser, Shard, declare_buffer, declare_parameter
+
+
+class ParallelBatchNorm(nn.Module):
+    """Normalises each channel of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
+
+    Every micro-batch is normalised by its own mean and biased variance. The running statistics are not touched by a
+    forward: with `recording` on, it appends (mean, biased variance, values per channel) to `pending`, and
+    `merge_running_statistics` turns the whole global batch's records into one update. Recomputation, evaluation and
+    profiling leave `recording` off.
+
+    Args:
+        channels: the global number; each rank holds `channels / size`.
+        momentum: weight of the new statistics; None for the average over all steps.
+        blocks: as in ParallelConv, for a norm after fused q, k, v.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        context: BuildContext,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        blocks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.recording = False
+        self.pending: list[tuple[Tensor, Tensor, int]] = []
+        group = context.tensor
+
+        def shard(initialise: Initialiser) -> Shard:
+            return Shard((channels,), 0, blocks, group.rank, group.size, initialise=initialise)
+
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        if affine:
+            declare_parameter(self, "weight", shard(_ones), context.dtype)
+            declare_parameter(self, "bias", shard(_zeros), context.dtype)
+        self.running_mean: Tensor | None = None
+        self.running_var: Tensor | None = None
+        if track_running_stats:
+            declare_buffer(self, "running_mean", shard(_zeros), context.dtype)
+            declare_buffer(self, "running_var", shard(_ones), context.dtype)
+            count = Shard((), rank=group.rank, size=group.size, initialise=_zeros)
+            declare_buffer(self, "num_batches_tracked", count, torch.int64)
+
+    @property
+    def uses_batch_statistics(self) -> bool:
+        return self.training or self.running_mean is None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        if self.uses_batch_statistics:
+            y = F.batch_norm(flat, None, None, self.weight, self.bias, training=True, eps=self.eps)
+            with torch.no_grad():
+                variance, mean = torch.var_mean(flat, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
+            self.record(mean, variance, flat.numel() // flat.shape[1])
+        else:
+            y = F.batch_norm(flat, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return y.unflatten(0, x.shape[:2])
+
+    def record(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Keeps one micro-batch's statistics `[C_local]` over `count` values a channel, if recording is on."""
+        if self.recording and self.running_mean is not None:
+            self.pending.append((mean.detach(), variance.detach(), count))
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
+
+
+def _ones(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.fill_(1)
+
+
+def _zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.zero_()

@@ -1,0 +1,25 @@
+"""What every sharded layer needs to know when it is built: passed down, so that no layer reads a global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megasnn.comm.group import Group, alone
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """
+    Attributes:
+        tensor: the tensor-parallel group the layers are cut over.
+        dtype: of parameters, buffers, optimizer state and gradients.
+        compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
+        neuron_backend: "auto", "torch" or "fused" (see megasnn.kernels).
+    """
+
+    tensor: Group = field(default_factory=lambda: alone("tensor"))
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    neuron_backend: str = "auto"

@@ -1,0 +1,219 @@
+"""Convolution cut by channels, on frames `[T, N, C, H, W]`, 2-d or pointwise.
+
+Between layers every activation is cut by channel, so a convolution has two ways to use several ranks:
+
+- **column**: gather the input's channels, compute this rank's output channels. Forward moves the input, and a spike is
+  one bit; backward sums the input gradient and keeps this rank's channels. No sum is taken in forward, so that tensor
+  parallelism does not change which neuron fires except through the order of sums inside one convolution.
+- **row**: use the channels at hand with the matching input slice of the weight, sum the outputs over the ranks and keep
+  this rank's channels. Forward and backward both move the output, dense.
+
+Megatron-LM pairs column and row because its activations are dense. With spikes the gather is nearly free, so column
+is cheaper unless the input is more than twice as wide as the output (`cheaper_style`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megasnn.comm.codec import Wire, encode
+from megasnn.comm.collectives import gather_columns, join_columns, sum_and_scatter_columns
+from megasnn.comm.group import Group
+from megasnn.comm.layout import from_rows, to_rows
+from megasnn.layers.context import BuildContext
+from megasnn.sharding import Initialiser, Shard, declare_parameter
+
+Style = Literal["column", "row"]
+PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def cheaper_style(in_channels: int, out_channels: int) -> Style:
+    """The style that moves fewer bytes: column sends the input gradient once, row the output forward and backward."""
+    return "row" if in_channels > 2 * out_channels else "column"
+
+
+class ParallelConv(nn.Module):
+    """A convolution over the channels of `[T, N, C_in/size, H, W]`, giving `[T, N, C_out/size, H', W']`.
+
+    Args:
+        kernel_size: of a square kernel; with `pointwise` the weight has the shape of a Conv1d, `[out, in, 1]`.
+        style: see the module's text.
+        whole_input: the input holds all channels on every rank (images): nothing is gathered, and no input
+            gradient is summed. Only with style "column".
+        wire: what the input is known to hold; decides how it travels and how it is kept for backward.
+        blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
+        groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
+        padding_mode: as in torch; applied before the channels are gathered, since padding is per channel.
+        initialise: fills the global weight; the bias starts at zero.
+
+    Raises:
+        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        context: BuildContext,
+        *,
+        initialise: Initialiser,
+        style: Style = "column",
+        stride: int = 1,
+        padding: int = 0,
+        padding_mode: str = "zeros",
+        groups: int = 1,
+        bias: bool = False,
+        pointwise: bool = False,
+        whole_input: bool = False,
+        wire: Wire = Wire.SPIKES,
+        blocks: int = 1,
+    ) -> None:
+        super().__init__()
+        group = context.tensor
+        _check(in_channels, out_channels, kernel_size, groups, group, style, padding_mode, pointwise, whole_input)
+        shape = (out_channels, in_channels // groups, *((1,) if pointwise else (kernel_size, kernel_size)))
+        cut = 1 if style == "row" and groups == 1 else 0
+        weight = Shard(shape, cut, blocks if cut == 0 else 1, group.rank, group.size, initialise=initialise)
+        declare_parameter(self, "weight", weight, context.dtype)
+        self.bias: Tensor | None = None
+        if bias:
+            shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=_zeros)
+            declare_parameter(self, "bias", shard, context.dtype)
+        self.padding, self.padding_mode = padding, padding_mode
+        self.compute_dtype = context.compute_dtype
+        self.plan = _Plan(
+            group=group,
+            gather=style == "column" and groups == 1 and not whole_input,
+            scatter=style == "row" and groups == 1,
+            wire=wire,
+            stride=stride,
+            padding=padding if padding_mode == "zeros" else 0,
+            groups=groups if groups == 1 else groups // group.size,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.padding_mode != "zeros" and self.padding:
+            mode = PADDING_MODES[self.padding_mode]
+            x = F.pad(x.flatten(0, 1), (self.padding,) * 4, mode).unflatten(0, x.shape[:2])
+        weight = self.weight if self.weight.ndim == 4 else self.weight.unsqueeze(-1)
+        y = _Convolve.apply(x.to(self.compute_dtype), weight.to(self.compute_dtype), self.plan)
+        # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
+        return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
+
+
+def _check(
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int,
+    groups: int,
+    group: Group,
+    style: str,
+    padding_mode: str,
+    pointwise: bool,
+    whole_input: bool,
+) -> None:
+    if style not in ("column", "row"):
+        raise ValueError(f"style must be 'column' or 'row', got {style!r}")
+    if padding_mode not in PADDING_MODES:
+        raise ValueError(f"padding_mode must be one of {sorted(PADDING_MODES)}, got {padding_mode!r}")
+    if whole_input and (style == "row" or groups > 1):
+        raise ValueError("whole_input is for style 'column' without groups: a row convolution needs its own channels")
+    if pointwise and kernel_size != 1:
+        raise ValueError(f"a pointwise convolution has kernel_size 1, got {kernel_size}")
+    if groups < 1 or in_channels % groups or out_channels % groups or (groups > 1 and groups % group.size):
+        raise ValueError(
+            f"groups {groups} must divide in_channels {in_channels} and out_channels {out_channels} and be a multiple "
+            f"of --tensor-model-parallel-size {group.size}"
+        )
+    cut = {"out_channels": out_channels} if whole_input else {"in_channels": in_channels, "out_channels": out_channels}
+    for name, channels in cut.items():
+        if channels % group.size:
+            raise ValueError(f"{name} {channels} does not divide by --tensor-model-parallel-size {group.size}")
+
+
+def _zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.zero_()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the forward and the backward of one convolution have in common."""
+
+    group: Group
+    gather: bool
+    scatter: bool
+    wire: Wire
+    stride: int
+    padding: int
+    groups: int
+
+
+class _Convolve(torch.autograd.Function):
+    """Keeps the packed input for backward, one bit a spike; starts the gradient's exchange before the weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: _Plan) -> Tensor:
+        rows = to_rows(x)
+        if plan.gather:
+            full, payloads = gather_columns(rows, plan.group, plan.wire)
+        else:
+            full, payloads = rows, [encode(rows.reshape(-1), plan.wire)]
+        images = _as_images(full, x.shape)
+        y = torch.conv2d(images, weight, None, plan.stride, plan.padding, 1, plan.groups)
+        ctx.plan, ctx.input_shape, ctx.row_shape = plan, x.shape, rows.shape
+        ctx.save_for_backward(weight, *payloads)
+        y = y.unflatten(0, x.shape[:2])
+        if plan.scatter and plan.group.size > 1:
+            y = from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        weight, *payloads = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        grad_rows = to_rows(grad)
+        if plan.scatter:
+            grad_rows, _ = gather_columns(grad_rows, plan.group, Wire.DENSE, "backward")
+        grad_images = _as_images(grad_rows, grad.shape)
+        channels = ctx.row_shape[1] * len(payloads)
+        finish = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _input_gradient(grad_images, weight, plan, (ctx.input_shape, channels))
+            full = to_rows(grad_input.unflatten(0, grad.shape[:2]))
+            finish = sum_and_scatter_columns(full, plan.group, "backward") if plan.gather else lambda: full
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            rows = join_columns(payloads, plan.wire, ctx.row_shape, weight.dtype)
+            grad_weight = _weight_gradient(grad_images, _as_images(rows, ctx.input_shape), weight, plan)
+        return None if finish is None else from_rows(finish(), ctx.input_shape), grad_weight, None
+
+
+def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
+    """Rows as `[T*N, C, H, W]`, channels last; the first two and the spatial sizes are those of `like`."""
+    return from_rows(rows, like).flatten(0, 1)
+
+
+def _input_gradient(grad: Tensor, weight: Tensor, plan: _Plan, shape: tuple[torch.Size, int]) -> Tensor:
+    (time, samples, _, height, width), channels = shape
+    # Only the shape and memory format of the input enter its gradient; memory never written to is never resident.
+    placeholder = torch.empty(
+        time * samples, channels, height, width, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
+    )
+    return _convolution_backward(grad, placeholder, weight, plan, (True, False, False))[0]
+
+
+def _weight_gradient(grad: Tensor, images: Tensor, weight: Tensor, plan: _Plan) -> Tensor:
+    return _convolution_backward(grad, images, weight, plan, (False, True, False))[1]
+
+
+def _convolution_backward(grad: Tensor, images: Tensor, weight: Tensor, plan: _Plan, mask: tuple[bool, ...]) -> Any:
+    stride, padding = [plan.stride] * 2, [plan.padding] * 2
+    return torch.ops.aten.convolution_backward(
+        grad, images, weight, None, stride, padding, [1, 1], False, [0, 0], plan.groups, list(mask)
+    )

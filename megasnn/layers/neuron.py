@@ -1,0 +1,95 @@
+"""Spiking neurons over the local channels, with SpikingJelly's semantics in multi-step mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.kernels import NeuronSpec, neuron_multi_step
+from megasnn.layers.context import BuildContext
+from megasnn.sharding import Shard, declare_parameter
+
+SpikeObserver = Callable[[Tensor], None]
+
+
+class ParallelNeuron(nn.Module):
+    """The common part of ParallelLIF, ParallelIF and ParallelPLIF: `[T, N, C_local, *space]` in, spikes out.
+
+    A neuron depends on its own channel only, so that nothing is communicated. Every call starts from the resting
+    potential, unless `carry_over` keeps the last potential for the next call (truncated backpropagation through time);
+    the potential is held for the local channels only, without its history in the graph, and `reset` forgets it.
+
+    Attributes:
+        spec: what the neuron computes.
+        v: the potential `[N, C_local, *space]` after the last step, with `carry_over`; otherwise None.
+        observer: called with the spikes of every forward when set (spike statistics).
+    """
+
+    def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
+        super().__init__()
+        self.spec, self.backend, self.carry_over = spec, context.neuron_backend, carry_over
+        self.v: Tensor | None = None
+        self.observer: SpikeObserver | None = None
+
+    @property
+    def time_constant(self) -> Tensor | None:
+        """The learned time constant's parameter, for neurons that have one."""
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes, v = neuron_multi_step(x, self.spec, self.v, self.time_constant, self.backend)
+        if self.carry_over:
+            self.v = v.detach()
+        return self.observed(spikes)
+
+    def observed(self, spikes: Tensor) -> Tensor:
+        if self.observer is not None:
+            self.observer(spikes.detach())
+        return spikes
+
+    def reset(self) -> None:
+        self.v = None
+
+    def extra_repr(self) -> str:
+        return str(self.spec)
+
+
+class ParallelLIF(ParallelNeuron):
+    """Leaky integrate-and-fire (SpikingJelly's LIFNode)."""
+
+
+class ParallelIF(ParallelNeuron):
+    """Integrate-and-fire without leak (SpikingJelly's IFNode)."""
+
+
+class ParallelPLIF(ParallelNeuron):
+    """LIF with a learned time constant 1 / sigmoid(w), one for the layer (arXiv 2007.05785; ParametricLIFNode).
+
+    Every rank holds `w` whole and sees the gradient of its own channels: `partial_gradient` has it summed.
+    """
+
+    def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
+        super().__init__(spec, context, carry_over=carry_over)
+        start = -math.log(spec.tau - 1.0)
+
+        def fill(tensor: Tensor, generator: torch.Generator) -> None:
+            tensor.fill_(start)
+
+        group = context.tensor
+        shard = Shard((), rank=group.rank, size=group.size, partial_gradient=group.size > 1, initialise=fill)
+        declare_parameter(self, "w", shard, context.dtype)
+
+    @property
+    def time_constant(self) -> Tensor:
+        return self.w
+
+
+NEURONS: dict[str, type[ParallelNeuron]] = {"lif": ParallelLIF, "if": ParallelIF, "plif": ParallelPLIF}
+
+
+def build_neuron(spec: NeuronSpec, context: BuildContext) -> ParallelNeuron:
+    """The layer for a description."""
+    return NEURONS[spec.kind](spec, context)

@@ -1,0 +1,55 @@
+"""Convolution, norm, optional pooling and neuron as one unit: the place where a fused kernel replaces the inside."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megasnn.kernels import norm_pool_neuron
+from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.conv import ParallelConv
+from megasnn.layers.neuron import ParallelNeuron
+
+
+class ConvNormNeuron(nn.Module):
+    """conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
+
+    With `time_steps`, the input is one frame `[1, N, C, H, W]` shown at every step: convolution, norm and pool are
+    computed once, which gives the same values and statistics as over the T equal frames.
+    """
+
+    def __init__(
+        self,
+        conv: ParallelConv,
+        norm: ParallelBatchNorm,
+        neuron: ParallelNeuron,
+        *,
+        pool: bool = False,
+        time_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.conv, self.norm, self.neuron = conv, norm, neuron
+        self.pool, self.time_steps = pool, time_steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, neuron = self.norm, self.neuron
+        y = self.conv(x)
+        steps = y.shape[0] if self.time_steps is None else self.time_steps
+        spikes, mean, variance = norm_pool_neuron(
+            y,
+            norm.weight,
+            norm.bias,
+            norm.running_mean,
+            norm.running_var,
+            norm.uses_batch_statistics,
+            norm.eps,
+            neuron.spec,
+            neuron.time_constant,
+            self.pool,
+            steps,
+            neuron.backend,
+        )
+        if norm.uses_batch_statistics:
+            # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
+            repeats = steps // y.shape[0]
+            norm.record(mean, variance, repeats * y.numel() // y.shape[2])
+        return neuron.observed(spikes)

@@ -1,0 +1,1 @@
+"""The models, as lists of layer descriptions from which a rank builds only its own."""
