@@ -1,0 +1,61 @@
+"""Peak memory of a rank, in MB (10^6 bytes)."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The largest amount of memory that this rank has held since it began, or since `reset_peak_memory`.
+
+    On CUDA, what the tensors of this process held on `device`. On the CPU, the resident memory of the whole
+    process: interpreter and libraries are part of it, so compare with a figure taken right after the imports.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return _peak_resident_bytes() / 1e6
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Starts the peak anew from what is held now. False where the system cannot (CPU outside Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def gather_peak_memory_mb(device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """`peak_memory_mb` of every rank of `group`, in group order, the same list on every rank.
+
+    A collective over `group`; None is a group of this rank alone.
+    """
+    peak = peak_memory_mb(device)
+    if group is None:
+        return [peak]
+    peaks = torch.zeros(group.size(), dtype=torch.float64, device=device)
+    peaks[group.rank()] = peak
+    dist.all_reduce(peaks, group=group)
+    return peaks.tolist()
+
+
+def _peak_resident_bytes() -> int:
+    # getrusage's maximum survives exec: a rank begun by a large launcher would report the launcher's memory.
+    # Linux keeps the high-water mark of this very address space as well.
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,58 @@
+"""A progress bar on a terminal, and log lines that do not tear it."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Counts iterations: the bar on standard error where that is a terminal, lines on standard output.
+
+    Args:
+        total: iterations of the whole run.
+        done: iterations that an earlier part of the run has already made.
+        quiet: shows nothing at all, for the ranks that do not speak.
+    """
+
+    def __init__(self, total: int, done: int = 0, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bar: tqdm[Any] | None = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total, initial=done, file=sys.stderr, desc="training", unit="it", dynamic_ncols=True
+            )
+
+    def advance(self, **figures: str | float) -> None:
+        """One more iteration; `figures` are shown at the end of the bar."""
+        if self._bar is None:
+            return
+        if figures:
+            self._bar.set_postfix(figures, refresh=False)
+        self._bar.update(1)
+
+    def line(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if self._quiet:
+            return
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
