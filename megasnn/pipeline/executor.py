@@ -1,0 +1,267 @@
+"""Works off a schedule, action by action: a small method for each kind, and no knowledge of any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megasnn.comm.codec import Wire
+from megasnn.comm.group import Group
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.p2p import Receiver, Sender
+from megasnn.schedule import Action, Kind, Schedule
+
+
+class PipelineError(RuntimeError):
+    """An action failed; the message names rank, stage, action and micro-batch."""
+
+
+@dataclass(frozen=True)
+class MicroBatchInput:
+    """What the executor needs of a micro-batch; images only on the first stage, labels only on the last one.
+
+    Attributes:
+        images: `[n, C, H, W]` or `[T, n, C, H, W]`.
+        labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
+        size: n, known on every stage.
+    """
+
+    images: Tensor | None
+    labels: Tensor | None
+    size: int
+
+
+class GradientSync(Protocol):
+    """What the executor asks of data parallelism."""
+
+    def arm(self, chunk: int) -> None:
+        """The next backward of this chunk is its last in this step: its gradients may be reduced as they are done."""
+
+    def finish(self, chunk: int) -> None:
+        """Returns when the chunk's gradients are reduced."""
+
+
+# (logits [T, n, classes], labels) -> this micro-batch's share of the global batch's mean loss, a scalar
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+# (logits, labels) in evaluation
+LogitsConsumer = Callable[[Tensor, Tensor], None]
+
+
+@dataclass
+class _Run:
+    """The tensors alive during one step, by (chunk, micro-batch)."""
+
+    micro_batches: Sequence[MicroBatchInput]
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class PipelineExecutor:
+    """One for all schedules, a single rank included.
+
+    Args:
+        chunks: this rank's chunks by index.
+        placement: the pipeline rank of every chunk.
+        loss: for training; called on the rank of the last chunk.
+        sync: data parallelism; None where gradients are not reduced.
+    """
+
+    def __init__(
+        self,
+        chunks: dict[int, PipelineChunk],
+        placement: Sequence[int],
+        state: ParallelState,
+        loss: LossFunction | None = None,
+        sync: GradientSync | None = None,
+    ) -> None:
+        self._chunks, self._placement, self._state = chunks, tuple(placement), state
+        self._loss, self._sync = loss, sync
+        self._consume: LogitsConsumer | None = None
+        self._senders: dict[tuple[int, Kind], Sender] = {}
+        self._receivers: dict[tuple[int, Kind], Receiver] = {}
+        self._upcoming: dict[tuple[int, Kind], list[Action]] = {}
+        self._methods: dict[Kind, Callable[[_Run, Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECV_FORWARD: self._receive_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECV_BACKWARD: self._receive_backward,
+            Kind.SYNC_GRADIENTS: self._sync_gradients,
+        }
+
+    def train_step(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput]) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are accumulated and reduced.
+
+        Returns:
+            the sum of the losses, float64 scalar; zero on ranks without the last chunk.
+        Raises:
+            PipelineError: an action failed.
+        """
+        run = self._run(schedule, micro_batches, forward_only=False)
+        total = torch.zeros((), dtype=torch.float64, device=self._state.device)
+        for loss in run.losses:
+            total += loss
+        return total
+
+    def evaluate(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: LogitsConsumer) -> None:
+        """Forward of all micro-batches; `consume` gets the logits and labels on the rank of the last chunk."""
+        self._consume = consume
+        try:
+            self._run(schedule, micro_batches, forward_only=True)
+        finally:
+            self._consume = None
+
+    def _run(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], forward_only: bool) -> _Run:
+        if schedule.micro_batches != len(micro_batches) or schedule.placement != self._placement:
+            raise ValueError(
+                f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
+                f"{len(micro_batches)} on {self._placement}"
+            )
+        run = _Run(micro_batches)
+        actions = schedule.actions[self._state.pipeline.rank]
+        self._post_first_receives(run, actions)
+        with torch.no_grad() if forward_only else nullcontext():
+            for action in actions:
+                try:
+                    self._methods[action.kind](run, action)
+                except Exception as error:
+                    raise PipelineError(self._place(action) + f": {type(error).__name__}: {error}") from error
+        for sender in self._senders.values():
+            sender.wait()
+        return run
+
+    def _place(self, action: Action) -> str:
+        where = self._state
+        micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
+        return f"rank {where.rank}, pipeline stage {where.pipeline.rank}, action {action}{micro}"
+
+    # --- computing
+
+    def _forward(self, run: _Run, action: Action) -> None:
+        key = _key(action)
+        chunk, micro = self._chunks[action.chunk], run.micro_batches[key[1]]
+        if chunk.is_first:
+            assert micro.images is not None
+            run.inputs[key] = micro.images
+        x = run.inputs[key] if torch.is_grad_enabled() else run.inputs.pop(key)
+        y = chunk(x)
+        if chunk.is_last:
+            assert micro.labels is not None
+            self._finish_forward(run, key, y, micro.labels)
+        else:
+            self._hand_on(run, key, y)
+
+    def _finish_forward(self, run: _Run, key: tuple[int, int], logits: Tensor, labels: Tensor) -> None:
+        if self._consume is not None:
+            self._consume(logits, labels)
+            return
+        assert self._loss is not None
+        loss = self._loss(logits, labels)
+        run.losses.append(loss.detach())
+        run.outputs[key] = loss
+
+    def _hand_on(self, run: _Run, key: tuple[int, int], y: Tensor) -> None:
+        chunk, micro_batch = key
+        run.outputs[key] = y
+        if self._placement[chunk + 1] == self._state.pipeline.rank:
+            run.inputs[chunk + 1, micro_batch] = _boundary(y)
+            if not torch.is_grad_enabled():
+                del run.outputs[key]
+
+    def _backward(self, run: _Run, action: Action) -> None:
+        key = _key(action)
+        if self._sync is not None and key[1] == len(run.micro_batches) - 1:
+            self._sync.arm(action.chunk)
+        torch.autograd.backward(run.outputs.pop(key), run.gradients.pop(key, None))
+        x = run.inputs.pop(key)
+        if self._chunks[action.chunk].is_first:
+            return
+        assert x.grad is not None
+        run.gradients[action.chunk - 1, key[1]] = x.grad
+
+    def _sync_gradients(self, run: _Run, action: Action) -> None:
+        if self._sync is not None:
+            self._sync.finish(action.chunk)
+
+    # --- transfers
+
+    def _send_forward(self, run: _Run, action: Action) -> None:
+        key = _key(action)
+        wire = self._chunks[action.chunk].output
+        y = run.outputs[key] if torch.is_grad_enabled() else run.outputs.pop(key)
+        self._sender(action).send(self._kind_of_tensor(run, action), y.detach(), wire)
+
+    def _send_backward(self, run: _Run, action: Action) -> None:
+        gradient = run.gradients.pop((action.chunk - 1, _key(action)[1]))
+        self._sender(action).send(self._kind_of_tensor(run, action), gradient, Wire.DENSE)
+
+    def _receive_forward(self, run: _Run, action: Action) -> None:
+        run.inputs[_key(action)] = _boundary(self._received(run, action))
+
+    def _receive_backward(self, run: _Run, action: Action) -> None:
+        run.gradients[_key(action)] = self._received(run, action)
+
+    def _received(self, run: _Run, action: Action) -> Tensor:
+        link = self._link(action)
+        tensor = self._receivers[link].receive(self._kind_of_tensor(run, action))
+        self._post_next(run, link)
+        return tensor
+
+    def _post_first_receives(self, run: _Run, actions: Sequence[Action]) -> None:
+        """One receive is always posted ahead on each link, so that data can arrive while this rank computes."""
+        self._upcoming = {}
+        for action in actions:
+            if action.kind.is_receive:
+                self._upcoming.setdefault(self._link(action), []).append(action)
+        for link, upcoming in self._upcoming.items():
+            upcoming.reverse()
+            if link not in self._receivers:
+                peer, kind = link
+                self._receivers[link] = Receiver(self._global_rank(peer), self._group(kind), self._state.device)
+            self._post_next(run, link)
+
+    def _post_next(self, run: _Run, link: tuple[int, Kind]) -> None:
+        if self._upcoming[link]:
+            action = self._upcoming[link].pop()
+            self._receivers[link].post(self._kind_of_tensor(run, action))
+
+    def _sender(self, action: Action) -> Sender:
+        link = peer, kind = self._link(action)
+        if link not in self._senders:
+            direction = "forward" if kind is Kind.SEND_FORWARD else "backward"
+            self._senders[link] = Sender(self._global_rank(peer), self._group(kind), direction, self._state.device)
+        return self._senders[link]
+
+    def _link(self, action: Action) -> tuple[int, Kind]:
+        return self._placement[action.peer.chunk], action.kind
+
+    def _group(self, kind: Kind) -> Group:
+        forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        return self._state.pipeline if forward else self._state.backward
+
+    def _global_rank(self, stage: int) -> int:
+        return self._state.pipeline.ranks[stage]
+
+    def _kind_of_tensor(self, run: _Run, action: Action) -> tuple[int, int]:
+        """Tensors of one boundary and one number of samples have the same shape: one descriptor serves them all."""
+        assert action.micro_batch is not None
+        return min(action.chunk, action.peer.chunk), run.micro_batches[action.micro_batch].size
+
+
+def _key(action: Action) -> tuple[int, int]:
+    assert action.micro_batch is not None
+    return action.chunk, action.micro_batch
+
+
+def _boundary(tensor: Tensor) -> Tensor:
+    """A leaf that collects the gradient at the start of a chunk."""
+    return tensor.detach().requires_grad_(torch.is_grad_enabled())
