@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
@@ -60,6 +61,7 @@ class _Run:
     micro_batches: Sequence[MicroBatchInput]
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    roots: dict[tuple[int, int], Tensor | GradientEdge] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -167,21 +169,23 @@ class PipelineExecutor:
         assert self._loss is not None
         loss = self._loss(logits, labels)
         run.losses.append(loss.detach())
-        run.outputs[key] = loss
+        run.roots[key] = loss
 
     def _hand_on(self, run: _Run, key: tuple[int, int], y: Tensor) -> None:
         chunk, micro_batch = key
-        run.outputs[key] = y
+        if torch.is_grad_enabled():
+            # Backward starts from the edge of the graph; the values are needed by the next chunk only.
+            run.roots[key] = get_gradient_edge(y)
         if self._placement[chunk + 1] == self._state.pipeline.rank:
             run.inputs[chunk + 1, micro_batch] = _boundary(y)
-            if not torch.is_grad_enabled():
-                del run.outputs[key]
+        else:
+            run.outputs[key] = y.detach()
 
     def _backward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         if self._sync is not None and key[1] == len(run.micro_batches) - 1:
             self._sync.arm(action.chunk)
-        torch.autograd.backward(run.outputs.pop(key), run.gradients.pop(key, None))
+        torch.autograd.backward(run.roots.pop(key), run.gradients.pop(key, None))
         x = run.inputs.pop(key)
         if self._chunks[action.chunk].is_first:
             return
@@ -197,8 +201,7 @@ class PipelineExecutor:
     def _send_forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         wire = self._chunks[action.chunk].output
-        y = run.outputs[key] if torch.is_grad_enabled() else run.outputs.pop(key)
-        self._sender(action).send(self._kind_of_tensor(run, action), y.detach(), wire)
+        self._sender(action).send(self._kind_of_tensor(run, action), run.outputs.pop(key), wire)
 
     def _send_backward(self, run: _Run, action: Action) -> None:
         gradient = run.gradients.pop((action.chunk - 1, _key(action)[1]))
