@@ -1,0 +1,44 @@
+"""How a global batch is cut into micro-batches, and which replica computes which of them.
+
+The cut depends on the global batch and micro-batch sizes only. Normalisation works per micro-batch, so this
+is what makes every layout compute the same function: a replica takes some of the micro-batches, it never
+cuts them anew.
+"""
+
+from __future__ import annotations
+
+
+def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int]:
+    """Samples in each micro-batch, in order; the last one is smaller where the sizes do not divide.
+
+    Raises ValueError when a size is smaller than 1 or the micro-batch is larger than the global batch.
+    """
+    if global_batch_size < 1 or micro_batch_size < 1:
+        raise ValueError(
+            f"batch sizes must be at least 1: --global-batch-size {global_batch_size}, "
+            f"--micro-batch-size {micro_batch_size}"
+        )
+    if micro_batch_size > global_batch_size:
+        raise ValueError(
+            f"--micro-batch-size {micro_batch_size} is larger than --global-batch-size {global_batch_size}"
+        )
+    whole, rest = divmod(global_batch_size, micro_batch_size)
+    return [micro_batch_size] * whole + [rest] * (rest > 0)
+
+
+def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:
+    """The contiguous run of global micro-batch indices that one data parallel replica computes.
+
+    The first replicas take one more where the number does not divide. Raises ValueError when a replica
+    would get none.
+    """
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(f"data parallel rank {dp_rank} is outside 0..{dp_size - 1}")
+    if micro_batches < dp_size:
+        raise ValueError(
+            f"{micro_batches} micro-batch(es) cannot be shared by {dp_size} data parallel replicas; "
+            f"raise --global-batch-size or lower --micro-batch-size"
+        )
+    each, extra = divmod(micro_batches, dp_size)
+    start = dp_rank * each + min(dp_rank, extra)
+    return range(start, start + each + (dp_rank < extra))

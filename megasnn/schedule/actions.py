@@ -1,0 +1,121 @@
+"""What a pipeline schedule is made of: actions, and the list of them that every pipeline rank works off in
+order.
+
+An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
+of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, ``0SEND_F2`` sends what chunk
+0 computed from micro-batch 2, ``0SYNC`` reduces the gradients of chunk 0 over the data parallel replicas.
+
+A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
+the loss over the whole pipeline, and `Schedule.placement` says on which pipeline rank each of them lives.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_FORWARD = "SEND_F"
+    RECV_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECV_BACKWARD = "RECV_B"
+    SYNC_GRADIENTS = "SYNC"
+
+    @property
+    def is_compute(self) -> bool:
+        return self in (Kind.FORWARD, Kind.BACKWARD)
+
+    @property
+    def is_send(self) -> bool:
+        return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+    @property
+    def is_receive(self) -> bool:
+        return self in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+
+
+_NOTATION = re.compile(
+    r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d*)"
+)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing a pipeline rank does.
+
+    `cSEND_F m` sends the output of chunk c and is matched by `(c+1)RECV_F m` on the rank of chunk c+1;
+    `cSEND_B m` sends the gradient of the input of chunk c and is matched by `(c-1)RECV_B m`.
+    """
+
+    chunk: int
+    kind: Kind
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.micro_batch is None) != (self.kind is Kind.SYNC_GRADIENTS):
+            raise ValueError(f"{self}: every action but SYNC belongs to a micro-batch, and SYNC to none")
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The inverse of ``str``. Raises ValueError for anything else."""
+        match = _NOTATION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0SYNC"
+            )
+        chunk, kind, micro_batch = match.groups()
+        return cls(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
+
+    @property
+    def peer(self) -> Action:
+        """The other end of a transfer. Raises ValueError for an action that is none."""
+        if self.kind not in _OTHER_END:
+            raise ValueError(f"{self} is no transfer")
+        kind, step = _OTHER_END[self.kind]
+        return Action(self.chunk + step, kind, self.micro_batch)
+
+
+_OTHER_END = {
+    Kind.SEND_FORWARD: (Kind.RECV_FORWARD, +1),
+    Kind.RECV_FORWARD: (Kind.SEND_FORWARD, -1),
+    Kind.SEND_BACKWARD: (Kind.RECV_BACKWARD, -1),
+    Kind.RECV_BACKWARD: (Kind.SEND_BACKWARD, +1),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every pipeline rank does, in order.
+
+    Attributes:
+        name: of the generator, for messages.
+        placement: the pipeline rank of each chunk.
+        micro_batches: how many each chunk computes.
+        actions: one sequence per pipeline rank.
+        forward_only: evaluation; there are no backward actions.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+    forward_only: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def chunks(self) -> int:
+        return len(self.placement)
+
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The chunks that live on a pipeline rank, ascending."""
+        return tuple(chunk for chunk, home in enumerate(self.placement) if home == rank)

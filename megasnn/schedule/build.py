@@ -1,0 +1,50 @@
+"""From a schedule's name to a schedule that an executor can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megasnn.schedule.actions import Schedule
+from megasnn.schedule.basic import forward_only as forward_only_order
+from megasnn.schedule.basic import gpipe, one_f_one_b
+from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
+
+GENERATORS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+SCHEDULE_NAMES = ("auto", *GENERATORS)
+
+
+def resolve_schedule_name(name: str, stages: int, micro_batches: int) -> str:
+    """What ``auto`` stands for: 1f1b where there is a pipeline to fill, gpipe otherwise.
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in SCHEDULE_NAMES:
+        raise ValueError(f"unknown --pipeline-schedule {name!r}; known: {', '.join(SCHEDULE_NAMES)}")
+    if name != "auto":
+        return name
+    return "1f1b" if stages > 1 and micro_batches > 1 else "gpipe"
+
+
+def build_schedule(
+    name: str, stages: int, micro_batches: int, chunks_per_rank: int = 1, forward_only: bool = False
+) -> Schedule:
+    """A schedule with transfers and gradient sync, for `stages` pipeline ranks.
+
+    Raises ValueError for an unknown name, sizes smaller than 1, or more chunks per rank than the schedule
+    can take.
+    """
+    for flag, value in (
+        ("--pipeline-model-parallel-size", stages),
+        ("number of micro-batches", micro_batches),
+    ):
+        if value < 1:
+            raise ValueError(f"{flag} must be at least 1, got {value}")
+    name = resolve_schedule_name(name, stages, micro_batches)
+    if chunks_per_rank != 1:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {chunks_per_rank}: schedule {name!r} computes one "
+            f"chunk per pipeline rank; leave the flag at 1"
+        )
+    if forward_only:
+        return insert_transfers(forward_only_order(stages, micro_batches))
+    return insert_gradient_sync(insert_transfers(GENERATORS[name](stages, micro_batches)))
