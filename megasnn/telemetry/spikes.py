@@ -1,7 +1,7 @@
 """How often the neurons of each layer fire: firing rate and the shares of silent and of saturated neurons.
 
-Whether a neuron is silent is known only when all its presentations are. So the spikes of the data-parallel ranks
-are added up neuron by neuron first; after that the neurons of all tensor-parallel ranks are counted.
+Whether a neuron is silent is known only when all its presentations are. So the spikes of the data-parallel
+ranks are added up neuron by neuron first; after that the neurons of all tensor-parallel ranks are counted.
 """
 
 from __future__ import annotations
@@ -80,9 +80,6 @@ class SpikeRecorder:
         count.spikes += fired
         count.presentations += presentations
 
-    def reset(self) -> None:
-        self._counts.clear()
-
     def reduce(
         self,
         data_group: dist.ProcessGroup | None,
@@ -102,8 +99,8 @@ class SpikeRecorder:
         Raises:
             ValueError: data-parallel ranks disagree on the size of a layer, or `order` lacks a layer.
         """
-        counts = _add_over_data(self._counts, data_group)
-        self.reset()
+        mine, self._counts = self._counts, {}
+        counts = _add_over_data(mine, data_group)
         layers = _merge_over_tensor(counts, tensor_group)
         if pipeline_group is not None:
             of_stages: list[list[LayerSpikes]] = [[] for _ in range(pipeline_group.size())]

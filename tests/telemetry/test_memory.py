@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megasnn.telemetry.memory import gather_peak_memory_mb, peak_memory_mb, reset_peak_memory
+
+CPU = torch.device("cpu")
+
+
+def test_peak_counts_memory_that_is_already_given_back():
+    if not reset_peak_memory(CPU):
+        pytest.skip("this system cannot reset the peak")
+    before = peak_memory_mb(CPU)
+    block = np.ones(100_000_000, dtype=np.uint8)
+    del block
+    after = peak_memory_mb(CPU)
+    assert 80 < after - before < 150
+    assert peak_memory_mb(CPU) == after
+    reset_peak_memory(CPU)
+    assert peak_memory_mb(CPU) < before + 50
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is getrusage's")
+def test_a_rank_does_not_report_its_launchers_memory():
+    block = np.ones(600_000_000, dtype=np.uint8)
+    code = "from megasnn.telemetry.memory import _peak_resident_bytes as peak; print(peak() / 1e6)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    del block
+    assert float(child.stdout) < 600
+
+
+def _peaks(sizes: list[int]) -> list[float]:
+    reset_peak_memory(CPU)
+    block = np.ones(sizes[dist.get_rank()], dtype=np.uint8)
+    peaks = gather_peak_memory_mb(CPU, dist.group.WORLD)
+    return peaks if block[0] == 1 else []
+
+
+def test_every_rank_learns_the_peak_of_every_rank(ranks):
+    first, second = ranks(2, _peaks, [1, 300_000_000])
+    assert first == second
+    assert first[1] - first[0] > 150
+
+
+def test_a_group_of_one_is_this_rank():
+    assert gather_peak_memory_mb(CPU, None) == pytest.approx([peak_memory_mb(CPU)], rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_peak_on_cuda_counts_tensors():
+    device = torch.device("cuda")
+    reset_peak_memory(device)
+    before = peak_memory_mb(device)
+    block = torch.ones(50_000_000, dtype=torch.uint8, device=device)
+    del block
+    assert 50 <= peak_memory_mb(device) - before < 60

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasnn.telemetry.spikes import LayerSpikes, SpikeRecorder, spike_scalars
+
+SHAPES = {"stem.neuron": (4, 3, 3), "block.qkv": (8, 5), "head.neuron": (2,)}
+
+
+def test_rate_silent_and_saturated_by_hand():
+    spikes = torch.zeros(2, 3, 4)  # T, N, C: each neuron is presented 6 times
+    spikes[:, :, 0] = 1  # saturated
+    spikes[0, 0, 1] = 1  # fires once
+    spikes[:, 1:, 2] = 1  # fires 4 times; neuron 3 is silent
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        recorder.observe("layer", spikes)
+    (layer,) = recorder.reduce(None, None, None)
+    assert layer.name == "layer"
+    assert layer.firing_rate == pytest.approx((6 + 1 + 4 + 0) / 24, rel=1e-12)
+    assert (layer.silent, layer.saturated) == (0.25, 0.25)
+
+
+def test_micro_batches_of_different_size_count_by_sample():
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        recorder.observe("layer", torch.ones(2, 3, 1, dtype=torch.bool))
+        recorder.observe("layer", torch.zeros(2, 1, 1, dtype=torch.bool))
+    assert recorder.reduce(None, None, None) == [LayerSpikes("layer", 0.75, 0.0, 0.0)]
+    assert recorder.reduce(None, None, None) == [], "counts must be forgotten after reduce"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.bool])
+def test_counts_are_exact_in_every_type(dtype):
+    spikes = torch.ones(300, 4, 2)
+    spikes[0, 0, 0] = 0  # 1199 of 1200: bfloat16 sums could not tell
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        recorder.observe("layer", spikes.to(dtype))
+    (layer,) = recorder.reduce(None, None, None)
+    assert layer.firing_rate == pytest.approx(2399 / 2400, rel=1e-12) and layer.saturated == 0.5
+
+
+def test_nothing_is_counted_outside_recording():
+    recorder = SpikeRecorder()
+    recorder.observe("layer", torch.ones(1, 1, 1))
+    with recorder.recording():
+        pass
+    recorder.observe("layer", torch.ones(1, 1, 1))
+    assert recorder.reduce(None, None, None) == []
+
+
+def test_a_layer_that_changes_its_size_is_an_error():
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        recorder.observe("layer", torch.ones(1, 1, 4))
+        with pytest.raises(ValueError, match="'layer' had 4 neurons .* now it has 5"):
+            recorder.observe("layer", torch.ones(1, 1, 5))
+
+
+def test_order_of_the_network_and_a_layer_it_lacks():
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        for name in ("b", "a"):
+            recorder.observe(name, torch.ones(1, 1, 1))
+    assert [layer.name for layer in recorder.reduce(None, None, None, order=["a", "x", "b"])] == ["a", "b"]
+    with recorder.recording():
+        recorder.observe("b", torch.ones(1, 1, 1))
+    with pytest.raises(ValueError, match=r"\['b'\]"):
+        recorder.reduce(None, None, None, order=["a"])
+
+
+def test_scalars_for_tensorboard():
+    assert spike_scalars([LayerSpikes("a", 0.5, 0.25, 0.125)]) == {
+        "spikes/firing_rate/a": 0.5,
+        "spikes/silent/a": 0.25,
+        "spikes/saturated/a": 0.125,
+    }
+
+
+def _spikes(name: str) -> Tensor:
+    """All spikes of a layer, ``[T 3, N 5, C, ...]``: about a third, some neurons silent, some saturated."""
+    generator = torch.Generator().manual_seed(len(name))
+    shape = SHAPES[name]
+    spikes = (torch.rand(3, 5, *shape, generator=generator) < 0.3).float()
+    kind = torch.rand(shape, generator=generator)
+    return torch.where(kind < 0.2, torch.zeros(()), torch.where(kind > 0.8, torch.ones(()), spikes))
+
+
+def _group(of_rank: list[list[int]]) -> dist.ProcessGroup | None:
+    """This rank's group; every rank makes all of them, in the same order."""
+    mine = None
+    for members in of_rank:
+        group = dist.new_group(members)
+        if dist.get_rank() in members and len(members) > 1:
+            mine = group
+    return mine
+
+
+def _data_and_tensor(samples_of_first: int) -> list[LayerSpikes]:
+    """Ranks 0..3 are (dp 0, tp 0), (dp 0, tp 1), (dp 1, tp 0), (dp 1, tp 1)."""
+    data, tensor = divmod(dist.get_rank(), 2)
+    data_group, tensor_group = _group([[0, 2], [1, 3]]), _group([[0, 1], [2, 3]])
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        for name in SHAPES:
+            shard = _spikes(name).chunk(2, dim=2)[tensor]
+            mine = shard[:, :samples_of_first] if data == 0 else shard[:, samples_of_first:]
+            for sample in mine.split(1, dim=1):
+                recorder.observe(name, sample)
+    return recorder.reduce(data_group, tensor_group, None)
+
+
+def _alone() -> list[LayerSpikes]:
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        for name in SHAPES:
+            recorder.observe(name, _spikes(name))
+    return recorder.reduce(None, None, None)
+
+
+def _same(one: list[LayerSpikes], other: list[LayerSpikes]) -> bool:
+    return [layer.name for layer in one] == [layer.name for layer in other] and all(
+        (a.silent, a.saturated) == (b.silent, b.saturated)
+        and a.firing_rate == pytest.approx(b.firing_rate, rel=1e-12)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("samples_of_first", [2, 5], ids=["uneven", "a rank without samples"])
+def test_two_by_two_ranks_give_the_statistics_of_one(ranks, samples_of_first):
+    alone = _alone()
+    assert any(layer.silent > 0 for layer in alone) and any(layer.saturated > 0 for layer in alone)
+    for layers in ranks(4, _data_and_tensor, samples_of_first):
+        assert _same(layers, alone)
+
+
+def _pipeline(order: list[str] | None) -> list[LayerSpikes]:
+    """Rank 0 has the first and last layer, as with virtual stages; rank 1 the one between; rank 2 none."""
+    names = list(SHAPES)
+    mine: list[str] = [[names[0], names[2]], [names[1]], []][dist.get_rank()]
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        for name in mine:
+            recorder.observe(name, _spikes(name))
+    return recorder.reduce(None, None, dist.group.WORLD, order)
+
+
+def test_pipeline_ranks_gather_the_layers_in_the_networks_order(ranks):
+    for layers in ranks(3, _pipeline, list(SHAPES)):
+        assert _same(layers, _alone())
+    names = list(SHAPES)
+    for layers in ranks(3, _pipeline, None):
+        assert [layer.name for layer in layers] == [names[0], names[2], names[1]]
+
+
+def _unequal_shards() -> None:
+    recorder = SpikeRecorder()
+    with recorder.recording():
+        recorder.observe("layer", torch.ones(1, 1, 2 + dist.get_rank()))
+    with pytest.raises(ValueError, match="'layer' has 3 neurons on data-parallel rank 1 but 2"):
+        recorder.reduce(dist.group.WORLD, None, None)
+
+
+def test_replicas_with_different_shards_are_refused_on_every_rank(ranks):
+    ranks(2, _unequal_shards)
