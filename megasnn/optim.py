@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group
-from megasnn.config.optimizer import OptimizerConfig
 from megasnn.sharding import ShardedTensor
+
+if TYPE_CHECKING:
+    from megasnn.config.optimizer import OptimizerConfig
 
 
 def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> torch.optim.AdamW:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
-from megasnn.config.model import SpikformerConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -27,6 +27,9 @@ from megasnn.layers import (
 from megasnn.layers.conv import cheaper_style
 from megasnn.layers.neuron import build_neuron
 from megasnn.models.description import LayerDescription, ModelDescription
+
+if TYPE_CHECKING:
+    from megasnn.config.model import SpikformerConfig
 
 ATTENTION_THRESHOLD = 0.5
 STEM_STAGES = 4

@@ -1,0 +1,137 @@
+"""One distributed model: this rank's chunks with everything that a training or evaluation step needs.
+
+Data, tensor and pipeline parallelism are built together here, from a model description and the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megasnn.comm.collectives import all_reduce_sum
+from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
+from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelNeuron
+from megasnn.losses import correct_predictions, cross_entropy_sum
+from megasnn.models.description import ModelDescription
+from megasnn.optim import GradientNorm
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
+from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
+from megasnn.schedule import Schedule, build_schedule
+from megasnn.sharding import ShardedTensor, parameter_count
+
+SampleLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Engine:
+    """
+    Args:
+        model: what to build; only this rank's chunks are.
+        bounds: the layers of each chunk, chunk c on pipeline rank c.
+        schedule: name of the pipeline schedule.
+        seed: of the initial values.
+        loss: (logits, labels) -> the sum of the samples' losses.
+
+    Attributes:
+        chunks: this rank's chunks by index.
+        tensors: parameters and buffers of this rank.
+        parameters: number of elements of the whole model's parameters.
+        gradient_norm: of the whole model, see megasnn.optim.
+    """
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        state: ParallelState,
+        context: BuildContext,
+        bounds: Sequence[range],
+        schedule: str = "auto",
+        seed: int = 0,
+        loss: SampleLoss = cross_entropy_sum,
+    ) -> None:
+        self.model, self.state, self.loss = model, state, loss
+        self._schedule_name = schedule
+        placement = tuple(range(len(bounds)))
+        self.chunks: dict[int, PipelineChunk] = {
+            index: build_chunk(model, bounds, index, context, state.device, seed)
+            for index, home in enumerate(placement)
+            if home == state.pipeline.rank
+        }
+        self.tensors: list[ShardedTensor] = [t for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
+        self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
+        self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
+        self.data_parallel = BucketedDataParallel(
+            [(index, chunk.sharded_tensors()) for index, chunk in self.chunks.items()], state.data, state.tensor
+        )
+        whole = describe_tensors(model, BuildContext())
+        self.parameters = parameter_count(whole)
+        self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
+        self._global_batch_size = 1
+        self._executor = PipelineExecutor(self.chunks, placement, state, self._micro_batch_loss, self.data_parallel)
+        self._schedule = lru_cache(maxsize=None)(self._build_schedule)
+
+    def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:
+        return build_schedule(self._schedule_name, self.state.pipeline.size, micro_batches, forward_only=forward_only)
+
+    def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(logits, labels) / self._global_batch_size
+
+    def neurons(self) -> list[tuple[str, ParallelNeuron]]:
+        """(global name, layer) of this rank's neurons, in the order of the model."""
+        return [
+            (path, module)
+            for chunk in self.chunks.values()
+            for name, layer in chunk.named_layers()
+            for path, module in layer.named_modules(prefix=name)
+            if isinstance(module, ParallelNeuron)
+        ]
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int, most_micro_batches: int
+    ) -> float:
+        """One step up to the gradients: mean over the global batch's samples, reduced over the replicas.
+
+        Args:
+            micro_batches: this replica's share.
+            global_batch_size: samples over all replicas.
+            most_micro_batches: the largest number of micro-batches that any replica has.
+        Returns:
+            the global batch's loss, the same on every rank.
+        """
+        self._global_batch_size = global_batch_size
+        self.data_parallel.zero()
+        self._set_mode(training=True)
+        loss = self._executor.train_step(self._schedule(len(micro_batches), False), micro_batches)
+        merge_running_statistics(self.norms, self.state.data, most_micro_batches)
+        return self._over_all_replicas(loss.reshape(1))[0]
+
+    def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
+        """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, on the last stage."""
+        totals = [0.0, 0.0, 0.0, 0.0]
+
+        def consume(logits: Tensor, labels: Tensor) -> None:
+            hits = correct_predictions(logits, labels)
+            for index, value in enumerate((float(self.loss(logits, labels)), len(labels), *hits)):
+                totals[index] += value
+
+        self._set_mode(training=False)
+        if micro_batches:
+            self._executor.evaluate(self._schedule(len(micro_batches), True), micro_batches, consume)
+        return totals
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums of the last stages' values over all replicas, on every rank."""
+        return self._over_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device))
+
+    def _over_all_replicas(self, values: Tensor) -> list[float]:
+        counts = self.state.is_last_stage and self.state.tensor.rank == 0
+        return all_reduce_sum(values if counts else torch.zeros_like(values), self.state.world, "step").tolist()
+
+    def _set_mode(self, training: bool) -> None:
+        for chunk in self.chunks.values():
+            chunk.train(training)
+        for norm in self.norms:
+            norm.recording = training

@@ -1,0 +1,147 @@
+"""What a rank does in the parity tests: build its part of the model, load SpikingJelly's weights, take one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.checkpoint.interchange import from_spikingjelly, load_globals_into
+from megasnn.config.model import SpikformerConfig
+from megasnn.engine import Engine
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.partition import balanced_bounds
+from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.sharding import Shard
+from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
+
+
+@dataclass(frozen=True)
+class Layout:
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "auto"
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+@dataclass
+class RankStep:
+    """One rank's part of a step, with the description of every tensor."""
+
+    rank: tuple[int, int, int]
+    loss: float
+    norm: float
+    logits: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
+    buffers: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
+
+
+def model_config() -> SpikformerConfig:
+    return SpikformerConfig(
+        embed_dim=DIMS["embed_dims"],
+        depth=DIMS["depths"],
+        num_heads=DIMS["num_heads"],
+        mlp_ratio=DIMS["mlp_ratio"],
+        patch_size=DIMS["patch_size"],
+        image_size=IMAGE_SIZE,
+        in_channels=DIMS["in_channels"],
+        time_steps=DIMS["T"],
+        num_classes=DIMS["num_classes"],
+    ).resolve()
+
+
+def build_engine(
+    state: ParallelState,
+    schedule: str,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    spec: NeuronSpec | None = None,
+    bounds: list[range] | None = None,
+) -> Engine:
+    model = describe_spikformer(model_config(), spec or NeuronSpec())
+    context = BuildContext(state.tensor, dtype, dtype, backend)
+    bounds = bounds or balanced_bounds([1.0] * len(model.layers), state.pipeline.size)
+    return Engine(model, state, context, bounds, schedule)
+
+
+def one_step(
+    layout: Layout,
+    weights: dict[str, Tensor] | None,
+    images: Tensor,
+    labels: Tensor,
+    micro_batch_size: int,
+    dtype: torch.dtype = torch.float64,
+    backend: str = "auto",
+    spec: NeuronSpec | None = None,
+    bounds: list[range] | None = None,
+) -> RankStep:
+    """Runs on every rank of an initialised world. Without `weights`, keeps the initial values."""
+    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    try:
+        engine = build_engine(state, layout.schedule, dtype, backend, spec, bounds)
+        if weights is not None:
+            load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]))
+        sizes = micro_batch_sizes(len(labels), micro_batch_size)
+        mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
+        pieces = list(zip(images.split(sizes), labels.split(sizes), strict=True))
+        batches = [
+            MicroBatchInput(
+                pieces[i][0] if state.is_first_stage else None,
+                pieces[i][1] if state.is_last_stage else None,
+                sizes[i],
+            )
+            for i in mine
+        ]
+        logits: list[Tensor] = []
+        inner = engine.loss
+
+        def keeping(y: Tensor, target: Tensor) -> Tensor:
+            logits.append(y.detach().clone())
+            return inner(y, target)
+
+        engine.loss = keeping
+        most = max(len(micro_batches_of(len(sizes), state.data.size, r)) for r in range(state.data.size))
+        loss = engine.forward_backward(batches, len(labels), most)
+        place = state.coordinates
+        result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits)
+        for entry in engine.tensors:
+            if entry.is_parameter:
+                assert entry.tensor.grad is not None
+                result.gradients[entry.name] = (_plain(entry.shard), entry.tensor.grad.clone())
+            else:
+                result.buffers[entry.name] = (_plain(entry.shard), entry.tensor.clone())
+        return result
+    finally:
+        destroy_model_parallel()
+
+
+def _plain(shard: Shard) -> Shard:
+    """Without the initialiser, which does not travel between processes."""
+    return Shard(shard.global_shape, shard.dim, shard.blocks, shard.rank, shard.size)
+
+
+def assemble(steps: list[RankStep], what: str) -> dict[str, Tensor]:
+    """Global tensors from all ranks' parts; what several ranks hold must be the same bits on all of them."""
+    whole: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
+    for step in steps:
+        for name, (shard, local) in getattr(step, what).items():
+            full = whole.setdefault(name, torch.zeros(shard.global_shape, dtype=local.dtype))
+            seen = written.setdefault(name, torch.zeros(shard.global_shape, dtype=torch.bool))
+            for piece in shard.pieces():
+                if piece.of_global(seen).all():
+                    assert torch.equal(piece.of_global(full), piece.of_local(local)), f"replicas of {name} differ"
+                piece.of_global(full).copy_(piece.of_local(local))
+                piece.of_global(seen).fill_(True)
+    for name, seen in written.items():
+        assert seen.all(), f"no rank holds some part of {name}"
+    return whole

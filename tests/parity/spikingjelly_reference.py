@@ -1,0 +1,81 @@
+"""One training step of SpikingJelly's own Spikformer: the truth that every layout is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional, neuron
+from spikingjelly.activation_based.model.spikformer import Spikformer
+from torch import Tensor, nn
+
+DIMS = dict(T=3, in_channels=3, patch_size=4, num_classes=5, embed_dims=32, num_heads=4, mlp_ratio=2.0, depths=2)
+IMAGE_SIZE = 16
+
+
+@dataclass
+class ReferenceStep:
+    """What the step gave, by SpikingJelly's names."""
+
+    state_before: dict[str, Tensor]
+    loss: float
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    firing: float
+
+
+def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(samples, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator, dtype=torch.float64)
+    return images.to(dtype), torch.randint(0, DIMS["num_classes"], (samples,), generator=generator)
+
+
+def build(seed: int = 0, dtype: torch.dtype = torch.float64, **neuron_arguments: object) -> Spikformer:
+    """A small Spikformer with norm parameters away from their initial values, so that errors in them show."""
+    torch.manual_seed(seed)
+    model = Spikformer(img_size_h=IMAGE_SIZE, img_size_w=IMAGE_SIZE, **DIMS, **neuron_arguments).to(dtype)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.2, 0.6)
+    return model
+
+
+def step(model: Spikformer, images: Tensor, labels: Tensor, sizes: list[int]) -> ReferenceStep:
+    """Loss mean over all samples, micro-batch by micro-batch; norms' running statistics as if over all of them."""
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    inputs: dict[str, list[Tensor]] = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda _m, args, _o, name=name: inputs.setdefault(name, []).append(args[0].detach().clone())
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
+    ]
+    spikes: list[float] = []
+    hooks += [
+        module.register_forward_hook(lambda _m, _a, out: spikes.append(out.mean().item()))
+        for module in model.modules()
+        if isinstance(module, neuron.BaseNode)
+    ]
+    loss, logits = 0.0, []
+    model.zero_grad()
+    for x, y in zip(images.split(sizes), labels.split(sizes), strict=True):
+        functional.reset_net(model)
+        out = model(x)
+        share = F.cross_entropy(out.mean(0), y, reduction="sum") / len(labels)
+        share.backward()
+        loss += share.item()
+        logits.append(out.detach())
+    for hook in hooks:
+        hook.remove()
+    buffers = dict(before)
+    for name, parts in inputs.items():
+        values = torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
+        buffers[f"{name}.running_mean"] = 0.9 * before[f"{name}.running_mean"] + 0.1 * values.mean(1)
+        buffers[f"{name}.running_var"] = 0.9 * before[f"{name}.running_var"] + 0.1 * values.var(1)
+        buffers[f"{name}.num_batches_tracked"] = before[f"{name}.num_batches_tracked"] + 1
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return ReferenceStep(before, loss, logits, gradients, buffers, sum(spikes) / len(spikes))
