@@ -90,11 +90,11 @@ choose_device() {
     export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
 }
 
-# report SCRIPT CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on.
+# report SCRIPT LENGTH_FLAG CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on.
 report() {
     say ""
-    say "Checkpoints: $2"
-    say "TensorBoard: $3"
-    say "Look at it:  $(dirname "$PYTHON")/tensorboard --logdir $3"
-    say "Train on:    bash $1 --load $2 --save $2 --tensorboard-dir $3 --train-iters <more than before>"
+    say "Checkpoints: $3"
+    say "TensorBoard: $4"
+    say "Look at it:  $(dirname "$PYTHON")/tensorboard --logdir $4"
+    say "Train on:    bash $1 <the same arguments> --load $3 --save $3 --tensorboard-dir $4 $2 <more than before>"
 }

@@ -44,4 +44,5 @@ RUN=$(new_run spikformer_cifar10)
     --tensorboard-dir "$RUN/tensorboard" \
     "$@"
 
-report "$SCRIPT" "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"
+report "$SCRIPT" --train-samples \
+    "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"

@@ -31,4 +31,5 @@ RUN=$(new_run spikformer_single)
     --tensorboard-dir "$RUN/tensorboard" \
     "$@"
 
-report "$SCRIPT" "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"
+report "$SCRIPT" --train-iters \
+    "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"

@@ -54,5 +54,5 @@ srun "$PYTHON" -m torch.distributed.run \
     --tensorboard-dir "$RUN/tensorboard" \
     "$@"
 
-report "$ROOT/scripts/pretrain_spikformer_slurm.sh" \
+report "$ROOT/scripts/pretrain_spikformer_slurm.sh" --train-samples \
     "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"

@@ -36,4 +36,5 @@ RUN=$(new_run spikformer_tp2_pp2)
     --tensorboard-dir "$RUN/tensorboard" \
     "$@"
 
-report "$SCRIPT" "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"
+report "$SCRIPT" --train-iters \
+    "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"
