@@ -6,7 +6,7 @@
 #         --data-path "cifar10/train-{00000..00009}.tar" --valid-data-path "cifar10/test-{00000..00001}.tar"
 #
 # Further arguments are passed on and win over those below. Without GPUs one iteration takes many seconds: try
-# `--global-batch-size 32 --train-iters 300` first.
+# `--global-batch-size 32 --train-samples 9600` first.
 set -euo pipefail
 SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_setup.sh"
