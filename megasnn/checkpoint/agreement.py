@@ -1,0 +1,58 @@
+"""Ranks agree: one decides for all, or each does its part and all of them hear of every failure.
+
+A `group` of None stands for a process on its own, without torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megasnn.checkpoint.errors import CheckpointError, raise_problems
+
+T = TypeVar("T")
+
+
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or dist.get_rank(group) == 0
+
+
+def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank."""
+    if group is None:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]
+
+
+def first_decides(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:
+    """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank."""
+    box: list[tuple[T | None, CheckpointError | None]] = [(None, None)]
+    if is_first(group):
+        box = [_attempt(decide)]
+    if group is not None:
+        dist.broadcast_object_list(box, group_src=0, group=group)
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+def all_do(group: dist.ProcessGroup | None, work: Callable[[], T], title: str) -> T:
+    """Runs `work` on every rank. If it fails on any, all raise the same error, which lists the problems."""
+    value, error = _attempt(work)
+    failures = [failure for failure in gather(group, error) if failure is not None]
+    raise_problems(title, (problem for failure in failures for problem in failure.args))
+    return value  # type: ignore[return-value]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+    try:
+        return work(), None
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:
+        return None, CheckpointError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,84 @@
+"""Does a checkpoint fit this run? Lists of differences, empty when it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megasnn.checkpoint.folder import Metadata
+from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.sharding import ShardedTensor
+
+
+def model_differences(
+    metadata: Metadata, config: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None
+) -> Iterator[str]:
+    """Where the saved model configuration and kind of optimizer are not those of this run."""
+    if config is not None and metadata.config is None:
+        yield "it holds weights without a model configuration; load it with --finetune"
+    elif config is not None and metadata.config is not None:
+        yield from config_differences(metadata.config, config)
+    if optimizer is None:
+        return
+    if metadata.optimizer is None:
+        yield "it holds no optimizer state; load it with --finetune or --no-load-optim"
+    elif metadata.optimizer != type(optimizer).__name__:
+        yield (
+            f"its optimizer state is of {metadata.optimizer}, this run uses {type(optimizer).__name__}; "
+            "load it with --no-load-optim"
+        )
+
+
+def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each field whose value differs, with both values; nested fields as `neuron.tau`."""
+    before, after = _flat(saved), _flat(json.loads(json.dumps(now)))
+    for field in sorted(before.keys() | after.keys()):
+        if field not in before or field not in after or before[field] != after[field]:
+            yield f"{field}: saved {_shown(before, field)}, now {_shown(after, field)}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(values: Mapping[str, Any], field: str) -> str:
+    return repr(values[field]) if field in values else "absent"
+
+
+def tensor_differences(
+    saved: Mapping[str, Mapping[str, Any]], entries: Iterable[ShardedTensor]
+) -> tuple[list[str], list[str]]:
+    """The names this rank takes, and what is wrong with them: not saved, another shape, digits to be lost."""
+    names, problems = [], []
+    for entry in entries:
+        names.append(entry.name)
+        told = saved.get(entry.name)
+        if told is None:
+            problems.append(f"{entry.name}: not in the checkpoint")
+        elif told["shape"] != (shape := list(entry.shard.global_shape)):
+            problems.append(f"{entry.name}: saved with shape {told['shape']}, now {shape}")
+        elif not _keeps_values(getattr(torch, told["dtype"]), entry.tensor.dtype):
+            now = str(entry.tensor.dtype).removeprefix("torch.")
+            problems.append(
+                f"{entry.name}: saved as {told['dtype']}, {now} cannot hold it; check --precision"
+            )
+    return names, problems
+
+
+def unused_tensors(saved: Iterable[str], taken: Iterable[str], with_optimizer: bool) -> Iterator[str]:
+    """Saved tensors that no rank takes. The optimizer's are left aside on purpose when none is loaded."""
+    for name in set(saved) - set(taken):
+        if with_optimizer or not name.startswith(PREFIX):
+            yield f"{name}: saved, but nothing here takes it"
+
+
+def _keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """True when every value of one type is a value of the other, so that a conversion is exact."""
+    same_kind = source.is_floating_point == target.is_floating_point
+    return same_kind and torch.promote_types(source, target) == target

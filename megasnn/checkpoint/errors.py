@@ -1,0 +1,32 @@
+"""What can go wrong with a checkpoint, as one exception whose arguments are the problems found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+SHOWN = 30
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read, or used for this model. Every argument is one problem."""
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.args)
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at all where one was looked for; a run may choose to start anew."""
+
+
+def problem_list(title: str, problems: Iterable[str]) -> CheckpointError:
+    """One error with a title and all distinct problems, in order; beyond 30 they are only counted."""
+    distinct = sorted(set(problems))
+    rest = [f"... and {len(distinct) - SHOWN} more"] if len(distinct) > SHOWN else []
+    return CheckpointError(title, *(f"  {problem}" for problem in distinct[:SHOWN] + rest))
+
+
+def raise_problems(title: str, problems: Iterable[str]) -> None:
+    """Raises one CheckpointError when there is any problem."""
+    found = list(problems)
+    if found:
+        raise problem_list(title, found)

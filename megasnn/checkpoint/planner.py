@@ -1,0 +1,171 @@
+"""What torch.distributed.checkpoint writes and reads: the pieces of global tensors that this rank holds.
+
+A save writes every element of every global tensor exactly once, whichever ranks hold it; that is checked
+before the first byte is written. A load reads the saved boxes that overlap what a rank holds, into its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from megasnn.checkpoint.errors import CheckpointError
+from megasnn.sharding import ShardedTensor
+
+
+def _boxes(entry: ShardedTensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, Tensor]]:
+    """The pieces of one tensor: where each lies in the global tensor, and its view of the local memory."""
+    for piece in entry.shard.pieces():
+        chunk = ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(piece.sizes))
+        yield MetadataIndex(entry.name, piece.global_offset), chunk, piece.of_local(entry.tensor.detach())
+
+
+class PieceSavePlanner(SavePlanner):
+    """Writes the given tensors' pieces, from the one tensor-parallel rank that answers for each element."""
+
+    def __init__(self, entries: Iterable[ShardedTensor]) -> None:
+        self._views: dict[MetadataIndex, Tensor] = {}
+        self._items: list[WriteItem] = []
+        for entry in entries:
+            if entry.shard.is_primary:
+                self._add(entry)
+
+    def _add(self, entry: ShardedTensor) -> None:
+        size = torch.Size(entry.shard.global_shape)
+        for index, chunk, view in _boxes(entry):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), size)
+            self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            self._views[index] = view
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Everything is known from the constructor; the state dict handed through is empty."""
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = create_default_global_save_plan(all_plans)
+        items = (item for plan in all_plans for item in plan.items)
+        if problems := [*_disagreements(items, metadata), *_cover_problems(metadata)]:
+            raise CheckpointError(*problems)
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._views[write_item.index]
+
+
+def _disagreements(items: Iterable[WriteItem], metadata: Metadata) -> Iterator[str]:
+    for item in items:
+        saved, mine = metadata.state_dict_metadata[item.index.fqn], item.tensor_data
+        assert isinstance(saved, TensorStorageMetadata) and mine is not None
+        if (saved.size, saved.properties.dtype) != (mine.size, mine.properties.dtype):
+            yield (
+                f"{item.index.fqn}: one rank describes it as {list(saved.size)} {saved.properties.dtype}, "
+                f"another as {list(mine.size)} {mine.properties.dtype}"
+            )
+
+
+def _cover_problems(metadata: Metadata) -> Iterator[str]:
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        written, needed = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
+        if written != needed or any(_overlap(a, b) for a, b in combinations(tensor.chunks, 2)):
+            yield f"{name}: the ranks would write {written} elements of {needed}, or the same ones twice"
+
+
+def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
+    return all(
+        max(start_a, start_b) < min(start_a + size_a, start_b + size_b)
+        for start_a, size_a, start_b, size_b in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+
+
+class PieceLoadPlanner(LoadPlanner):
+    """Reads the given tensors' pieces from whichever boxes were saved."""
+
+    def __init__(self, entries: Iterable[ShardedTensor]) -> None:
+        self._entries = list(entries)
+        self._views = {index: view for entry in self._entries for index, _, view in _boxes(entry)}
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self._metadata is not None
+        items: list[ReadItem] = []
+        problems = []
+        for entry in self._entries:
+            saved = self._metadata.state_dict_metadata.get(entry.name)
+            found = (
+                create_read_items_for_chunk_list(entry.name, saved, [chunk for _, chunk, _ in _boxes(entry)])
+                if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == entry.shard.global_shape
+                else []
+            )
+            if sum(prod(item.lengths) for item in found) != entry.tensor.numel():
+                problems.append(f"{entry.name}: the files do not hold all of what metadata.json says")
+            items += found
+        if problems:
+            raise CheckpointError(*problems)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise TypeError(f"{read_item.storage_index.fqn} is no tensor; checkpoints hold tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        view = self._views[read_item.dest_index]
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The reader has copied into a view of the local tensor; nothing is left to do."""
+
+
+class PieceWriter(FileSystemWriter):
+    """Writes one file for each rank that has something to write; the others leave no empty file behind."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if plan.items:
+            return super().write_data(plan, planner)
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing

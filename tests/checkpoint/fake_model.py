@@ -1,0 +1,129 @@
+"""A small stand-in for a partitioned model: every kind of shard there is, on any grid, with values that are known.
+
+The value of every tensor follows from its global name (`known`), so what a rank should hold after a load needs no
+other rank to be asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megasnn.checkpoint.optimizer_state import describe
+from megasnn.random import keyed_generator
+from megasnn.sharding import Shard, ShardedTensor, declare_buffer, declare_parameter, materialise, sharded_tensors
+
+CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks count tensor fastest, then data, then pipeline."""
+
+    tensor: int = 1
+    data: int = 1
+    pipeline: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+
+def _draw(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.normal_(generator=generator)
+
+
+def _zero(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.zero_()
+
+
+class Stem(nn.Module):
+    def __init__(self, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        cut = {"rank": rank, "size": size}
+        declare_parameter(self, "weight", Shard((8, 3, 3, 3), dim=0, initialise=_draw, **cut), dtype)
+        declare_buffer(self, "running_mean", Shard((8,), dim=0, initialise=_zero, **cut), dtype)
+        declare_buffer(self, "batches", Shard((), initialise=_zero, **cut), torch.int64)
+
+
+class Attention(nn.Module):
+    def __init__(self, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        cut = {"rank": rank, "size": size}
+        qkv = Shard((48, 16, 1), dim=0, blocks=3, initialise=_draw, **cut)
+        declare_parameter(self, "qkv", qkv, dtype)
+        declare_parameter(self, "projection", Shard((16, 16, 1), dim=1, initialise=_draw, **cut), dtype)
+        w = Shard((), partial_gradient=True, initialise=_zero, **cut)
+        declare_parameter(self, "w", w, dtype)
+
+
+class Head(nn.Module):
+    def __init__(self, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        cut = {"rank": rank, "size": size}
+        declare_parameter(self, "weight", Shard((5, 16), dim=1, initialise=_draw, **cut), dtype)
+        declare_parameter(self, "bias", Shard((5,), initialise=_zero, **cut), dtype)
+
+
+LAYERS = {"stem": Stem, "blocks.0": Attention, "blocks.1": Attention, "head": Head}
+
+
+class Rank:
+    """What one rank of a layout holds: its layers, their tensors, an AdamW over the parameters."""
+
+    def __init__(self, layout: Layout, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        rank = dist.get_rank() if layout.world_size > 1 else 0
+        tensor, rest = rank % layout.tensor, rank // layout.tensor
+        self.group = dist.group.WORLD if layout.world_size > 1 else None
+        self.is_writer = rest % layout.data == 0
+        stage, per_stage = rest // layout.data, len(LAYERS) // layout.pipeline
+        chosen = list(LAYERS.items())[stage * per_stage : (stage + 1) * per_stage]
+        self.layers = [(name, kind(tensor, layout.tensor, dtype)) for name, kind in chosen]
+        materialise(self.layers, CPU, seed)
+        self.tensors = list(sharded_tensors(self.layers))
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def parameters(self) -> list[Tensor]:
+        return [entry.tensor for entry in self.tensors if entry.is_parameter]
+
+    def everything(self) -> list[ShardedTensor]:
+        return [*self.tensors, *describe(self.tensors, self.optimizer.state)]
+
+    def step(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+    def fill(self) -> None:
+        """Puts the known values everywhere, the optimizer's state included."""
+        self.step()
+        for entry in self.everything():
+            entry.tensor.detach().copy_(expected(entry))
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {entry.name: entry.tensor.detach().clone() for entry in self.everything()}
+
+
+def known(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The global value of a tensor, in float64 but exact in float32; small whole numbers, good for any type."""
+    return torch.randint(0, 1 << 20, shape, generator=keyed_generator("known", name)).double()
+
+
+def expected(entry: ShardedTensor) -> Tensor:
+    """The part of the known value that this rank should hold."""
+    return entry.shard.cut(known(entry.name, entry.shard.global_shape)).to(entry.tensor.dtype)
+
+
+def wrong(rank: Rank) -> list[str]:
+    """Names of tensors that differ in any bit from what they should hold; of states that are missing, too."""
+    found = {entry.name: entry for entry in rank.everything()}
+    states = [f"optimizer.{kind}.{entry.name}" for entry in rank.tensors if entry.is_parameter for kind in STATES]
+    missing = [name for name in states if name not in found]
+    return missing + [name for name, entry in found.items() if not torch.equal(entry.tensor, expected(entry))]
+
+
+STATES = ("step", "exp_avg", "exp_avg_sq")

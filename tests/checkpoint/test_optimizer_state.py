@@ -1,0 +1,81 @@
+"""A loaded optimizer goes on exactly as the one that was saved would have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megasnn.checkpoint import load_checkpoint, save_checkpoint
+from tests.checkpoint.fake_model import Layout, Rank
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+    "AdamW amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "SGD momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def saved(rank: Rank, folder) -> None:
+    save_checkpoint(
+        folder,
+        iteration=1,
+        consumed_samples=0,
+        tensors=rank.tensors,
+        optimizer=rank.optimizer,
+        extra={},
+        config=None,
+        layout=None,
+    )
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_goes_on_bit_for_bit(tmp_path, kind, steps_before):
+    first, second = Rank(Layout()), Rank(Layout(), seed=1)
+    for rank in (first, second):
+        rank.optimizer = OPTIMIZERS[kind](rank.parameters())
+    for _ in range(steps_before):
+        first.step()
+    saved(first, tmp_path)
+    second.step()  # state of its own, which must be replaced
+    load_checkpoint(tmp_path, tensors=second.tensors, optimizer=second.optimizer)
+    for rank in (first, second):
+        rank.step()
+    before, after = first.snapshot(), second.snapshot()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_precision_follows_the_model(tmp_path):
+    single, double = Rank(Layout()), Rank(Layout(), seed=1, dtype=torch.float64)
+    single.step()
+    saved(single, tmp_path)
+    load_checkpoint(tmp_path, tensors=double.tensors, optimizer=double.optimizer)
+    state = double.optimizer.state[double.parameters()[0]]
+    assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.float64, torch.float32)
+    for name, value in single.snapshot().items():
+        assert torch.equal(value.to(double.snapshot()[name].dtype), double.snapshot()[name])
+
+
+def test_a_frozen_parameter_has_no_state(tmp_path):
+    rank, other = Rank(Layout()), Rank(Layout(), seed=1)
+    for parameter in rank.parameters()[1:]:
+        parameter.grad = torch.ones_like(parameter)
+    rank.optimizer.step()
+    saved(rank, tmp_path)
+    other.step()
+    load_checkpoint(tmp_path, tensors=other.tensors, optimizer=other.optimizer)
+    assert other.optimizer.state[other.parameters()[0]] == {}
+    assert set(other.optimizer.state[other.parameters()[1]]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_without_an_optimizer_only_the_model_is_loaded(tmp_path):
+    rank, other = Rank(Layout()), Rank(Layout(), seed=1)
+    rank.step()
+    saved(rank, tmp_path)
+    load_checkpoint(tmp_path, tensors=other.tensors)
+    assert not other.optimizer.state
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(rank.tensors, other.tensors, strict=True))
