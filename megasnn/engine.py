@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
@@ -22,6 +22,7 @@ from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
 from megasnn.schedule import Schedule, build_schedule
 from megasnn.sharding import ShardedTensor, parameter_count
+from megasnn.telemetry.nan import NonFinite, NonFiniteWatch
 
 SampleLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -122,6 +123,24 @@ class Engine:
             self._executor.evaluate(self._schedule(len(micro_batches), True), micro_batches, consume)
         return totals
 
+    def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> NonFinite | None:
+        """Runs the forward of a step again and returns this rank's first output with a nan or infinity in it.
+
+        Collective over the pipeline and tensor groups. Nothing that training keeps is touched.
+        """
+        for norm in self.norms:
+            norm.recording = False
+        named = [pair for chunk in self.chunks.values() for pair in _leaves(chunk)]
+        with NonFiniteWatch(named) as watch:
+            schedule = self._schedule(len(micro_batches), True)
+            self._executor.evaluate(schedule, micro_batches, lambda logits, labels: None)
+        return watch.found
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, on every rank."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.state.device)
+        return all_reduce_sum(tensor, self.state.world, "step").tolist()
+
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums of the last stages' values over all replicas, on every rank."""
         return self._over_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device))
@@ -135,3 +154,12 @@ class Engine:
             chunk.train(training)
         for norm in self.norms:
             norm.recording = training
+
+
+def _leaves(chunk: PipelineChunk) -> list[tuple[str, nn.Module]]:
+    """(global name, module) below a chunk, innermost first: the order in which outputs appear."""
+    return [
+        (path, module)
+        for name, layer in chunk.named_layers()
+        for path, module in sorted(layer.named_modules(prefix=name), key=lambda pair: -pair[0].count("."))
+    ]

@@ -44,13 +44,17 @@ class ParallelBatchNorm(nn.Module):
         def shard(initialise: Initialiser) -> Shard:
             return Shard((channels,), 0, blocks, group.rank, group.size, initialise=initialise)
 
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
+        self.weight: Tensor | None
+        self.bias: Tensor | None
+        self.running_mean: Tensor | None
+        self.running_var: Tensor | None
+        for name in ("weight", "bias"):
+            self.register_parameter(name, None)
+        for name in ("running_mean", "running_var"):
+            self.register_buffer(name, None)
         if affine:
             declare_parameter(self, "weight", shard(_ones), context.dtype)
             declare_parameter(self, "bias", shard(_zeros), context.dtype)
-        self.running_mean: Tensor | None = None
-        self.running_var: Tensor | None = None
         if track_running_stats:
             declare_buffer(self, "running_mean", shard(_zeros), context.dtype)
             declare_buffer(self, "running_var", shard(_ones), context.dtype)

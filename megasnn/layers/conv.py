@@ -81,7 +81,8 @@ class ParallelConv(nn.Module):
         cut = 1 if style == "row" and groups == 1 else 0
         weight = Shard(shape, cut, blocks if cut == 0 else 1, group.rank, group.size, initialise=initialise)
         declare_parameter(self, "weight", weight, context.dtype)
-        self.bias: Tensor | None = None
+        self.bias: Tensor | None
+        self.register_parameter("bias", None)
         if bias:
             shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=_zeros)
             declare_parameter(self, "bias", shard, context.dtype)

@@ -49,7 +49,8 @@ class ParallelLinear(nn.Module):
         cut = 1 if style == "row" else 0
         shard = Shard((out_features, in_features), cut, rank=group.rank, size=group.size, initialise=initialise)
         declare_parameter(self, "weight", shard, context.dtype)
-        self.bias: Tensor | None = None
+        self.bias: Tensor | None
+        self.register_parameter("bias", None)
         if bias:
             dim = None if style == "row" else 0
             shard = Shard((out_features,), dim, rank=group.rank, size=group.size, initialise=_zeros)

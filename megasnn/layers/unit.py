@@ -40,13 +40,13 @@ class ConvNormNeuron(nn.Module):
             norm.bias,
             norm.running_mean,
             norm.running_var,
-            norm.uses_batch_statistics,
-            norm.eps,
-            neuron.spec,
-            neuron.time_constant,
-            self.pool,
-            steps,
-            neuron.backend,
+            spec=neuron.spec,
+            training=norm.uses_batch_statistics,
+            eps=norm.eps,
+            w=neuron.time_constant,
+            pool=self.pool,
+            time_steps=steps,
+            backend=neuron.backend,
         )
         if norm.uses_batch_statistics:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.

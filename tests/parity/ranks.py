@@ -56,7 +56,7 @@ def model_config() -> SpikformerConfig:
         in_channels=DIMS["in_channels"],
         time_steps=DIMS["T"],
         num_classes=DIMS["num_classes"],
-    ).resolve()
+    )
 
 
 def build_engine(
@@ -89,7 +89,7 @@ def one_step(
     try:
         engine = build_engine(state, layout.schedule, dtype, backend, spec, bounds)
         if weights is not None:
-            load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]))
+            load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]), state.world.handle)
         sizes = micro_batch_sizes(len(labels), micro_batch_size)
         mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
         pieces = list(zip(images.split(sizes), labels.split(sizes), strict=True))

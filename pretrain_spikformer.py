@@ -1,0 +1,40 @@
+"""Pretrain Spikformer on images with data, tensor and pipeline parallelism.
+
+    python pretrain_spikformer.py --train-iters 100                              one process, the bundled digits
+    torchrun --nproc-per-node 4 pretrain_spikformer.py --tensor-model-parallel-size 2 \\
+        --pipeline-model-parallel-size 2 --data-path "cifar/train-{00..09}.tar" --train-iters 1000
+    python pretrain_spikformer.py --help                                         all flags
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megasnn.config import ConfigError, PretrainSpikformerConfig, parse, validate
+
+
+def main(argv: list[str]) -> int:
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        config = parse(PretrainSpikformerConfig, argv, console_outputs=rank == 0)
+        validate(config, world_size)
+    except ConfigError as error:
+        print(f"[rank {rank}] {error}", file=sys.stderr)
+        return 2
+
+    # Only now: a mistake in the flags is told within a moment, without waiting for torch.
+    from megasnn import training
+    from megasnn.checkpoint import from_spikingjelly
+    from megasnn.models.spikformer import describe_spikformer
+
+    provider = training.ModelProvider(
+        description=describe_spikformer(config.model, training.neuron_spec(config)),
+        unit_of_layer=config.model.unit_of_layer(),
+        from_spikingjelly=lambda weights: from_spikingjelly(weights, config.model.depth),
+    )
+    return training.run(config, config.model, provider)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
