@@ -83,6 +83,7 @@ def save_checkpoint(
         return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
 
     entries = all_do(process_group, everything, "this run cannot be saved:")
+    names = set[str]().union(*gather(process_group, [entry.name for entry in entries]))
     aside = first_decides(process_group, lambda: folders.begin(root, iteration))
 
     def finish(written: DcpMetadata) -> Path:
@@ -100,7 +101,8 @@ def save_checkpoint(
         return folders.commit(root, metadata)
 
     try:
-        written = _write(aside, entries if is_writer else [], process_group)
+        planner = PieceSavePlanner(entries if is_writer else [], names)
+        written = _write(aside, planner, process_group)
         return first_decides(process_group, lambda: finish(written))
     except CheckpointError:
         if is_first(process_group):
@@ -202,8 +204,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> list[ShardedTensor]:
     return [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
 
 
-def _write(path: Path, entries: Iterable[ShardedTensor], process_group: Group) -> DcpMetadata:
-    planner = PieceSavePlanner(entries)
+def _write(path: Path, planner: PieceSavePlanner, process_group: Group) -> DcpMetadata:
     return _run(
         f"cannot write the checkpoint {path}:",
         lambda: dcp.save(

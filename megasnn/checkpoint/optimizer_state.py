@@ -1,7 +1,7 @@
 """An optimizer's state seen as global tensors: the moments of a parameter are cut like the parameter itself.
 
-The state `exp_avg` of the parameter `head.weight` is the global tensor `optimizer.exp_avg.head.weight`. Single
-numbers (`step`) are whole tensors that every tensor-parallel rank holds.
+The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.head.weight`. A single number
+(`step`) is a whole tensor that every tensor-parallel rank holds.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """What torch.distributed.checkpoint writes and reads: the pieces of global tensors that this rank holds.
 
 A save writes every element of every global tensor exactly once, whichever ranks hold it; that is checked
-before the first byte is written. A load reads the saved boxes that overlap what a rank holds, into its memory.
+before the first byte is written. A load reads the saved boxes that overlap what a rank holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -48,9 +48,15 @@ def _boxes(entry: ShardedTensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMe
 
 
 class PieceSavePlanner(SavePlanner):
-    """Writes the given tensors' pieces, from the one tensor-parallel rank that answers for each element."""
+    """Writes the given tensors' pieces, from the one tensor-parallel rank that answers for each element.
 
-    def __init__(self, entries: Iterable[ShardedTensor]) -> None:
+    Args:
+        entries: what this rank writes; empty on the replicas that do not.
+        names: every tensor that the ranks together must write.
+    """
+
+    def __init__(self, entries: Iterable[ShardedTensor], names: Collection[str]) -> None:
+        self._names = names
         self._views: dict[MetadataIndex, Tensor] = {}
         self._items: list[WriteItem] = []
         for entry in entries:
@@ -73,7 +79,10 @@ class PieceSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         items = (item for plan in all_plans for item in plan.items)
-        if problems := [*_disagreements(items, metadata), *_cover_problems(metadata)]:
+        problems = [
+            f"{name}: no rank writes it" for name in self._names if name not in metadata.state_dict_metadata
+        ]
+        if problems := [*problems, *_disagreements(items, metadata), *_cover_problems(metadata)]:
             raise CheckpointError(*problems)
         return plans, metadata
 

@@ -1,7 +1,7 @@
-"""A small stand-in for a partitioned model: every kind of shard there is, on any grid, with values that are known.
+"""A small stand-in for a partitioned model: every kind of shard there is, on any grid, with known values.
 
-The value of every tensor follows from its global name (`known`), so what a rank should hold after a load needs no
-other rank to be asked.
+The value of every tensor follows from its global name (`known`), so that no rank needs to ask another what it
+should hold after a load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint.optimizer_state import describe
 from megasnn.random import keyed_generator
-from megasnn.sharding import Shard, ShardedTensor, declare_buffer, declare_parameter, materialise, sharded_tensors
+from megasnn.sharding import (
+    Shard,
+    ShardedTensor,
+    declare_buffer,
+    declare_parameter,
+    materialise,
+    sharded_tensors,
+)
 
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}
 CPU = torch.device("cpu")
@@ -109,7 +116,7 @@ class Rank:
 
 
 def known(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The global value of a tensor, in float64 but exact in float32; small whole numbers, good for any type."""
+    """The global value of a tensor: whole numbers below 2^20, exact in every type used here."""
     return torch.randint(0, 1 << 20, shape, generator=keyed_generator("known", name)).double()
 
 
@@ -121,7 +128,9 @@ def expected(entry: ShardedTensor) -> Tensor:
 def wrong(rank: Rank) -> list[str]:
     """Names of tensors that differ in any bit from what they should hold; of states that are missing, too."""
     found = {entry.name: entry for entry in rank.everything()}
-    states = [f"optimizer.{kind}.{entry.name}" for entry in rank.tensors if entry.is_parameter for kind in STATES]
+    states = [
+        f"optimizer.{kind}.{entry.name}" for entry in rank.tensors if entry.is_parameter for kind in STATES
+    ]
     missing = [name for name in states if name not in found]
     return missing + [name for name, entry in found.items() if not torch.equal(entry.tensor, expected(entry))]
 

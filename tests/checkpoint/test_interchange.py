@@ -1,0 +1,193 @@
+"""Weights go to and from SpikingJelly's own Spikformer unchanged; what does not belong is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, neuron
+from spikingjelly.activation_based.model.spikformer import Spikformer
+
+from megasnn.checkpoint import (
+    CheckpointError,
+    from_spikingjelly,
+    load_global_tensors,
+    load_globals_into,
+    read_state_dict,
+    save_global_tensors,
+    to_spikingjelly,
+)
+from tests.checkpoint.fake_model import Layout, Rank, expected, known
+from tools.convert_checkpoint import main
+
+NEURONS = {"lif": None, "plif": partial(neuron.ParametricLIFNode, detach_reset=True)}
+
+
+def spikformer(kind: str = "lif", depth: int = 2, seed: int = 0) -> Spikformer:
+    torch.manual_seed(seed)
+    model = Spikformer(
+        T=2,
+        img_size_h=16,
+        img_size_w=16,
+        patch_size=4,
+        num_classes=5,
+        embed_dims=16,
+        num_heads=2,
+        depths=depth,
+        spiking_neuron=NEURONS[kind],
+    )
+    for parameter in model.parameters():
+        parameter.data.add_(0.3 * torch.rand_like(parameter))
+    return model
+
+
+def logits(model: Spikformer, image: torch.Tensor) -> torch.Tensor:
+    functional.reset_net(model)
+    with torch.no_grad():
+        return model.train()(image)
+
+
+@pytest.mark.parametrize("kind", NEURONS)
+@pytest.mark.parametrize("depth", [1, 11])
+def test_round_trip_through_a_checkpoint(tmp_path, kind, depth):
+    model, other = spikformer(kind, depth), spikformer(kind, depth, seed=1)
+    image = torch.rand(3, 3, 16, 16)
+    logits(model, image)  # running statistics of its own
+    save_global_tensors(tmp_path, from_spikingjelly(model.state_dict(), depth))
+    other.load_state_dict(to_spikingjelly(load_global_tensors(tmp_path), depth), strict=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+        assert value.dtype == other.state_dict()[name].dtype
+    assert torch.equal(logits(model, image), logits(other, image))
+
+
+def test_names_are_those_of_our_model():
+    names = from_spikingjelly(spikformer("plif").state_dict())
+    assert len(names) == 5 * 7 + 2 * (4 * 7 + 1) + 2
+    for name, shape in {
+        "patch_embed.stages.0.conv.weight": (2, 3, 3, 3),
+        "patch_embed.positional_encoding.norm.running_var": (16,),
+        "blocks.1.attention.qkv.conv.weight": (48, 16, 1),
+        "blocks.1.attention.qkv.neuron.w": (),
+        "blocks.1.attention.neuron.w": (),
+        "blocks.1.attention.projection.norm.num_batches_tracked": (),
+        "blocks.0.mlp.fc1.conv.weight": (64, 16, 1),
+        "blocks.0.mlp.fc2.neuron.w": (),
+        "head.bias": (5,),
+    }.items():
+        assert tuple(names[name].shape) == shape
+    assert not [name for name in from_spikingjelly(spikformer("lif").state_dict()) if "neuron" in name]
+
+
+def test_missing_and_unexpected_names_are_listed():
+    state_dict = spikformer("plif").state_dict()
+    del state_dict["blocks.1.attn.attn_lif.w"]
+    state_dict["blocks.0.attn.relative_bias"] = torch.zeros(3)
+    with pytest.raises(CheckpointError) as raised:
+        from_spikingjelly(state_dict)
+    assert "blocks.1.attn.attn_lif.w: missing" in str(raised.value)
+    assert "blocks.0.attn.relative_bias: unexpected" in str(raised.value)
+
+
+def test_another_depth_is_refused_both_ways():
+    state_dict = spikformer(depth=2).state_dict()
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.mlp\.fc1\.0\.weight: unexpected"):
+        from_spikingjelly(state_dict, depth=1)
+    with pytest.raises(CheckpointError, match=r"blocks\.2\.mlp\.fc1\.conv\.weight: missing"):
+        to_spikingjelly(from_spikingjelly(state_dict), depth=3)
+
+
+def test_a_long_list_is_cut():
+    with pytest.raises(CheckpointError, match=r"\.\.\. and 50 more"):
+        from_spikingjelly({}, depth=2)
+
+
+def known_values(change: str = "") -> dict[str, torch.Tensor]:
+    values = {entry.name: known(entry.name, entry.shard.global_shape) for entry in Rank(Layout()).tensors}
+    if change == "missing":
+        del values["blocks.1.w"]
+    elif change == "unexpected":
+        values["blocks.1.extra"] = torch.zeros(2)
+    elif change == "shape":
+        values["blocks.1.qkv"] = values["blocks.1.qkv"][:24]
+    return values
+
+
+def loads_known_values(layout: Layout, values: dict[str, torch.Tensor]) -> list[str]:
+    rank = Rank(layout, seed=1)
+    load_globals_into(rank.tensors, values, rank.group)
+    return [entry.name for entry in rank.tensors if not torch.equal(entry.tensor, expected(entry))]
+
+
+def refuses_values(layout: Layout, values: dict[str, torch.Tensor]) -> str:
+    rank = Rank(layout, seed=1)
+    before = rank.snapshot()
+    with pytest.raises(CheckpointError) as raised:
+        load_globals_into(rank.tensors, values, rank.group)
+    assert all(torch.equal(value, before[name]) for name, value in rank.snapshot().items())
+    return str(raised.value)
+
+
+def test_every_rank_takes_its_part(ranks):
+    assert ranks(4, loads_known_values, Layout(tensor=2, pipeline=2), known_values()) == [[]] * 4
+    assert loads_known_values(Layout(), known_values()) == []
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
+def test_values_of_another_model_are_refused_on_every_rank(ranks, change):
+    first, second = ranks(2, refuses_values, Layout(pipeline=2), known_values(change))
+    assert first == second
+    assert {
+        "missing": "blocks.1.w: missing",
+        "unexpected": "blocks.1.extra: given, but this model has no such tensor",
+        "shape": "blocks.1.qkv: has shape [24, 16, 1], this model needs [48, 16, 1]",
+    }[change] in first
+
+
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model"])
+def test_files_with_and_without_a_wrapper(tmp_path, wrapper):
+    state_dict = spikformer().state_dict()
+    content = {wrapper: state_dict, "epoch": 3} if wrapper else state_dict
+    torch.save(content, tmp_path / "weights.pt")
+    assert read_state_dict(tmp_path / "weights.pt").keys() == state_dict.keys()
+
+
+def test_files_without_weights_are_refused(tmp_path):
+    file = tmp_path / "weights.pt"
+    with pytest.raises(CheckpointError, match="there is no file"):
+        read_state_dict(file)
+    file.write_bytes(b"not a file of torch")
+    with pytest.raises(CheckpointError, match="cannot read weights"):
+        read_state_dict(file)
+    torch.save(spikformer(), file)  # a pickled module is code, which is not run
+    with pytest.raises(CheckpointError, match="cannot read weights"):
+        read_state_dict(file)
+    torch.save({"weight": torch.zeros(2), "epoch": 3}, file)
+    with pytest.raises(CheckpointError, match="other values under epoch"):
+        read_state_dict(file)
+
+
+def test_converter(tmp_path, capsys):
+    model = spikformer()
+    torch.save(model.state_dict(), tmp_path / "in.pt")
+    assert main(["import", "--input", str(tmp_path / "in.pt"), "--save", str(tmp_path / "run")]) == 0
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "a" / "out.pt")]) == 0
+    exported = torch.load(tmp_path / "a" / "out.pt", weights_only=True)
+    assert exported.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
+    output = capsys.readouterr().out
+    elements = sum(value.numel() for value in model.state_dict().values())
+    assert f"model: {len(exported)} tensors, {elements:,} elements" in output
+    assert "optimizer state: 0 tensors" in output
+    assert "--finetune" in output
+
+
+def test_converter_says_why_it_cannot(tmp_path, capsys):
+    save_global_tensors(tmp_path, {"weight": torch.zeros(2)})
+    assert main(["export", "--load", str(tmp_path), "--output", str(tmp_path / "out.pt")]) == 1
+    assert "head.weight: missing" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "absent")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+    assert not (tmp_path / "out.pt").exists()
