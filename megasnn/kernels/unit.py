@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
 from megasnn.kernels.reference import neuron_multi_step_reference, norm_pool_neuron_reference
@@ -35,6 +39,8 @@ def neuron_multi_step(
     _check_neuron(x, spec, w)
     if v0 is not None and v0.shape != x.shape[1:]:
         raise ValueError(f"v0 {tuple(v0.shape)} must have the shape of one time step, {tuple(x.shape[1:])}")
+    if _use_fused(backend, x, spec):
+        return _fused().neuron_fused(x, spec, v0, w)
     return neuron_multi_step_reference(x, spec, v0, w)
 
 
@@ -76,9 +82,45 @@ def norm_pool_neuron(
     _check_neuron(x, spec, w)
     steps = x.shape[0] if time_steps is None else time_steps
     _check_norm(x, weight, bias, training, pool, steps)
+    if _use_fused(backend, x, spec):
+        running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
+        return _fused().norm_pool_neuron_fused(x, weight, bias, running, eps, spec, w, pool, steps)
     return norm_pool_neuron_reference(
         x, weight, bias, running_mean, running_var, training, eps, spec, w, pool, steps
     )
+
+
+def fused_unavailable(x: Tensor, spec: NeuronSpec) -> str | None:
+    """Why the fused kernels cannot take this input and neuron, or None where they can."""
+    try:
+        fused = _fused()
+    except ImportError as error:
+        return f"numba is not usable here ({error})"
+    if x.device.type != "cpu":
+        return f"they run on CPU tensors, not on {x.device}"
+    if x.dtype not in (torch.float32, torch.float64, *fused.REDUCED):
+        return f"they take float32, float64, bfloat16 or float16, not {x.dtype}"
+    if x.numel() == 0:
+        return f"the input {tuple(x.shape)} is empty"
+    if spec.surrogate not in fused.SURROGATES:
+        return f"they know the surrogates {', '.join(fused.SURROGATES)}, not {spec.surrogate!r}"
+    return None
+
+
+def _use_fused(backend: str, x: Tensor, spec: NeuronSpec) -> bool:
+    if backend == "torch":
+        return False
+    reason = fused_unavailable(x, spec)
+    if reason is not None and backend == "fused":
+        raise ValueError(f"the fused kernels cannot be used: {reason}; choose --neuron-backend auto or torch")
+    return reason is None
+
+
+@functools.cache
+def _fused() -> ModuleType:
+    from megasnn.kernels import fused  # imports numba, which the reference does without
+
+    return fused
 
 
 def _check_backend(backend: str) -> None:

@@ -1,0 +1,61 @@
+"""Running a compiled kernel: one process compiles while the others wait, and threads share the work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+_compiled: set[tuple[Any, Any]] = set()
+_threads: dict[int, ThreadPoolExecutor] = {}
+os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
+
+
+def run(kernel: Callable[..., None], units: int, first_array: Any, *args: Any) -> None:
+    """Calls ``kernel(first_array, *args, first, last)`` so that ``range(units)`` is covered.
+
+    As many threads take part as torch would use. Which one does a unit does not change any result.
+    """
+    key = (kernel, first_array.dtype)
+    if key not in _compiled:
+        with _one_process():
+            kernel(first_array, *args, 0, units)
+        _compiled.add(key)
+        return
+    threads = min(torch.get_num_threads(), units)
+    if threads == 1:
+        kernel(first_array, *args, 0, units)
+        return
+    bounds = [units * part // threads for part in range(threads + 1)]
+    pool = _pool(threads - 1)
+    others = [
+        pool.submit(kernel, first_array, *args, bounds[part], bounds[part + 1]) for part in range(1, threads)
+    ]
+    kernel(first_array, *args, 0, bounds[1])
+    for other in others:
+        other.result()
+
+
+def _pool(workers: int) -> ThreadPoolExecutor:
+    if workers not in _threads:
+        _threads[workers] = ThreadPoolExecutor(workers, thread_name_prefix="megasnn-kernel")
+    return _threads[workers]
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Held by one process of this user at a time: the ranks that come second find the machine code in the cache."""
+    try:
+        import fcntl
+    except ImportError:  # no such lock on this system: each process compiles for itself
+        yield
+        return
+    path = os.path.join(tempfile.gettempdir(), f"megasnn-compile-{os.getuid()}.lock")
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
