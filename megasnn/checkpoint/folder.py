@@ -155,8 +155,8 @@ def commit(folder: Path, metadata: Metadata) -> Path:
     _sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
     shutil.rmtree(replaced, ignore_errors=True)
-    # A run that went back to an older checkpoint comes by here again; what it saves now is what counts. A
-    # power cut between these two renames, and only there, leaves the step as `replaced`, to be renamed by hand.
+    # A run that went back to an older checkpoint comes by here again; what it saves now counts. A power
+    # cut between these two renames, and only there, leaves the step as `replaced`, to be renamed by hand.
     if final.exists():
         final.rename(replaced)
     aside.rename(final)

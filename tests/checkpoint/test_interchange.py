@@ -18,6 +18,11 @@ from megasnn.checkpoint import (
     save_global_tensors,
     to_spikingjelly,
 )
+from megasnn.config.model import SpikformerConfig
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.sharding import materialise, sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, expected, known
 from tools.convert_checkpoint import main
 
@@ -62,7 +67,36 @@ def test_round_trip_through_a_checkpoint(tmp_path, kind, depth):
     assert torch.equal(logits(model, image), logits(other, image))
 
 
-def test_names_are_those_of_our_model():
+def our_layers(kind: str) -> list[tuple[str, torch.nn.Module]]:
+    """Our model of the same dimensions, whole."""
+    config = SpikformerConfig(
+        embed_dim=16, depth=2, num_heads=2, patch_size=4, image_size=16, time_steps=2, num_classes=5
+    )
+    layers = describe_spikformer(config, NeuronSpec(kind=kind)).layers
+    return [(layer.name, layer.build(BuildContext())) for layer in layers]
+
+
+@pytest.mark.parametrize("kind", NEURONS)
+def test_our_model_takes_and_gives_spikingjellys_weights(kind):
+    """Names and shapes of the table are those of the model itself, which has no table."""
+    layers = our_layers(kind)
+    materialise(layers, torch.device("cpu"), seed=1)
+    tensors = list(sharded_tensors(layers))
+    state_dict = spikformer(kind).state_dict()
+    load_globals_into(tensors, from_spikingjelly(state_dict, 2))
+    back = to_spikingjelly({entry.name: entry.tensor for entry in tensors}, 2)
+    assert all(torch.equal(value, back[name]) for name, value in state_dict.items())
+
+
+def test_weights_of_another_neuron_are_refused():
+    """A model of plain LIF neurons has no place for trained time constants, and must not just drop them."""
+    tensors = sharded_tensors(our_layers("lif"))
+    weights = from_spikingjelly(spikformer("plif").state_dict(), 2)
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.attention\.neuron\.w: given"):
+        load_globals_into(tensors, weights)
+
+
+def test_names_are_the_documented_ones():
     names = from_spikingjelly(spikformer("plif").state_dict())
     assert len(names) == 5 * 7 + 2 * (4 * 7 + 1) + 2
     for name, shape in {
