@@ -462,14 +462,23 @@ def pool_row_winners(image, row, scale, shift, columns, winner, tap):
             continue
         split_columns(image[line], columns[0], columns[1])
         first = np.int32(3 * (offset + 1))
+        before, after = odd[: winner.size - channels], odd[:odd_size]
         if offset == 0:
             winner[:] = even
             tap[:] = 4
+            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
+            contest(after, first + np.int32(2), False, scale, shift, winner, tap)
+            continue
+        # The line above precedes all that has been seen: from right to left, each place wins ties with those before.
+        # The line below follows: from left to right, none does.
+        if offset < 0:
+            contest(after, first + np.int32(2), True, scale, shift, winner, tap)
+            contest(even, first + np.int32(1), True, scale, shift, winner, tap)
+            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
         else:
-            contest(even, first + np.int32(1), offset < 0, scale, shift, winner, tap)
-        before = odd[: winner.size - channels]
-        contest(before, first, offset <= 0, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-        contest(odd[:odd_size], first + np.int32(2), False, scale, shift, winner, tap)
+            contest(before, first, False, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
+            contest(even, first + np.int32(1), False, scale, shift, winner, tap)
+            contest(after, first + np.int32(2), False, scale, shift, winner, tap)
 
 
 @part
