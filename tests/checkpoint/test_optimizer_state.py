@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megasnn.checkpoint import load_checkpoint, save_checkpoint
-from tests.checkpoint.fake_model import Layout, Rank
+from megasnn.checkpoint.optimizer_state import allocate
+from megasnn.sharding import sharded_tensors
+from tests.checkpoint.fake_model import Layout, Rank, Stem
 
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
@@ -79,3 +81,17 @@ def test_without_an_optimizer_only_the_model_is_loaded(tmp_path):
     load_checkpoint(tmp_path, tensors=other.tensors)
     assert not other.optimizer.state
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(rank.tensors, other.tensors, strict=True))
+
+
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device):
+    """The meta device stands for an accelerator: nothing is computed here."""
+    tensors = list(sharded_tensors([("stem", Stem(0, 1))]))
+    optimizer = torch.optim.AdamW([tensors[0].tensor], capturable=capturable)
+    saved = {
+        "stem.weight": {"shape": [8, 3, 3, 3], "dtype": "float32"},
+        "optimizer.step.stem.weight": {"shape": [], "dtype": "float32"},
+        "optimizer.exp_avg.stem.weight": {"shape": [8, 3, 3, 3], "dtype": "float32"},
+    }
+    state = allocate(tensors, optimizer, saved)[tensors[0].tensor]
+    assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")
