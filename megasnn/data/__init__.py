@@ -1,0 +1,18 @@
+"""Images in webdataset shards: opened by index, ordered by the seed alone, cut into global batches.
+
+`open_datasets` and `BatchLoader` are what training uses; the rest is reached through its own module.
+"""
+
+from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.loader import BatchLoader, GlobalBatch, MicroBatch
+from megasnn.data.open import Datasets, open_datasets
+
+__all__ = [
+    "BatchLoader",
+    "BrokenSample",
+    "Datasets",
+    "GlobalBatch",
+    "MicroBatch",
+    "ShardDataset",
+    "open_datasets",
+]

@@ -1,0 +1,142 @@
+"""Random access to the samples of a list of shards."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megasnn.data.images import ImageFormat
+from megasnn.data.shards import Shard
+
+_OPEN_SHARDS = 16  # files that one reading thread keeps open
+_UNKNOWN, _SOUND, _BROKEN = 0, 1, 2
+
+
+class BrokenSample(ValueError):
+    """A sample whose data cannot be decoded."""
+
+
+class ShardDataset:
+    """The samples of `shards`, one shard after the other, decoded by `format`; several threads may read.
+
+    Raises:
+        ValueError: a label outside [0, num_classes). All are looked at here, before anything is trained.
+    """
+
+    def __init__(self, shards: Sequence[Shard], format: ImageFormat, num_classes: int) -> None:
+        self.format = format
+        self._shards = list(shards)
+        self._first = np.cumsum([0] + [len(shard) for shard in shards])
+        self._sizes = np.concatenate([shard.sizes for shard in shards])
+        self.labels = np.concatenate([shard.labels for shard in shards])
+        self._state = np.zeros(len(self.labels), dtype=np.uint8)
+        self._files = _OpenFiles()
+        self._check_labels(num_classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def key(self, index: int) -> str:
+        """The name of a sample inside its shard."""
+        shard, place = self._locate(index)
+        return shard.keys[place].decode()
+
+    def describe(self, index: int) -> str:
+        """A sample as an error message names it."""
+        shard, place = self._locate(index)
+        return f"sample {shard.keys[place].decode()!r} of shard {shard.source}"
+
+    def image(self, index: int) -> np.ndarray:
+        """The decoded image, uint8 `[H, W, C]`.
+
+        Raises:
+            BrokenSample: it cannot be decoded.
+            ValueError: the shard was changed or cut after it was indexed.
+        """
+        data = self._read(index)
+        try:
+            image = self.format.decode(data)
+        except ValueError as error:
+            self._state[index] = _BROKEN
+            raise BrokenSample(
+                f"{self.describe(index)} {error}; mend it, or go on without it with --skip-broken-samples"
+            ) from error
+        self._state[index] = _SOUND
+        return image
+
+    def decodes(self, index: int) -> bool:
+        """Whether `image(index)` succeeds. Found out by decoding, once for each sample."""
+        if self._state[index] == _UNKNOWN:
+            try:
+                self.image(index)
+            except BrokenSample:
+                return False
+        return bool(self._state[index] == _SOUND)
+
+    def sample(self, index: int) -> tuple[torch.Tensor, int]:
+        """The image as uint8 `[C, H, W]` and its class."""
+        return torch.from_numpy(self.image(index).copy()).permute(2, 0, 1), int(self.labels[index])
+
+    def fingerprint(self) -> str:
+        """A hash of the samples' names, classes and data sizes in file order.
+
+        It tells data sets apart without reading them, and is the same wherever they lie, packed or unpacked.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for shard in self._shards:
+            digest.update(b"".join(key + b"\0" for key in shard.keys.tolist()))
+        digest.update(self.labels.tobytes())
+        digest.update(self._sizes.tobytes())
+        return f"{len(self)}-{digest.hexdigest()}"
+
+    def _locate(self, index: int) -> tuple[Shard, int]:
+        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        return self._shards[shard], index - int(self._first[shard])
+
+    def _read(self, index: int) -> bytes:
+        shard, place = self._locate(index)
+        size = int(shard.sizes[place])
+        data = os.pread(self._files.descriptor(str(shard.tar)), size, int(shard.offsets[place]))
+        if len(data) < size:
+            raise ValueError(f"{self.describe(index)} ends early: {shard.tar} was changed while in use")
+        return data
+
+    def _check_labels(self, num_classes: int) -> None:
+        wrong = np.flatnonzero((self.labels < 0) | (self.labels >= num_classes))
+        if len(wrong):
+            raise ValueError(
+                f"{len(wrong)} of {len(self)} labels are outside 0..{num_classes - 1}, the first one "
+                f"{self.labels[wrong[0]]} of {self.describe(int(wrong[0]))}, largest {self.labels.max()}; "
+                f"raise --num-classes (now {num_classes}) or mend the data"
+            )
+
+
+class _OpenFiles(threading.local):
+    """The shards that this thread has open, the least recently used closed first."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+
+    def descriptor(self, path: str) -> int:
+        file = self._open.pop(path, None) or _Descriptor(path)
+        self._open[path] = file
+        if len(self._open) > _OPEN_SHARDS:
+            self._open.popitem(last=False)
+        return file.number
+
+
+class _Descriptor:
+    """A file descriptor for reading that is closed with the object, thus also when its thread ends."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)

@@ -1,0 +1,71 @@
+"""From the bytes of an image file to numbers: decoding, size, channels, normalisation."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps
+
+# Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
+# about zero mean and unit variance; the first batch norm takes care of the rest.
+NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "generic": ((0.5,), (0.25,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "digits": ((0.305,), (0.376,)),
+}
+_MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """What a model expects of an image.
+
+    size: height and width in pixels.
+    channels: 1 (grey) or 3 (RGB).
+    normalisation: a name in NORMALISATIONS.
+    """
+
+    size: int
+    channels: int
+    normalisation: str = "generic"
+
+    def __post_init__(self) -> None:
+        if self.channels not in _MODES:
+            raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
+
+    def decode(self, data: bytes) -> np.ndarray:
+        """An image file as uint8 `[size, size, channels]`.
+
+        An image of exactly this size is not touched. Otherwise its shorter side is scaled to `size`
+        (bilinear, with averaging when it shrinks) and the middle is cut out. Grey becomes RGB by repetition,
+        RGB grey by luminance.
+
+        Raises:
+            ValueError: the bytes are no whole image, or one of more than 8 bits a channel.
+        """
+        try:
+            file = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP", "PPM"))
+            if file.mode == "F" or file.mode.startswith("I"):
+                raise ValueError(f"more than 8 bits a channel (mode {file.mode})")
+            if min(file.size) >= 2 * self.size:
+                file.draft(_MODES[self.channels], (self.size, self.size))  # JPEG: decode at 1/2, 1/4 or 1/8
+            image = file.convert(_MODES[self.channels])
+            if image.size != (self.size, self.size):
+                image = ImageOps.fit(image, (self.size, self.size), Image.Resampling.BILINEAR)
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
+            raise ValueError(f"cannot be decoded: {error}") from error
+        return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
+
+    def to_float(self, batch: np.ndarray) -> np.ndarray:
+        """uint8 `[n, size, size, channels]` -> normalised float32 of the same shape."""
+        mean, deviation = (
+            np.array(values, dtype=np.float32) for values in NORMALISATIONS[self.normalisation]
+        )
+        values = batch.astype(np.float32)
+        values *= 1 / (255 * deviation)
+        values -= mean / deviation
+        return values

@@ -1,0 +1,225 @@
+"""Global batches for one data parallel rank: its own micro-batches, read ahead by threads.
+
+Nothing here depends on the layout but the choice of micro-batches: the order is a function of the position
+(`megasnn.data.order`), the cut of the global batch and its sizes (`megasnn.batching`), the augmentation of
+the sample. Workers are threads, since decoding a photograph happens outside the interpreter lock; they fill
+whole micro-batches, and batches leave in order, so that their number cannot change anything either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.data.augment import crop_and_flip
+from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.order import SampleOrder, Slot
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that are computed together.
+
+    first: index of this micro-batch in the global batch.
+    start: place of its first sample in the global batch.
+    sample_ids: int64 `[size]`, the samples that the order puts here. They are the same on every rank of a
+        pipeline, whatever it reads: where a broken sample was replaced they still name the broken one.
+    images: float32 `[size, C, H, W]`, normalised, channels last in memory.
+    labels: int64 `[size]`.
+    skipped: the broken samples that were replaced, as messages name them; empty on ranks that read nothing.
+    """
+
+    first: int
+    start: int
+    size: int
+    sample_ids: torch.Tensor
+    images: torch.Tensor | None
+    labels: torch.Tensor | None
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's micro-batches of a global batch of `size` samples.
+
+    It may have none: on the last batch of a validation pass, when that has fewer micro-batches than there are
+    data parallel ranks. consumed_samples: the position after this batch.
+    """
+
+    micro_batches: list[MicroBatch]
+    size: int
+    consumed_samples: int
+
+
+class BatchLoader:
+    """Cuts the sequence of samples into global batches and loads what one data parallel rank needs of them.
+
+    In training the sequence is endless, shuffled by `seed` and augmented as asked. Otherwise it is one pass
+    in file order, every sample once, the last batch as small as the rest is; `shuffle` and `augment` are then
+    without effect.
+
+    num_workers: threads that load ahead: the next global batch, and more if that does not keep all of them
+    busy. With 0 a batch is loaded when it is asked for.
+    skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not, so
+    that sizes and the places of all others stay. Ranks that need only labels decode each sample once to come
+    to the same choice.
+    skipped: how often that happened on this rank, counted as batches are handed out.
+
+    Raises:
+        ValueError: a data parallel rank would have no micro-batch in training.
+    """
+
+    def __init__(
+        self,
+        dataset: ShardDataset,
+        *,
+        seed: int,
+        shuffle: bool,
+        augment: str,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_size: int,
+        dp_rank: int,
+        need_images: bool,
+        need_labels: bool,
+        num_workers: int = 0,
+        skip_broken: bool = False,
+        training: bool = True,
+    ) -> None:
+        if augment not in ("none", "cifar"):
+            raise ValueError(f"--augment {augment!r} is not known; choose none or cifar")
+        if training:
+            micro_batches_of(len(micro_batch_sizes(global_batch_size, micro_batch_size)), dp_size, dp_rank)
+        self.dataset = dataset
+        self.skipped = 0
+        self._order = SampleOrder(len(dataset), seed, shuffle and training)
+        self._seed = seed
+        self._augment = augment == "cifar" and training
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._dp_size = dp_size
+        self._dp_rank = dp_rank
+        self._need_images = need_images
+        self._need_labels = need_labels
+        self._skip_broken = skip_broken
+        self._reads = need_images or (need_labels and skip_broken)
+        self._num_workers = num_workers if self._reads else 0
+        self._training = training
+
+    def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Iterator[GlobalBatch]:
+        """The global batches from a position on, at most `limit` of them.
+
+        Close the iterator (or use it up) to end its threads. What goes wrong while a batch is loaded is
+        raised when that batch is asked for, with any number of workers.
+        """
+        plans = self._plans(consumed_samples, limit)
+        loaded = self._load_ahead(plans) if self._num_workers else map(self._load_batch, plans)
+        for batch in loaded:
+            self.skipped += sum(len(micro_batch.skipped) for micro_batch in batch.micro_batches)
+            yield batch
+
+    def _plans(self, position: int, limit: int | None) -> Iterator[_BatchPlan]:
+        made = 0
+        while limit is None or made < limit:
+            size = self._global_batch_size
+            if not self._training:
+                size = min(size, len(self.dataset) - position)
+                if size <= 0:
+                    return
+            yield _BatchPlan(self._own_micro_batches(position, size), size, position + size)
+            position += size
+            made += 1
+
+    def _own_micro_batches(self, position: int, size: int) -> list[_MicroBatchPlan]:
+        sizes = micro_batch_sizes(size, min(self._micro_batch_size, size))
+        if len(sizes) >= self._dp_size:
+            own = micro_batches_of(len(sizes), self._dp_size, self._dp_rank)
+        else:  # the end of a validation pass: too few for everybody
+            own = range(len(sizes))[self._dp_rank : self._dp_rank + 1]
+        starts = [sum(sizes[:index]) for index in own]
+        return [
+            _MicroBatchPlan(index, start, self._order.slots(position + start, sizes[index]))
+            for index, start in zip(own, starts, strict=True)
+        ]
+
+    def _load_batch(self, plan: _BatchPlan) -> GlobalBatch:
+        return plan.batch([self._load(micro_batch) for micro_batch in plan.micro_batches])
+
+    def _load_ahead(self, plans: Iterator[_BatchPlan]) -> Iterator[GlobalBatch]:
+        """Keep one batch beyond the one handed out, and a micro-batch for every worker, in the making."""
+        waiting: deque[tuple[_BatchPlan, list[Future[MicroBatch]]]] = deque()
+        pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="megasnn-data")
+        try:
+            for plan in plans:
+                waiting.append((plan, [pool.submit(self._load, part) for part in plan.micro_batches]))
+                ahead = sum(len(futures) for _, futures in list(waiting)[1:])
+                if len(waiting) > 1 and ahead >= self._num_workers:
+                    yield _finish(*waiting.popleft())
+            while waiting:
+                yield _finish(*waiting.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, plan: _MicroBatchPlan) -> MicroBatch:
+        fetched = [self._fetch(slot) for slot in plan.slots]
+        samples = [sample for sample, _ in fetched]
+        images = labels = None
+        if self._need_images:
+            decoded = np.stack([image for _, image in fetched if image is not None])
+            images = torch.from_numpy(self.dataset.format.to_float(decoded)).permute(0, 3, 1, 2)
+        if self._need_labels:
+            labels = torch.from_numpy(self.dataset.labels[samples])
+        ids = [slot.sample for slot in plan.slots]
+        skipped = tuple(
+            self.dataset.describe(due) for due, used in zip(ids, samples, strict=True) if due != used
+        )
+        return MicroBatch(plan.index, plan.start, len(ids), torch.tensor(ids), images, labels, skipped)
+
+    def _fetch(self, slot: Slot) -> tuple[int, np.ndarray | None]:
+        """The sample that is used in a slot, and its image where this rank needs images."""
+        if not self._skip_broken or not self._reads:
+            return slot.sample, self._image(slot, slot.sample) if self._need_images else None
+        for sample in self._order.from_slot(slot):
+            if not self._need_images:
+                if self.dataset.decodes(sample):
+                    return sample, None
+                continue
+            try:
+                return sample, self._image(slot, sample)
+            except BrokenSample:
+                continue
+        raise ValueError(
+            f"none of the {len(self.dataset)} samples can be decoded, {self.dataset.describe(0)} for one"
+        )
+
+    def _image(self, slot: Slot, sample: int) -> np.ndarray:
+        """uint8 `[H, W, C]`; augmented by the slot's own key, also where another sample stands in."""
+        image = self.dataset.image(sample)
+        return crop_and_flip(image, self._seed, slot.epoch, slot.sample) if self._augment else image
+
+
+@dataclass(frozen=True)
+class _MicroBatchPlan:
+    index: int
+    start: int
+    slots: list[Slot]
+
+
+@dataclass(frozen=True)
+class _BatchPlan:
+    micro_batches: list[_MicroBatchPlan]
+    size: int
+    consumed_samples: int
+
+    def batch(self, micro_batches: list[MicroBatch]) -> GlobalBatch:
+        return GlobalBatch(micro_batches, self.size, self.consumed_samples)
+
+
+def _finish(plan: _BatchPlan, futures: list[Future[MicroBatch]]) -> GlobalBatch:
+    return plan.batch([future.result() for future in futures])

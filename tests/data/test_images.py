@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megasnn.data.augment import crop_and_flip
+from megasnn.data.images import ImageFormat
+from tests.data.shard_files import image_file
+
+noise = np.random.default_rng(0).integers(0, 256, size=(32, 32, 3), dtype=np.uint8)
+
+
+def test_an_image_of_the_right_size_is_not_touched():
+    assert np.array_equal(ImageFormat(32, 3).decode(image_file(noise)), noise)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "PPM"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_all_kinds_become_the_channels_of_the_model(kind, channels):
+    grey = np.full((32, 32), 100, dtype=np.uint8)
+    for pixels in (grey, np.stack([grey] * 3, axis=-1)):
+        decoded = ImageFormat(32, channels).decode(image_file(pixels, kind))
+        assert decoded.shape == (32, 32, channels)
+        assert np.abs(decoded.astype(int) - 100).max() <= 1
+
+
+def test_another_shape_is_scaled_and_cut_in_the_middle():
+    wide = np.zeros((20, 60), dtype=np.uint8)
+    wide[:, 20:40] = 200
+    assert (ImageFormat(10, 1).decode(image_file(wide))[:, 1:-1] == 200).all()
+
+
+def test_a_large_jpeg_comes_out_near_the_full_decoding():
+    ramp = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 256))
+    small = ImageFormat(32, 1).decode(image_file(ramp, "JPEG"))[..., 0].astype(int)
+    assert np.abs(small - (np.arange(32)[:, None] * 8 + 4)).max() <= 3
+
+
+def test_what_would_lose_bits_or_is_no_image_is_refused():
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((8, 8), 40_000, dtype=np.uint16)).save(buffer, "PNG")
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        ImageFormat(8, 1).decode(buffer.getvalue())
+    for data in (b"", b"not an image", image_file(noise)[:200], image_file(noise, "JPEG")[:300]):
+        with pytest.raises(ValueError, match="cannot be decoded"):
+            ImageFormat(32, 3).decode(data)
+    with pytest.raises(ValueError, match="--in-channels"):
+        ImageFormat(32, 2)
+
+
+def test_normalisation_is_mean_and_deviation_of_the_unit_range():
+    batch = noise[None]
+    expected = (batch / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
+    assert np.allclose(ImageFormat(32, 3, "cifar10").to_float(batch), expected, atol=1e-5)
+    assert ImageFormat(32, 3).to_float(np.array([0, 255], np.uint8)).tolist() == [-2, 2]
+
+
+def test_augmentation_shifts_by_up_to_four_and_mirrors_half():
+    framed = np.pad(noise, ((4, 4), (4, 4), (0, 0)))
+    windows = {
+        (framed[y : y + 32, x : x + 32]).tobytes(): (y, x, False) for y in range(9) for x in range(9)
+    } | {
+        (framed[y : y + 32, x : x + 32][:, ::-1]).tobytes(): (y, x, True) for y in range(9) for x in range(9)
+    }
+    drawn = [windows[crop_and_flip(noise, 1, epoch, 5).tobytes()] for epoch in range(1500)]
+    assert {y for y, _, _ in drawn} == {x for _, x, _ in drawn} == set(range(9))
+    assert len(set(drawn)) > 155  # of 162
+    assert 0.45 < np.mean([flipped for _, _, flipped in drawn]) < 0.55
+
+
+def test_augmentation_depends_on_seed_epoch_and_sample():
+    def draw(*key):
+        return crop_and_flip(noise, *key).tobytes()
+
+    assert draw(1, 2, 3) == draw(1, 2, 3)
+    assert len({draw(*(key * scale for key in (1, 10, 100))) for scale in range(30)}) > 20
+    assert draw(1, 2, 3) != draw(2, 1, 3) != draw(3, 2, 1)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from megasnn.data.order import SampleOrder
+from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard, write_shards
+
+PARTS = ((0, 3), (3, 3), (6, 3), (9, 1))  # start and size of the micro-batches of a global batch
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """23 samples: neither the global batch of 10 nor the micro-batch of 3 divides them."""
+    return open_all(write_shards(tmp_path, samples=23, per_shard=9))
+
+
+def numbers(micro_batch):
+    """The samples that lie in a micro-batch, read off its pixels: value v is normalised to v/63.75 - 2."""
+    return ((micro_batch.images[:, 0, 0, 0] + 2) * 63.75).round().long().tolist()
+
+
+def sequence(dataset, dp_size, batches, consumed=0, **changes):
+    """Per global batch, its micro-batches over all data parallel ranks: (index, start, samples, labels)."""
+    parts = [
+        loader(dataset, dp_size=dp_size, dp_rank=rank, **changes).batches(consumed, limit=batches)
+        for rank in range(dp_size)
+    ]
+    return [
+        [
+            (micro_batch.first, micro_batch.start, numbers(micro_batch), micro_batch.labels.tolist())
+            for batch in batch_of_ranks
+            for micro_batch in batch.micro_batches
+        ]
+        for batch_of_ranks in zip(*parts, strict=True)
+    ]
+
+
+def test_global_batches_do_not_depend_on_ranks_or_workers(dataset):
+    expected = sequence(dataset, dp_size=1, batches=7)
+    for batch in expected:
+        assert tuple((start, len(samples)) for _, start, samples, _ in batch) == PARTS
+    for dp_size in (1, 2, 3, 4):
+        for num_workers in (0, 1, 3):
+            assert sequence(dataset, dp_size, batches=7, num_workers=num_workers) == expected
+
+
+def test_a_run_continues_where_it_was_on_any_layout(dataset):
+    expected = sequence(dataset, dp_size=1, batches=9)
+    for consumed, dp_size, num_workers in ((10, 2, 0), (30, 4, 2), (80, 1, 1)):
+        rest = sequence(dataset, dp_size, 9 - consumed // 10, consumed, num_workers=num_workers)
+        assert rest == expected[consumed // 10 :]
+
+
+def test_every_sample_once_an_epoch_with_its_own_label(dataset):
+    flat = [
+        pair
+        for batch in sequence(dataset, 2, batches=23)
+        for _, _, *both in batch
+        for pair in zip(*both, strict=True)
+    ]
+    for epoch in range(10):
+        assert sorted(number for number, _ in flat[23 * epoch : 23 * (epoch + 1)]) == list(range(23))
+    assert all(label == number % 3 for number, label in flat)
+
+
+def test_no_shuffle_is_file_order(dataset):
+    flat = [
+        number
+        for batch in sequence(dataset, 1, 3, shuffle=False)
+        for _, _, samples, _ in batch
+        for number in samples
+    ]
+    assert flat == [*range(23), *range(7)]
+
+
+def test_positions_and_ids(dataset):
+    batches = list(loader(dataset).batches(20, limit=2))
+    assert [(batch.size, batch.consumed_samples) for batch in batches] == [(10, 30), (10, 40)]
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            assert micro_batch.sample_ids.tolist() == numbers(micro_batch)
+
+
+def test_images_are_float_and_channels_last(dataset):
+    micro_batch = next(loader(dataset).batches()).micro_batches[0]
+    assert micro_batch.images.shape == (3, 1, 8, 8) and micro_batch.images.dtype == torch.float32
+    assert micro_batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert micro_batch.labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_rank_reads_only_what_its_stage_needs(dataset, monkeypatch, num_workers):
+    monkeypatch.setattr(type(dataset), "image", lambda *_: pytest.fail("an image was read"))
+    expected = [[slot.sample for slot in SampleOrder(23, 7, True).slots(start, n)] for start, n in PARTS]
+    for need_labels in (True, False):
+        stage = loader(dataset, need_images=False, need_labels=need_labels, num_workers=num_workers)
+        micro_batches = next(stage.batches()).micro_batches
+        assert [part.sample_ids.tolist() for part in micro_batches] == expected
+        assert all(part.images is None for part in micro_batches)
+        assert all((part.labels is not None) == need_labels for part in micro_batches)
+
+
+def test_a_validation_pass_has_every_sample_once(dataset):
+    for dp_size in (1, 2, 4):
+        for num_workers in (0, 2):
+            options = {"training": False, "augment": "cifar", "num_workers": num_workers}
+            passes = sequence(dataset, dp_size, None, **options)
+            assert [sum(len(samples) for _, _, samples, _ in batch) for batch in passes] == [10, 10, 3]
+            assert [n for batch in passes for _, _, samples, _ in batch for n in samples] == list(range(23))
+    assert len(sequence(dataset, 1, 2, training=False)) == 2
+
+
+def test_a_rank_without_a_share_of_the_last_validation_batch(dataset):
+    batches = list(loader(dataset, training=False, dp_size=2, dp_rank=1).batches())
+    assert [len(batch.micro_batches) for batch in batches] == [2, 2, 0]
+    assert [batch.size for batch in batches] == [10, 10, 3]
+
+
+def test_training_without_a_micro_batch_for_a_rank_is_refused(dataset):
+    with pytest.raises(ValueError, match="4 micro-batch"):
+        loader(dataset, dp_size=5)
+
+
+def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
+    noise = torch.randint(
+        0, 256, (12, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    samples = numbered(range(12))
+    for files, pixels in zip(samples.values(), noise.numpy(), strict=True):
+        files["png"] = image_file(pixels)
+    dataset = open_all([write_shard(tmp_path / "a.tar", samples)], channels=3, size=32)
+
+    def images(dp_size, consumed, limit, **changes):
+        parts = [
+            loader(dataset, augment="cifar", dp_size=dp_size, dp_rank=rank, **changes).batches(
+                consumed, limit
+            )
+            for rank in range(dp_size)
+        ]
+        return torch.cat(
+            [m.images for ranks in zip(*parts, strict=True) for batch in ranks for m in batch.micro_batches]
+        )
+
+    whole = images(1, 0, 4)
+    assert len(whole) == 40
+    assert torch.equal(images(4, 0, 4, num_workers=2), whole)
+    assert torch.equal(images(2, 20, 2, num_workers=1), whole[20:])
+    assert not torch.equal(images(1, 0, 4, seed=8), whole)
+    plain = torch.from_numpy(dataset.format.to_float(noise.numpy())).permute(0, 3, 1, 2)
+    assert torch.equal(images(1, 0, None, training=False), plain), "validation must not be augmented"
+
+
+def test_workers_read_ahead_and_end_with_the_iterator(dataset):
+    read = set()
+    second_is_read = threading.Event()
+    image = dataset.image
+
+    def watched(index):
+        read.add(index)
+        if len(read) >= 20:
+            second_is_read.set()
+        return image(index)
+
+    dataset.image = watched
+    batches = loader(dataset, num_workers=1).batches()
+    next(batches)
+    assert second_is_read.wait(10), "the next batch is not read while this one is used"
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megasnn-data")]
