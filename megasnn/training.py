@@ -187,29 +187,32 @@ class TrainingRun:
 
     def _load_checkpoint(self, folder: str) -> None:
         options = self.config.checkpoint
-        with_optimizer = not (options.finetune or options.no_load_optim)
+        saved = checkpoint.read_metadata(checkpoint.find_checkpoint(Path(folder), options.ckpt_step))
+        if not options.finetune:
+            self._require_same_data(folder, saved.extra)
         loaded = checkpoint.load_checkpoint(
             folder,
             tensors=self.engine.tensors,
-            optimizer=self.optimizer if with_optimizer else None,
+            optimizer=None if options.finetune or options.no_load_optim else self.optimizer,
             config=None if options.finetune else self._identity,
-            step=options.ckpt_step,
+            step=saved.iteration,
             process_group=self.state.world.handle,
         )
-        if options.finetune:
-            return
+        if not options.finetune:
+            self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
+
+    def _require_same_data(self, folder: str, saved: Mapping[str, object]) -> None:
         differing = [
-            f"{name}: {loaded.extra[name]} when it was saved, {value} now"
+            f"  {name}: {saved.get(name)} when it was saved, {value} now"
             for name, value in self._data_identity().items()
-            if loaded.extra.get(name) != value
+            if saved.get(name) != value
         ]
         if differing:
             raise checkpoint.CheckpointError(
-                f"{folder} was trained on other data, and its place in the data means nothing here; "
-                "--finetune takes its weights only",
+                f"{folder} was trained on other data or in another order, where its place in the data means nothing "
+                "(--finetune takes its weights only):",
                 *differing,
             )
-        self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
 
     def _data_identity(self) -> dict[str, object]:
         return {

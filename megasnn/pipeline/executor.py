@@ -173,7 +173,7 @@ class PipelineExecutor:
 
     def _hand_on(self, run: _Run, key: tuple[int, int], y: Tensor) -> None:
         chunk, micro_batch = key
-        if torch.is_grad_enabled():
+        if y.requires_grad:
             # Backward starts from the edge of the graph; the values are needed by the next chunk only.
             run.roots[key] = get_gradient_edge(y)
         if self._placement[chunk + 1] == self._state.pipeline.rank:
@@ -185,8 +185,9 @@ class PipelineExecutor:
         key = _key(action)
         if self._sync is not None and key[1] == len(run.micro_batches) - 1:
             self._sync.arm(action.chunk)
-        torch.autograd.backward(run.roots.pop(key), run.gradients.pop(key, None))
-        x = run.inputs.pop(key)
+        gradient, root, x = run.gradients.pop(key, None), run.roots.pop(key, None), run.inputs.pop(key)
+        if root is not None:  # a first stage without layers has nothing to learn
+            torch.autograd.backward(root, gradient)
         if self._chunks[action.chunk].is_first:
             return
         assert x.grad is not None

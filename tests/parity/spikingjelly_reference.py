@@ -38,8 +38,8 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **neuron_arguments:
     model = Spikformer(img_size_h=IMAGE_SIZE, img_size_w=IMAGE_SIZE, **DIMS, **neuron_arguments).to(dtype)
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.uniform_(module.bias, -0.2, 0.6)
+            nn.init.uniform_(module.weight, 0.8, 1.6)
+            nn.init.uniform_(module.bias, 0.2, 1.2)
     return model
 
 

@@ -1,0 +1,118 @@
+"""Every layout computes what SpikingJelly's own model computes: one step in float64, to 1e-9 relative."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.checkpoint.interchange import from_spikingjelly
+from tests.parity import spikingjelly_reference as reference
+from tests.parity.ranks import Layout, RankStep, assemble, one_step
+
+SIZES = [3, 3, 3, 2]  # the last micro-batch is smaller
+TOLERANCE = 1e-9
+
+
+def layouts() -> list[Layout]:
+    """All that fit 8 ranks, with both schedules where there is a pipeline."""
+    found = []
+    for data, tensor, pipeline in product((1, 2), (1, 2, 4), (1, 2, 4)):
+        if data * tensor * pipeline <= 8:
+            found += [Layout(data, tensor, pipeline, name) for name in (("gpipe", "1f1b") if pipeline > 1 else ("1f1b",))]
+    return found
+
+
+def name_of(layout: Layout) -> str:
+    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}-{layout.schedule}"
+
+
+@lru_cache(maxsize=1)
+def truth() -> reference.ReferenceStep:
+    images, labels = reference.data(sum(SIZES))
+    return reference.step(reference.build(), images, labels, SIZES)
+
+
+def by_our_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """SpikingJelly's tensors by our names; gradients lack the buffers, which the table wants too."""
+    return from_spikingjelly({**truth().state_before, **values}, reference.DIMS["depths"])
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300)).item()
+
+
+def run_step(ranks, layout: Layout, *, dtype: torch.dtype = torch.float64, backend: str = "auto", **more) -> list[RankStep]:
+    images, labels = reference.data(sum(SIZES), dtype)
+    weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in truth().state_before.items()}
+    arguments = (layout, weights, images, labels, SIZES[0], dtype, backend, more.get("spec"), more.get("bounds"))
+    return ranks(layout.world_size, one_step, *arguments)
+
+
+def logits_in_order(steps: list[RankStep]) -> list[Tensor]:
+    """Of the last stage's first tensor rank, replica by replica: global micro-batch order."""
+    last = max(step.rank[0] for step in steps)
+    return [y for step in steps if step.rank[0] == last and step.rank[2] == 0 for y in step.logits]
+
+
+def assert_equal_to_reference(steps: list[RankStep], expected: reference.ReferenceStep) -> None:
+    assert all(step.loss == pytest.approx(expected.loss, rel=TOLERANCE) for step in steps)
+    for ours, theirs in zip(logits_in_order(steps), expected.logits, strict=True):
+        assert error(ours, theirs) < TOLERANCE
+    gradients, buffers = assemble(steps, "gradients"), assemble(steps, "buffers")
+    expected_gradients, expected_buffers = by_our_names(expected.gradients), by_our_names(expected.buffers)
+    assert len(gradients) == len(expected.gradients)
+    for name, value in gradients.items():
+        assert error(value, expected_gradients[name]) < TOLERANCE, name
+    for name, value in buffers.items():
+        assert error(value, expected_buffers[name]) < TOLERANCE, name
+    norm = torch.stack([g.norm() for g in expected.gradients.values()]).norm().item()
+    assert all(step.norm == pytest.approx(norm, rel=TOLERANCE) for step in steps)
+
+
+def test_the_reference_fires() -> None:
+    """The comparison means something: neurons fire, some do not, and every parameter has a gradient."""
+    assert 0.02 < truth().firing < 0.5
+    assert all(gradient.abs().max() > 0 for gradient in truth().gradients.values())
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=name_of)
+def test_layout_equals_spikingjelly(ranks, layout: Layout) -> None:
+    assert_equal_to_reference(run_step(ranks, layout), truth())
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 2)], ids=name_of)
+def test_plain_neurons_equal_spikingjelly(ranks, layout: Layout) -> None:
+    assert_equal_to_reference(run_step(ranks, layout, backend="torch"), truth())
+
+
+def test_pipeline_sizes_and_schedules_agree_bit_for_bit_in_float32(ranks) -> None:
+    one = run_step(ranks, Layout(), dtype=torch.float32)
+    gradients, buffers = assemble(one, "gradients"), assemble(one, "buffers")
+    for layout in [Layout(1, 1, p, s) for p in (1, 2, 3, 4, 8) for s in ("gpipe", "1f1b")]:
+        steps = run_step(ranks, layout, dtype=torch.float32)
+        assert {step.loss for step in steps} == {one[0].loss}
+        assert {step.norm for step in steps} == {one[0].norm}
+        assert all(torch.equal(a, b) for a, b in zip(logits_in_order(steps), one[0].logits, strict=True))
+        for name, value in assemble(steps, "gradients").items():
+            assert torch.equal(value, gradients[name]), f"{name} on {name_of(layout)}"
+        for name, value in assemble(steps, "buffers").items():
+            assert torch.equal(value, buffers[name]), f"{name} on {name_of(layout)}"
+
+
+@pytest.mark.parametrize("cuts", [(0, 5), (3, 3), (1, 10), (9, 10)])
+def test_any_cut_including_empty_stages(ranks, cuts: tuple[int, int]) -> None:
+    first, second = cuts
+    bounds = [range(0, first), range(first, second), range(second, 10)]
+    steps = run_step(ranks, Layout(pipeline=3), bounds=bounds)
+    assert_equal_to_reference(steps, truth())
+
+
+def test_tensor_parallel_float32_differs_by_rounding_only(ranks) -> None:
+    """In float32 a rounding difference may flip a spike; here none does, and gradients agree to float32's precision."""
+    one = assemble(run_step(ranks, Layout(), dtype=torch.float32), "gradients")
+    two = assemble(run_step(ranks, Layout(tensor=2), dtype=torch.float32), "gradients")
+    assert max(error(two[name], one[name]) for name in one) < 1e-4

@@ -1,0 +1,170 @@
+"""Wrong answers seen in other systems (FEATURES, last list), each shown to be absent here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext, ParallelBatchNorm
+from megasnn.losses import cross_entropy_sum
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.partition import balanced_bounds
+from megasnn.pipeline.chunk import build_chunk
+from megasnn.pipeline.costs import agreed_layer_costs
+from tests.parity import spikingjelly_reference as reference
+from tests.parity.ranks import Layout, assemble, model_config, one_step
+from tests.parity.test_layouts import SIZES, error, run_step
+
+PLIF = NeuronSpec(kind="plif", tau=2.0)
+
+
+def test_a_learned_time_constant_sums_its_gradient_over_tensor_ranks(ranks) -> None:
+    """Trap 2: the scalar of a PLIF layer sees one rank's channels only."""
+    images, labels = reference.data(sum(SIZES))
+    arguments = (None, images, labels, SIZES[0], torch.float64, "torch", PLIF)
+    one = assemble(ranks(1, one_step, Layout(), *arguments), "gradients")
+    scalars = [name for name in one if name.endswith("neuron.w")]
+    assert len(scalars) == 15 and any(one[name].abs() > 0 for name in scalars)
+    for layout in (Layout(tensor=4), Layout(2, 2, 2)):
+        several = assemble(ranks(layout.world_size, one_step, layout, *arguments), "gradients")
+        for name in one:
+            assert error(several[name], one[name]) < 1e-9 or one[name].abs().max() == 0, name
+
+
+def test_soft_reset_and_no_input_decay_on_a_full_grid(ranks) -> None:
+    spec = NeuronSpec(tau=1.5, v_reset=None, decay_input=False, detach_reset=False, surrogate="atan")
+    one = assemble(run_step(ranks, Layout(), spec=spec), "gradients")
+    several = assemble(run_step(ranks, Layout(2, 2, 2), spec=spec), "gradients")
+    assert max(error(several[name], one[name]) for name in one) < 1e-9
+
+
+def _initial_values(tensor: int, pipeline: int) -> list:
+    state = initialize_model_parallel(tensor, pipeline)
+    try:
+        model = describe_spikformer(model_config(), NeuronSpec())
+        bounds = balanced_bounds([1.0] * len(model.layers), pipeline)
+        context = BuildContext(state.tensor)
+        chunk = build_chunk(model, bounds, state.pipeline.rank, context, state.device, seed=5)
+        return [
+            (e.name, [(p.global_offset, p.of_local(e.tensor).detach().clone()) for p in e.shard.pieces()], list(e.shard.global_shape))
+            for e in chunk.sharded_tensors()
+        ]
+    finally:
+        destroy_model_parallel()
+
+
+def test_initial_values_depend_on_the_name_and_not_on_the_layout(ranks) -> None:
+    """Trap 10: the same seed on every stage makes layer 2 equal layer 0; values that depend on the layout."""
+    whole = {name: pieces for result in ranks(1, _initial_values, 1, 1) for name, pieces, _ in result}
+    full = {
+        name: torch.cat([value for _, value in pieces]) if len(pieces) > 1 else pieces[0][1]
+        for name, pieces in whole.items()
+    }
+    for tensor, pipeline in ((2, 1), (1, 4), (4, 2)):
+        for result in ranks(tensor * pipeline, _initial_values, tensor, pipeline):
+            for name, pieces, _ in result:
+                for offset, value in pieces:
+                    index = tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))
+                    assert torch.equal(full[name][index], value), name
+    kernels = [v.flatten()[:64] for n, v in full.items() if n.endswith("conv.weight")]
+    assert all(not torch.equal(a, b) for i, a in enumerate(kernels) for b in kernels[:i])
+
+
+def _costs_with_one_slow_rank() -> list[float]:
+    state = initialize_model_parallel(1, 2)
+    try:
+        if state.rank == 1:
+            # A rank that would measure something else if it were asked.
+            import megasnn.pipeline.costs as costs
+
+            costs.measure_layer_costs = lambda *_: [1.0] + [1000.0] * 9
+        model = describe_spikformer(model_config(), NeuronSpec())
+        return agreed_layer_costs(model, 2, BuildContext(state.tensor), state.device, state.world)
+    finally:
+        destroy_model_parallel()
+
+
+def test_ranks_agree_on_measured_costs(ranks) -> None:
+    """Trap 5: stage splits from rank-local timings."""
+    first, second = ranks(2, _costs_with_one_slow_rank)
+    assert first == second and len(first) == 10 and all(0 < cost < 100 for cost in first)
+
+
+@pytest.mark.parametrize("samples, size", [(11, 3), (7, 7), (5, 1), (4, 3)])
+def test_uneven_micro_batches_cover_the_batch_in_order(samples: int, size: int) -> None:
+    """Trap 6 and 7: outputs merged in order on the batch dimension, loss weighted by samples."""
+    sizes = micro_batch_sizes(samples, size)
+    assert sum(sizes) == samples and all(0 < s <= size for s in sizes)
+    for replicas in range(1, len(sizes) + 1):
+        taken = [index for r in range(replicas) for index in micro_batches_of(len(sizes), replicas, r)]
+        assert taken == list(range(len(sizes)))
+
+
+def test_the_loss_is_the_mean_over_samples_whatever_the_split(ranks) -> None:
+    """Trap 7, with norms out of the way: in float64 the sum of the shares is the loss of SpikingJelly's model."""
+    images, labels = reference.data(5)
+    expected = reference.step(reference.build(), images, labels, [4, 1])
+    steps = ranks(2, one_step, Layout(data=2), expected.state_before, images, labels, 4)
+    assert all(step.loss == pytest.approx(expected.loss, rel=1e-12) for step in steps)
+
+
+def test_labels_of_shape_n_by_1_are_class_indices() -> None:
+    """Trap 8: `[N, 1]` labels read as class 0."""
+    logits = torch.randn(3, 4, 5)
+    labels = torch.tensor([1, 4, 0, 2])
+    assert torch.equal(cross_entropy_sum(logits, labels.unsqueeze(1)), cross_entropy_sum(logits, labels))
+    soft = torch.nn.functional.one_hot(labels, 5).float()
+    assert cross_entropy_sum(logits, soft).item() == pytest.approx(cross_entropy_sum(logits, labels).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 5]), torch.tensor([-1, 0]), torch.zeros(2, 2, dtype=torch.int64)])
+def test_labels_that_do_not_fit_are_refused(labels: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="labels"):
+        cross_entropy_sum(torch.randn(3, 2, 5), labels)
+
+
+def test_evaluation_and_search_for_nan_leave_running_statistics_alone(ranks) -> None:
+    """Trap 4: statistics that depend on evaluation or profiling."""
+    assert all(ranks(2, _statistics_before_and_after_evaluation))
+
+
+def _statistics_before_and_after_evaluation() -> bool:
+    from megasnn.pipeline.executor import MicroBatchInput
+    from tests.parity.ranks import build_engine
+
+    state = initialize_model_parallel(1, 2)
+    try:
+        engine = build_engine(state, "1f1b", torch.float64)
+        images, labels = reference.data(6)
+        batches = [MicroBatchInput(x, y, 3) for x, y in zip(images.split(3), labels.split(3), strict=True)]
+        engine.forward_backward(batches, 6, 2)
+        before = [e.tensor.clone() for e in engine.tensors]
+        engine.evaluate(batches)
+        engine.first_non_finite_output(batches)
+        return all(torch.equal(a, e.tensor) for a, e in zip(before, engine.tensors, strict=True)) and not any(
+            norm.pending for norm in engine.norms
+        )
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_momentum_none_averages_over_steps(momentum: float | None) -> None:
+    """Trap 8: momentum None silently lost."""
+    from megasnn.comm.group import alone
+    from megasnn.data_parallel import merge_running_statistics
+    from megasnn.sharding import materialise
+
+    norm = ParallelBatchNorm(4, BuildContext(dtype=torch.float64), momentum=momentum)
+    materialise([("norm", norm)], torch.device("cpu"), 0)
+    truth = torch.nn.BatchNorm2d(4, momentum=momentum, dtype=torch.float64)
+    norm.recording = True
+    for step in range(3):
+        x = torch.randn(2, 5, 4, 3, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        torch.testing.assert_close(norm(x), truth(x.flatten(0, 1)).unflatten(0, (2, 5)), rtol=1e-12, atol=1e-12)
+        merge_running_statistics([norm], alone("data"), 1)
+    torch.testing.assert_close(norm.running_mean, truth.running_mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(norm.running_var, truth.running_var, rtol=1e-12, atol=1e-12)
