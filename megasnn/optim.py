@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) with weight decay on matrices and kernels only: not on norms, biases, time constants."""
+    """AdamW (arXiv 1711.05101), decaying matrices and kernels only: not norms, biases and time constants."""
     trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
     decayed = [entry.tensor for entry in trained if len(entry.shard.global_shape) > 1]
     others = [entry.tensor for entry in trained if len(entry.shard.global_shape) <= 1]
@@ -29,7 +29,7 @@ def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
-    """The rate of step `iteration` (from 0) of `iterations`: linear warm-up, then constant, linear or cosine to min_lr."""
+    """The rate of step `iteration` (from 0): linear warm-up, then constant, or linear or cosine decay to min_lr."""
     warm_up = config.warmup_iterations(iterations)
     if iteration < warm_up:
         return config.lr * (iteration + 1) / warm_up

@@ -100,7 +100,7 @@ def initialize_model_parallel(
     """
     global _state
     if _state is not None:
-        raise RuntimeError(f"model parallelism is initialised already ({_state.grid}); call destroy_model_parallel first")
+        raise RuntimeError(f"a grid exists already ({_state.grid}); call destroy_model_parallel first")
     device = torch.device("cpu") if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     grid = Grid.fit(world_size, tensor=tensor_model_parallel_size, pipeline=pipeline_model_parallel_size)

@@ -168,7 +168,7 @@ def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[S
                 if name in module._non_persistent_buffers_set:
                     continue
                 if name not in shards:
-                    raise ValueError(f"{path}.{name} has no shard description; create it with declare_parameter/_buffer")
+                    raise ValueError(f"{path}.{name} has no shard description; make it with declare_parameter/_buffer")
                 yield ShardedTensor(f"{path}.{name}", tensor, shards[name], name in module._parameters)
 
 

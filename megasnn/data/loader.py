@@ -9,7 +9,7 @@ whole micro-batches, and batches leave in order, so that their number cannot cha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -112,7 +112,7 @@ class BatchLoader:
         self._num_workers = num_workers if self._reads else 0
         self._training = training
 
-    def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Iterator[GlobalBatch]:
+    def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
         """The global batches from a position on, at most `limit` of them.
 
         Close the iterator (or use it up) to end its threads. What goes wrong while a batch is loaded is

@@ -24,6 +24,12 @@ class ParallelBatchNorm(nn.Module):
         blocks: as in ParallelConv, for a norm after fused q, k, v.
     """
 
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor
+
     def __init__(
         self,
         channels: int,
@@ -44,10 +50,6 @@ class ParallelBatchNorm(nn.Module):
         def shard(initialise: Initialiser) -> Shard:
             return Shard((channels,), 0, blocks, group.rank, group.size, initialise=initialise)
 
-        self.weight: Tensor | None
-        self.bias: Tensor | None
-        self.running_mean: Tensor | None
-        self.running_var: Tensor | None
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
         for name in ("running_mean", "running_var"):

@@ -55,6 +55,9 @@ class ParallelConv(nn.Module):
         ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(
         self,
         in_channels: int,
@@ -81,7 +84,6 @@ class ParallelConv(nn.Module):
         cut = 1 if style == "row" and groups == 1 else 0
         weight = Shard(shape, cut, blocks if cut == 0 else 1, group.rank, group.size, initialise=initialise)
         declare_parameter(self, "weight", weight, context.dtype)
-        self.bias: Tensor | None
         self.register_parameter("bias", None)
         if bias:
             shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=_zeros)
@@ -156,7 +158,7 @@ class _Plan:
 
 
 class _Convolve(torch.autograd.Function):
-    """Keeps the packed input for backward, one bit a spike; starts the gradient's exchange before the weight gradient."""
+    """Keeps the packed input, one bit a spike; exchanges the input gradient while it computes the weight's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, plan: _Plan) -> Tensor:

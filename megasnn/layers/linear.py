@@ -23,6 +23,9 @@ class ParallelLinear(nn.Module):
         ValueError: features that do not divide by the number of ranks, an unknown style.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(
         self,
         in_features: int,
@@ -49,7 +52,6 @@ class ParallelLinear(nn.Module):
         cut = 1 if style == "row" else 0
         shard = Shard((out_features, in_features), cut, rank=group.rank, size=group.size, initialise=initialise)
         declare_parameter(self, "weight", shard, context.dtype)
-        self.bias: Tensor | None
         self.register_parameter("bias", None)
         if bias:
             dim = None if style == "row" else 0

@@ -71,6 +71,8 @@ class ParallelPLIF(ParallelNeuron):
     Every rank holds `w` whole and sees the gradient of its own channels: `partial_gradient` has it summed.
     """
 
+    w: Tensor
+
     def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
         super().__init__(spec, context, carry_over=carry_over)
         start = -math.log(spec.tau - 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from megasnn.sharding import materialise
 REPETITIONS = 3
 
 
-def agreed_layer_costs(model: ModelDescription, samples: int, context: BuildContext, device: torch.device, world: Group) -> list[float]:
+def agreed_layer_costs(
+    model: ModelDescription, samples: int, context: BuildContext, device: torch.device, world: Group
+) -> list[float]:
     """Seconds of forward and backward of each layer for `samples` samples, as rank 0 measured them, on every rank.
 
     Ranks that measured for themselves would cut the model differently and wait for each other forever.
@@ -40,7 +43,7 @@ def measure_layer_costs(
     state moves.
     """
     generator = torch.Generator().manual_seed(0)
-    alone = BuildContext(dtype=context.dtype, compute_dtype=context.compute_dtype, neuron_backend=context.neuron_backend)
+    alone = replace(context, tensor=Group("tensor"))
     shape = (samples, *model.input_shape)
     x = torch.randn(shape, generator=generator).to(device, context.dtype)
     costs = []

@@ -36,7 +36,8 @@ class TensorDescriptor:
 
     @classmethod
     def of(cls, tensor: Tensor, wire: Wire) -> TensorDescriptor:
-        order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+        strides = tensor.stride()
+        order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
         return cls(tuple(tensor.shape), tuple(order), tensor.dtype, wire)
 
     def flatten(self, tensor: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ def layouts() -> list[Layout]:
     found = []
     for data, tensor, pipeline in product((1, 2), (1, 2, 4), (1, 2, 4)):
         if data * tensor * pipeline <= 8:
-            found += [Layout(data, tensor, pipeline, name) for name in (("gpipe", "1f1b") if pipeline > 1 else ("1f1b",))]
+            schedules = ("gpipe", "1f1b") if pipeline > 1 else ("1f1b",)
+            found += [Layout(data, tensor, pipeline, name) for name in schedules]
     return found
 
 
@@ -45,7 +46,9 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300)).item()
 
 
-def run_step(ranks, layout: Layout, *, dtype: torch.dtype = torch.float64, backend: str = "auto", **more) -> list[RankStep]:
+def run_step(
+    ranks, layout: Layout, *, dtype: torch.dtype = torch.float64, backend: str = "auto", **more
+) -> list[RankStep]:
     images, labels = reference.data(sum(SIZES), dtype)
     weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in truth().state_before.items()}
     arguments = (layout, weights, images, labels, SIZES[0], dtype, backend, more.get("spec"), more.get("bounds"))
