@@ -149,6 +149,8 @@ def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
     assert torch.equal(images(4, 0, 4, num_workers=2), whole)
     assert torch.equal(images(2, 20, 2, num_workers=1), whole[20:])
     assert not torch.equal(images(1, 0, 4, seed=8), whole)
+    in_file_order = images(1, 0, 3, shuffle=False)
+    assert not torch.equal(in_file_order[:12], in_file_order[12:24]), "every epoch must be drawn anew"
     plain = torch.from_numpy(dataset.format.to_float(noise.numpy())).permute(0, 3, 1, 2)
     assert torch.equal(images(1, 0, None, training=False), plain), "validation must not be augmented"
 
