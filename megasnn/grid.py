@@ -1,5 +1,4 @@
-"""Where each rank stands in the pipeline x data x tensor grid, and which ranks form a group. Plain
-arithmetic.
+"""Where each rank stands in the pipeline x data x tensor grid, and which ranks form a group.
 
 The order is Megatron's ``tp-cp-ep-dp-pp`` without the two axes in the middle: neighbouring ranks share a
 tensor parallel group, then come the data parallel replicas, and the pipeline stages are furthest apart,
@@ -58,8 +57,8 @@ class Grid:
         model = cls(pipeline=pipeline, tensor=tensor).world_size
         if world_size % model:
             raise ValueError(
-                f"world size {world_size} is not tensor {tensor} x pipeline {pipeline} x data ?: it must be a "
-                f"multiple of {model}; change --tensor-model-parallel-size {tensor}, "
+                f"world size {world_size} is not tensor {tensor} x pipeline {pipeline} x data ?: it must be "
+                f"a multiple of {model}; change --tensor-model-parallel-size {tensor}, "
                 f"--pipeline-model-parallel-size {pipeline} or the number of ranks "
                 f"(torchrun --nnodes x --nproc-per-node)"
             )

@@ -1,5 +1,4 @@
-"""What a pipeline schedule is made of: actions, and the list of them that every pipeline rank works off in
-order.
+"""What a pipeline schedule is made of: actions, and for every pipeline rank a list of them.
 
 An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
 of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, ``0SEND_F2`` sends what chunk
@@ -38,9 +37,7 @@ class Kind(Enum):
         return self in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
 
-_NOTATION = re.compile(
-    r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d*)"
-)
+_NOTATION = re.compile(r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d*)")
 
 
 @dataclass(frozen=True)
@@ -67,9 +64,7 @@ class Action:
         """The inverse of ``str``. Raises ValueError for anything else."""
         match = _NOTATION.fullmatch(text.strip())
         if match is None:
-            raise ValueError(
-                f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0SYNC"
-            )
+            raise ValueError(f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0SYNC")
         chunk, kind, micro_batch = match.groups()
         return cls(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 

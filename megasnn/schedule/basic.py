@@ -1,5 +1,4 @@
-"""The schedules with one chunk per pipeline rank, as computing alone; `passes` adds transfers and gradient
-sync.
+"""The schedules with one chunk per pipeline rank, as computing alone; `passes` adds the rest.
 
 Each function is a whole schedule. Micro-batches run backward in ascending order in all of them, so
 gradients are accumulated in the same order and every schedule gives the same bits.
@@ -42,7 +41,5 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 def forward_only(stages: int, micro_batches: int) -> Schedule:
     """Evaluation: every stage takes the micro-batches one after another."""
-    actions = tuple(
-        tuple(Action(stage, Kind.FORWARD, m) for m in range(micro_batches)) for stage in range(stages)
-    )
+    actions = tuple(tuple(Action(stage, Kind.FORWARD, m) for m in range(micro_batches)) for stage in range(stages))
     return Schedule("forward", tuple(range(stages)), micro_batches, actions, forward_only=True)

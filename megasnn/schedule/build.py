@@ -8,6 +8,7 @@ from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only as forward_only_order
 from megasnn.schedule.basic import gpipe, one_f_one_b
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
+from megasnn.schedule.validate import validate
 
 GENERATORS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SCHEDULE_NAMES = ("auto", *GENERATORS)
@@ -25,10 +26,19 @@ def resolve_schedule_name(name: str, stages: int, micro_batches: int) -> str:
     return "1f1b" if stages > 1 and micro_batches > 1 else "gpipe"
 
 
+def refuse_chunks_per_rank(name: str, chunks_per_rank: int) -> None:
+    """Raises ValueError when the schedule cannot take so many chunks on each pipeline rank."""
+    if chunks_per_rank != 1:
+        raise ValueError(
+            f"--num-virtual-stages-per-pipeline-rank {chunks_per_rank}: --pipeline-schedule {name} computes "
+            f"one chunk per pipeline rank; leave the flag at 1"
+        )
+
+
 def build_schedule(
     name: str, stages: int, micro_batches: int, chunks_per_rank: int = 1, forward_only: bool = False
 ) -> Schedule:
-    """A schedule with transfers and gradient sync, for `stages` pipeline ranks.
+    """A validated schedule with transfers and gradient sync, for `stages` pipeline ranks.
 
     Raises ValueError for an unknown name, sizes smaller than 1, or more chunks per rank than the schedule
     can take.
@@ -40,11 +50,10 @@ def build_schedule(
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
     name = resolve_schedule_name(name, stages, micro_batches)
-    if chunks_per_rank != 1:
-        raise ValueError(
-            f"--num-virtual-stages-per-pipeline-rank {chunks_per_rank}: schedule {name!r} computes one "
-            f"chunk per pipeline rank; leave the flag at 1"
-        )
+    refuse_chunks_per_rank(name, chunks_per_rank)
     if forward_only:
-        return insert_transfers(forward_only_order(stages, micro_batches))
-    return insert_gradient_sync(insert_transfers(GENERATORS[name](stages, micro_batches)))
+        schedule = insert_transfers(forward_only_order(stages, micro_batches))
+    else:
+        schedule = insert_gradient_sync(insert_transfers(GENERATORS[name](stages, micro_batches)))
+    validate(schedule)
+    return schedule

@@ -12,8 +12,7 @@ from megasnn.schedule.actions import Action, Kind, Schedule
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
-    """Adds a receive right before each computation that needs one and a send right after each that has a
-    taker.
+    """Adds a receive right before each computation that needs one and a send after each that has a taker.
 
     Neighbouring chunks on the same rank hand their tensors over without a transfer.
     """
@@ -23,19 +22,22 @@ def insert_transfers(schedule: Schedule) -> Schedule:
 def _with_transfers(order: tuple[Action, ...], schedule: Schedule) -> tuple[Action, ...]:
     result: list[Action] = []
     for action in order:
-        chunk, m = action.chunk, action.micro_batch
-        before, after = _lives_elsewhere(schedule, chunk, -1), _lives_elsewhere(schedule, chunk, +1)
-        if action.kind is Kind.FORWARD:
-            result += [Action(chunk, Kind.RECV_FORWARD, m)] * before
-            result.append(action)
-            result += [Action(chunk, Kind.SEND_FORWARD, m)] * after
-        elif action.kind is Kind.BACKWARD:
-            result += [Action(chunk, Kind.RECV_BACKWARD, m)] * after
-            result.append(action)
-            result += [Action(chunk, Kind.SEND_BACKWARD, m)] * before
-        else:
-            result.append(action)
+        received, sent = transfers_of(schedule, action)
+        result += [*received, action, *sent]
     return tuple(result)
+
+
+def transfers_of(schedule: Schedule, action: Action) -> tuple[list[Action], list[Action]]:
+    """What is to be received before a computation and to be sent after it; nothing for any other action."""
+    chunk, m = action.chunk, action.micro_batch
+    previous, following = _lives_elsewhere(schedule, chunk, -1), _lives_elsewhere(schedule, chunk, +1)
+    if action.kind is Kind.FORWARD:
+        received, sent = (Kind.RECV_FORWARD, previous), (Kind.SEND_FORWARD, following)
+    elif action.kind is Kind.BACKWARD:
+        received, sent = (Kind.RECV_BACKWARD, following), (Kind.SEND_BACKWARD, previous)
+    else:
+        return [], []
+    return [Action(chunk, received[0], m)] * received[1], [Action(chunk, sent[0], m)] * sent[1]
 
 
 def _lives_elsewhere(schedule: Schedule, chunk: int, step: int) -> bool:
@@ -44,8 +46,7 @@ def _lives_elsewhere(schedule: Schedule, chunk: int, step: int) -> bool:
 
 
 def insert_gradient_sync(schedule: Schedule) -> Schedule:
-    """Adds a SYNC for each chunk as soon as its last backward is done, after the send that others wait
-    for."""
+    """Adds a SYNC for each chunk after its last backward and the send that others wait for."""
     return replace(schedule, actions=tuple(_with_sync(order) for order in schedule.actions))
 
 

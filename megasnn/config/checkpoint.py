@@ -1,0 +1,43 @@
+"""What is saved, and what a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from megasnn.config.checks import at_least, needs
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint continues on any layout."""
+
+    save: str | None = None
+    """Folder to save checkpoints in; one is always saved at the end."""
+    save_interval: int | None = None
+    """Also save every so many iterations."""
+    load: str | None = None
+    """Folder to continue from, at its latest checkpoint. Without one there, the run starts from the
+    beginning."""
+    ckpt_step: int | None = None
+    """Continue from the checkpoint of this iteration instead of the latest."""
+    finetune: bool = False
+    """Take only the weights from --load; start at iteration 0 with a new optimizer."""
+    no_load_optim: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Continue with a new optimizer state."""
+    exit_on_missing_checkpoint: bool = False
+    """Stop when --load holds no checkpoint."""
+    load_spikingjelly: str | None = None
+    """File with a state_dict of SpikingJelly's model to start from."""
+
+    def problems(self) -> list[str]:
+        wrong = at_least(self, 1, "save_interval") + at_least(self, 0, "ckpt_step")
+        wrong += needs(self, "save", "save_interval")
+        wrong += needs(self, "load", "ckpt_step", "finetune", "no_load_optim", "exit_on_missing_checkpoint")
+        if self.load and self.load_spikingjelly:
+            wrong.append(
+                f"--load {self.load} and --load-spikingjelly {self.load_spikingjelly} both give the initial weights"
+            )
+        return wrong

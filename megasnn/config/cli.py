@@ -1,0 +1,79 @@
+"""The command line, generated from the dataclasses: Megatron's names, help from the fields' texts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+Config = TypeVar("Config")
+
+_registry = ConstructorRegistry()
+
+
+def parse(config_class: type[Config], argv: Sequence[str], console_outputs: bool = True) -> Config:
+    """The configuration that a command line describes; not yet validated.
+
+    A model variant's dimensions become the defaults, so flags win over them and ``--variant X --help``
+    shows them.
+
+    Args:
+        config_class: composes the parts; every field is a dataclass.
+        argv: without the program's name.
+        console_outputs: False keeps all ranks but one from printing the help or the error.
+    Raises:
+        SystemExit: 0 after the help, 2 after an error in the command line.
+    """
+    with _registry:
+        return tyro.cli(
+            config_class,
+            args=list(argv),
+            default=_defaults(config_class, argv),
+            config=(tyro.conf.OmitArgPrefixes,),
+            console_outputs=console_outputs,
+        )
+
+
+def _defaults(config_class: type[Config], argv: Sequence[str]) -> Config:
+    """The configuration without flags, except for the model's variant."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--variant", nargs="?")
+    variant = early.parse_known_args(list(argv))[0].variant
+    plain: Any = config_class()
+    try:
+        return replace(plain, model=type(plain.model)(variant=variant))
+    except (TypeError, ValueError):
+        return plain  # no variants, or an unknown one, which the full parser then reports
+
+
+@_registry.primitive_rule
+def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """``float | None`` and the like, where tyro takes "None" only: here also "none", and None is not in the
+    help."""
+    if get_origin(info.type) not in (Union, UnionType):
+        return None
+    members = [member for member in get_args(info.type) if member is not NoneType]
+    if len(members) != 1 or len(members) == len(get_args(info.type)):
+        return None
+    choices = [str(choice) for choice in get_args(members[0])]
+    convert = str if choices else members[0]
+
+    def from_text(texts: list[str]) -> Any:
+        if texts[0].lower() == "none":
+            return None
+        if choices and texts[0] not in choices:
+            raise ValueError(f"{texts[0]!r} is not one of {', '.join(choices)}")
+        return convert(texts[0])
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(choices) + "}" if choices else convert.__name__.upper(),
+        instance_from_str=from_text,
+        is_instance=lambda value: value is None or str(value) in choices or isinstance(value, convert),
+        str_from_instance=lambda value: ["none" if value is None else str(value)],
+    )

@@ -1,0 +1,29 @@
+"""What a run reports, and how often it evaluates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megasnn.config.checks import at_least
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """One rank writes all of it."""
+
+    log_interval: int = 10
+    """Iterations between two log lines."""
+    log_throughput: bool = False
+    """Add samples per second to the log line."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard; without it nothing is written."""
+    eval_interval: int | None = None
+    """Iterations between two evaluations; by default only one at the end."""
+    eval_iters: int | None = None
+    """Global batches per evaluation; by default all of the validation data, 0 never evaluates."""
+
+    def problems(self) -> list[str]:
+        wrong = at_least(self, 1, "log_interval", "eval_interval") + at_least(self, 0, "eval_iters")
+        if self.eval_iters == 0 and self.eval_interval is not None:
+            wrong.append(f"--eval-interval {self.eval_interval} has no meaning with --eval-iters 0")
+        return wrong

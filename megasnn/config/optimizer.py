@@ -1,0 +1,55 @@
+"""AdamW, its learning rate over time, and gradient clipping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megasnn.config.checks import above, at_least, from_zero_to_below_one
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Linear warm-up to `lr`, then decay to `min_lr` at the end of the training."""
+
+    lr: float = 1e-3
+    """Highest learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """From --lr to --min-lr, or constant."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of all iterations, instead of --lr-warmup-iters."""
+    weight_decay: float = 0.01
+    """Of AdamW; not applied to norms, biases and time constants."""
+    clip_grad: float = 1.0
+    """Largest norm of the whole gradient; 0 does not clip."""
+    adam_beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    adam_beta2: float = 0.999
+    """Decay of the squared gradient's running mean."""
+    adam_eps: float = 1e-8
+    """Added to the denominator."""
+
+    def warmup_iterations(self, iterations: int) -> int:
+        """Iterations of warm-up in a training of so many."""
+        if self.lr_warmup_fraction is None:
+            return self.lr_warmup_iters
+        return int(self.lr_warmup_fraction * iterations)
+
+    def problems(self) -> list[str]:
+        wrong = above(self, 0, "lr", "adam_eps")
+        wrong += at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        wrong += from_zero_to_below_one(self, "lr_warmup_fraction", "adam_beta1", "adam_beta2")
+        if self.min_lr > self.lr:
+            wrong.append(f"--min-lr {self.min_lr} is greater than --lr {self.lr}")
+        if self.lr_decay_style == "constant" and self.min_lr > 0:
+            wrong.append(f"--min-lr {self.min_lr} is never reached with --lr-decay-style constant")
+        if self.lr_warmup_iters and self.lr_warmup_fraction is not None:
+            wrong.append(
+                f"give either --lr-warmup-iters or --lr-warmup-fraction, not both "
+                f"({self.lr_warmup_iters} and {self.lr_warmup_fraction})"
+            )
+        return wrong

@@ -1,0 +1,59 @@
+"""How the work is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megasnn.config.checks import above, at_least, refusal
+from megasnn.partition import parse_layout
+from megasnn.schedule.build import refuse_chunks_per_rank
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """What tensor and pipeline parallelism leave over of the ranks is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every layer, by channels and heads."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the depth of the model."""
+    num_virtual_stages_per_pipeline_rank: int = 1
+    """Chunks of layers on each pipeline rank."""
+    pipeline_model_parallel_layout: str | None = None
+    """Units (patch stem, each block, head) or single layers in each chunk, as "1|2|2|1". By default the
+    cost of each layer is measured and balanced."""
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b"] = "auto"
+    """Order of forward and backward; auto takes 1f1b where there is more than one stage and micro-batch."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Communication; auto takes nccl on GPUs, gloo on CPUs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs where there is one for each rank of a node."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a rank waits for another before it gives up."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole pipeline."""
+        return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank
+
+    @property
+    def layout(self) -> tuple[int, ...] | None:
+        """The explicit layout; None where costs are to be balanced. Raises ValueError if malformed."""
+        text = self.pipeline_model_parallel_layout
+        return None if text is None else parse_layout(text)
+
+    def problems(self) -> list[str]:
+        sizes = (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "num_virtual_stages_per_pipeline_rank",
+        )
+        wrong = at_least(self, 1, *sizes) + above(self, 0, "distributed_timeout_minutes")
+        if self.backend == "nccl" and self.device == "cpu":
+            wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
+        if self.num_virtual_stages_per_pipeline_rank > 1:
+            wrong += refusal(refuse_chunks_per_rank, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
+        if self.pipeline_model_parallel_layout is not None:
+            wrong += refusal(parse_layout, self.pipeline_model_parallel_layout)
+        return wrong

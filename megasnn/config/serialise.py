@@ -1,0 +1,92 @@
+"""A configuration as a dictionary, as JSON and as a table to print."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from megasnn.config.checks import ConfigError, flag
+
+Config = TypeVar("Config")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested dictionaries of numbers, strings, booleans and None."""
+    return asdict(config)
+
+
+def from_dict(config_class: type[Config], values: dict[str, Any]) -> Config:
+    """The inverse of `to_dict`; what is missing takes its default.
+
+    Raises ConfigError that lists unknown names and values of a wrong type.
+    """
+    problems: list[str] = []
+    config = _build(config_class, values, "", problems)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def to_json(config: Any) -> str:
+    return json.dumps(to_dict(config), indent=2)
+
+
+def from_json(config_class: type[Config], text: str) -> Config:
+    """The inverse of `to_json`. Raises what `from_dict` raises, and ValueError for what is no JSON."""
+    return from_dict(config_class, json.loads(text))
+
+
+def _build(config_class: type[Config], values: Any, place: str, problems: list[str]) -> Config:
+    if not isinstance(values, dict):
+        problems.append(f"{place.rstrip('.') or 'the configuration'} must be a dictionary, got {values!r}")
+        values = {}
+    hints = get_type_hints(config_class)
+    known: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in hints:
+            problems.append(f"unknown name {place}{name}")
+        elif is_dataclass(hints[name]):
+            known[name] = _build(hints[name], value, f"{place}{name}.", problems)
+        elif _fits(hints[name], value):
+            known[name] = float(value) if hints[name] is float else value
+        else:
+            problems.append(f"{place}{name} ({flag(name)}) cannot be {value!r}")
+    return config_class(**known)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(member, value) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint is NoneType:
+        return value is None
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float)) if hint is float else isinstance(value, hint)
+
+
+def describe(config: Any) -> str:
+    """A table of all values by part; an asterisk marks those that differ from the default."""
+    lines = []
+    for part in fields(config):
+        values = getattr(config, part.name)
+        defaults = _defaults_of(values)
+        lines.append(f"{part.name}")
+        for entry in fields(values):
+            value = getattr(values, entry.name)
+            mark = " " if value == getattr(defaults, entry.name) else "*"
+            lines.append(f"  {mark} {entry.name} {'.' * (40 - len(entry.name))} {_shown(value)}")
+    return "\n".join(lines)
+
+
+def _defaults_of(part: Any) -> Any:
+    """A part made without arguments; a model's defaults are those of its variant."""
+    variant = getattr(part, "variant", None)
+    return type(part)(variant=variant) if variant else type(part)()
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,64 @@
+"""Batch sizes, length of the run, precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megasnn.config.checks import above, at_least, from_zero_to_below_one
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The length is given either in iterations or in samples."""
+
+    micro_batch_size: int = 8
+    """Samples that go through the model together; normalisation is over them."""
+    global_batch_size: int = 64
+    """Samples per optimizer step, over all replicas."""
+    train_iters: int | None = None
+    """Optimizer steps to train, counted from the beginning of the first run."""
+    train_samples: int | None = None
+    """Samples to train on, instead of --train-iters; only whole global batches are trained on."""
+    exit_interval: int | None = None
+    """Save and stop at the next iteration that is a multiple of it."""
+    exit_duration_in_mins: float | None = None
+    """Save and stop after so many minutes."""
+    seed: int = 1234
+    """Of initial weights, data order and augmentation."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """bf16 is autocast with fp32 weights; fp64 is for checks."""
+    label_smoothing: float = 0.0
+    """Share of the target spread evenly over all classes."""
+
+    @property
+    def iterations(self) -> int:
+        """Optimizer steps of the whole training. Raises ValueError when no length is given."""
+        if self.train_iters is not None:
+            return self.train_iters
+        if self.train_samples is not None:
+            return self.train_samples // self.global_batch_size
+        raise ValueError("give the length of the training with --train-iters or --train-samples")
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a global batch, over all replicas; the last one may be smaller than the others."""
+        return -(-self.global_batch_size // self.micro_batch_size)
+
+    def problems(self) -> list[str]:
+        wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "train_iters", "exit_interval")
+        wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
+        wrong += from_zero_to_below_one(self, "label_smoothing")
+        if self.micro_batch_size > self.global_batch_size:
+            wrong.append(
+                f"--micro-batch-size {self.micro_batch_size} is larger than "
+                f"--global-batch-size {self.global_batch_size}"
+            )
+        if (self.train_iters is None) == (self.train_samples is None):
+            given = "neither was" if self.train_iters is None else "both were"
+            wrong.append(f"give either --train-iters or --train-samples; {given} given")
+        elif self.train_samples is not None and self.train_samples < self.global_batch_size:
+            wrong.append(
+                f"--train-samples {self.train_samples} is less than one --global-batch-size {self.global_batch_size}"
+            )
+        return wrong

@@ -1,0 +1,77 @@
+"""All checks of a whole configuration, before anything is built."""
+
+from __future__ import annotations
+
+from megasnn.config.checks import ConfigError, refusal
+from megasnn.config.pretrain import PretrainConfig
+from megasnn.grid import Grid
+from megasnn.partition import layout_to_bounds
+
+
+def validate(config: PretrainConfig, world_size: int) -> None:
+    """Raises ConfigError that lists every problem of the parts and between them, each with value and flag."""
+    parallel = config.parallel
+    of_model = config.model.problems(parallel.tensor_model_parallel_size)
+    of_parallel = parallel.problems()
+    others = (
+        config.neuron,
+        config.training,
+        config.optimizer,
+        config.data,
+        config.checkpoint,
+        config.logging,
+    )
+    problems = [*of_model, *of_parallel, *(problem for part in others for problem in part.problems())]
+    problems += _grid_problems(config, world_size)
+    if not of_model and not of_parallel:
+        problems += _partition_problems(config)
+    problems += _length_problems(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """The world size, and whether there is work for every replica."""
+    tensor = config.parallel.tensor_model_parallel_size
+    pipeline = config.parallel.pipeline_model_parallel_size
+    if min(tensor, pipeline) < 1:
+        return []  # reported by ParallelConfig
+    try:
+        grid = Grid.fit(world_size, tensor, pipeline)
+    except ValueError as error:
+        return [str(error)]
+    training = config.training
+    if min(training.micro_batch_size, training.global_batch_size) < 1:
+        return []  # reported by TrainingConfig
+    if training.micro_batches >= grid.data:
+        return []
+    return [
+        f"--global-batch-size {training.global_batch_size} with "
+        f"--micro-batch-size {training.micro_batch_size} is {training.micro_batches} micro-batch(es), but there "
+        f"are {grid.data} data parallel replicas (world size {world_size} / tensor {tensor} / pipeline "
+        f"{pipeline}) and each needs at least one"
+    ]
+
+
+def _partition_problems(config: PretrainConfig) -> list[str]:
+    """Whether the model's layers can be laid out on the pipeline's chunks."""
+    parallel, units = config.parallel, config.model.unit_of_layer()
+    if parallel.layout is not None:
+        return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
+    if parallel.chunks > len(units):
+        virtual = parallel.num_virtual_stages_per_pipeline_rank
+        return [
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} x "
+            f"--num-virtual-stages-per-pipeline-rank {virtual} are more chunks than "
+            f"the model's {len(units)} layers"
+        ]
+    return []
+
+
+def _length_problems(config: PretrainConfig) -> list[str]:
+    """Warm-up against the length of the training."""
+    warm_up = config.optimizer.lr_warmup_iters
+    iterations = config.training.train_iters
+    if iterations is not None and warm_up > iterations:
+        return [f"--lr-warmup-iters {warm_up} is more than --train-iters {iterations}"]
+    return []

@@ -1,0 +1,129 @@
+"""Which layers each pipeline chunk holds: balanced by cost, or as an explicit layout says.
+
+A model is a flat list of fine-grained layers, grouped in units (Spikformer: the patch stem, each block, the
+head). A chunk is a contiguous range of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, groupby
+
+LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+
+
+def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = False) -> list[range]:
+    """The contiguous partition whose most costly part costs least; exact.
+
+    Among those, the one with the smallest sum of squares, so that the other parts are balanced too.
+
+    Args:
+        costs: of each layer, in any unit.
+        parts: number of chunks.
+        allow_empty: more parts than layers leave some empty, the last ones, instead of raising.
+    Raises:
+        ValueError: parts below 1, a cost that is negative or not finite, more parts than layers.
+    """
+    if parts < 1:
+        raise ValueError(f"cannot cut {len(costs)} layers into {parts} parts; --pipeline-model-parallel-size")
+    bad = [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]
+    if bad:
+        raise ValueError(f"costs must be finite and not negative, got {bad[0]}")
+    if parts > len(costs) and not allow_empty:
+        raise ValueError(
+            f"{parts} pipeline chunks for {len(costs)} layers leave chunks without a layer; lower "
+            f"--pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank"
+        )
+    filled = min(parts, len(costs))
+    largest, _ = _best_cuts(costs, filled, max, lambda cost: cost)
+    _, cuts = _best_cuts(costs, filled, lambda a, b: a + b, lambda cost: cost * cost if cost <= largest else math.inf)
+    return _ranges(cuts + [len(costs)] * (parts - filled))
+
+
+def _best_cuts(
+    costs: Sequence[float],
+    parts: int,
+    combine: Callable[[float, float], float],
+    weigh: Callable[[float], float],
+) -> tuple[float, list[int]]:
+    """The value and the ends of the parts, none empty, that minimise the parts' weights, combined.
+
+    Dynamic programming: best[p][n] is the least for the first n layers in p parts; every last part is tried.
+    """
+    total = list(accumulate(costs, initial=0.0))
+    layers = len(costs)
+    best = [0.0 if n == 0 else math.inf for n in range(layers + 1)]
+    choices: list[list[int]] = []
+    for part in range(parts):
+        following, choice = [math.inf] * (layers + 1), [part] * (layers + 1)
+        for end in range(part + 1, layers + 1):
+            for start in range(part, end):
+                value = combine(best[start], weigh(total[end] - total[start]))
+                if value < following[end]:
+                    following[end], choice[end] = value, start
+        best = following
+        choices.append(choice)
+    cuts = [layers]
+    for choice in reversed(choices[1:]):
+        cuts.insert(0, choice[cuts[0]])
+    return best[layers], cuts if parts else []
+
+
+def parse_layout(layout: str | Sequence[int]) -> tuple[int, ...]:
+    """The number of units or layers in each chunk: "1|2|2|1", "1,2,2,1" or a list. Zeros are legal.
+
+    Raises ValueError for anything that is not a whole number, negative ones, and a layout without a layer.
+    """
+    if isinstance(layout, str):
+        texts = layout.replace(",", "|").split("|")
+        try:
+            sizes = tuple(int(text) for text in texts)
+        except ValueError:
+            raise ValueError(f'{LAYOUT_FLAG} "{layout}" is no list of whole numbers; it looks like "1|2|2|1"') from None
+    else:
+        sizes = tuple(layout)
+        if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+            raise ValueError(f"{LAYOUT_FLAG} {list(layout)} must consist of whole numbers")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{LAYOUT_FLAG} {layout_text(sizes)}: {min(sizes)} is negative")
+    if not any(sizes):
+        raise ValueError(f"{LAYOUT_FLAG} {layout_text(sizes)} holds no layer")
+    return sizes
+
+
+def layout_text(layout: Sequence[int]) -> str:
+    """The notation of the flag: ``"1|2|2|1"``, quotes included."""
+    return '"' + "|".join(str(size) for size in layout) + '"'
+
+
+def layout_to_bounds(layout: Sequence[int], unit_of_layer: Sequence[str], chunks: int | None = None) -> list[range]:
+    """The layers of each chunk of an explicit layout, which counts either units or single layers.
+
+    Args:
+        layout: sizes of the chunks.
+        unit_of_layer: the unit of each layer of the model; layers of a unit are neighbours.
+        chunks: expected length of the layout, where known.
+    Raises:
+        ValueError: another length, or a sum that is neither the number of units nor that of layers.
+    """
+    if chunks is not None and len(layout) != chunks:
+        raise ValueError(
+            f"{LAYOUT_FLAG} {layout_text(layout)} has {len(layout)} entries for {chunks} chunks "
+            f"(--pipeline-model-parallel-size x --num-virtual-stages-per-pipeline-rank)"
+        )
+    unit_sizes = [len(list(layers)) for _, layers in groupby(unit_of_layer)]
+    if sum(layout) == len(unit_sizes):
+        layers_before_unit = list(accumulate(unit_sizes, initial=0))
+        return _ranges([layers_before_unit[units] for units in accumulate(layout)])
+    if sum(layout) == len(unit_of_layer):
+        return _ranges(list(accumulate(layout)))
+    raise ValueError(
+        f"{LAYOUT_FLAG} {layout_text(layout)} sums to {sum(layout)}; the model has {len(unit_sizes)} units "
+        f"({', '.join(unit for unit, _ in groupby(unit_of_layer))}) of together {len(unit_of_layer)} "
+        f"layers, and a layout must sum to one of the two"
+    )
+
+
+def _ranges(ends: Sequence[int]) -> list[range]:
+    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
