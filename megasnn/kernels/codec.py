@@ -1,15 +1,28 @@
-"""Exact small wire formats: spikes as bits, counts as bytes, flat in the memory order of the tensor they come from."""
+"""Exact small wire formats: spikes as bits, counts as bytes, flat in memory order of the tensor they come from.
+
+On the CPU compiled loops do it in one pass over memory; plain tensor operations do it elsewhere, with equal results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.kernels.layout import flat_in_memory, is_dense
+from megasnn.kernels.layout import empty_strided, flat_in_memory, is_dense, row_major_strides
 
-_SHIFTS = tuple(range(8))
+# Dtypes that the compiled loops write, each through a dtype that numpy knows, and how 1 looks in it.
+_WRITTEN_AS = {
+    torch.float32: (torch.float32, 1.0),
+    torch.float64: (torch.float64, 1.0),
+    torch.bfloat16: (torch.int16, 0x3F80),
+    torch.float16: (torch.int16, 0x3C00),
+}
+_READ = (torch.float32, torch.float64)
 
 
 def packed_size(numel: int) -> int:
@@ -18,22 +31,25 @@ def packed_size(numel: int) -> int:
 
 
 def pack_bits(x: Tensor, check: bool = False) -> Tensor:
-    """Spikes, 0 or 1 in any dtype, as uint8 ``[ceil(numel / 8)]``; the first spike is the lowest bit of the first byte.
+    """Spikes, 0 or 1 in any dtype, as uint8 ``[ceil(numel / 8)]``.
 
-    The last byte is filled with zero bits. A tensor that is not dense is packed in row-major order.
+    The first spike is the lowest bit of the first byte; the last byte is filled up with zero bits. A tensor that is
+    not dense is packed in row-major order.
 
     Raises:
-        ValueError: with ``check``, a value is neither 0 nor 1. Without it every non-zero value counts as a spike.
+        ValueError: with ``check``, a value is neither 0 nor 1. Without it every non-zero value is a spike.
     """
     flat = flat_in_memory(x.detach())
-    if check:
-        _require(bool(((flat == 0) | (flat == 1)).all()), flat, "0 or 1", "pack_bits")
-    spikes = (flat != 0).to(torch.uint8)
-    tail = -flat.numel() % 8
-    if tail:
-        spikes = torch.cat([spikes, spikes.new_zeros(tail)])
-    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=x.device)
-    return (spikes.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
+    compiled = _compiled(flat)
+    if compiled is None:
+        strange = check and not bool(((flat == 0) | (flat == 1)).all())
+        packed = _pack_bits_plain(flat)
+    else:
+        packed = torch.empty(packed_size(flat.numel()), dtype=torch.uint8)
+        strange = _pack(compiled.pack_spikes, flat, packed, compiled.UNIT) and check
+    if strange:
+        raise ValueError(_complaint("pack_bits takes 0 and 1", flat))
+    return packed
 
 
 def unpack_bits(
@@ -56,28 +72,37 @@ def unpack_bits(
 def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, which may be a strided view.
 
-    With ``out`` a block of columns of a channels-last tensor this puts one rank's channels into the whole tensor.
+    With ``out`` a block of columns of a channels-last tensor, this puts one rank's channels in their place.
 
     Raises:
-        ValueError: ``out`` is not two-dimensional, or ``packed`` does not hold ``ceil(rows * columns / 8)`` bytes.
+        ValueError: ``out`` is not two-dimensional, or ``packed`` is not uint8 ``[ceil(rows * columns / 8)]``.
     """
     _check_packed(packed, out)
-    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=packed.device)
-    bits = ((packed.view(-1, 1) >> shifts) & 1).view(-1)
-    out.copy_(bits[: out.numel()].view(out.shape))
+    rows, columns = out.shape
+    compiled = _compiled(packed)
+    if compiled is None or out.dtype not in _WRITTEN_AS or (columns > 1 and out.stride(1) != 1):
+        out.copy_(_unpack_bits_plain(packed, out.numel()).view(out.shape))
+    elif out.numel():
+        _unpack(compiled, packed.numpy(), out)
 
 
 def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     """Integers 0 to 255, in any dtype, as uint8 ``[numel]`` in memory order.
 
     Raises:
-        ValueError: with ``check``, a value is not an integer from 0 to 255.
+        ValueError: with ``check``, a value is not an integer from 0 to 255. Without it the result is then undefined.
     """
     flat = flat_in_memory(x.detach())
-    if check:
-        good = (flat >= 0) & (flat <= 255) & (flat == flat.floor())
-        _require(bool(good.all()), flat, "an integer from 0 to 255", "pack_counts")
-    return flat.to(torch.uint8)
+    compiled = _compiled(flat)
+    if compiled is None:
+        packed = flat.to(torch.uint8)
+        strange = check and not torch.equal(packed.to(torch.float64), flat.to(torch.float64))
+    else:
+        packed = torch.empty(flat.numel(), dtype=torch.uint8)
+        strange = _pack(compiled.pack_small, flat, packed, compiled.UNIT) and check
+    if strange:
+        raise ValueError(_complaint("pack_counts takes integers from 0 to 255", flat))
+    return packed
 
 
 def unpack_counts(
@@ -95,6 +120,56 @@ def unpack_counts(
     return out
 
 
+def _pack(kernel: Callable[..., None], flat: Tensor, packed: Tensor, unit: int) -> bool:
+    """Runs a packing kernel; whether it met a value that the format cannot hold."""
+    from megasnn.kernels.runtime import run
+
+    values = flat if flat.dtype in _READ else flat.float()
+    strangers = np.zeros(-(-values.numel() // unit), np.bool_)
+    if values.numel():
+        run(kernel, len(strangers), values.numpy(), packed.numpy(), strangers)
+    return bool(strangers.any())
+
+
+def _unpack(compiled: ModuleType, packed: np.ndarray, out: Tensor) -> None:
+    from megasnn.kernels.runtime import run
+
+    rows, columns = out.shape
+    stride = columns if rows == 1 else out.stride(0)
+    dtype, one = _WRITTEN_AS[out.dtype]
+    span = out.view(dtype).as_strided(((rows - 1) * stride + columns,), (1,)).numpy()
+    zero, one = span.dtype.type(0), span.dtype.type(one)
+    if stride == columns:
+        run(compiled.unpack_spikes, -(-span.size // compiled.UNIT), span, packed, zero, one)
+    else:
+        run(compiled.unpack_spike_rows, rows, span, packed, columns, stride, zero, one)
+
+
+def _pack_bits_plain(flat: Tensor) -> Tensor:
+    spikes = (flat != 0).to(torch.uint8)
+    spikes = torch.cat([spikes, spikes.new_zeros(-flat.numel() % 8)])
+    shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
+    return (spikes.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack_bits_plain(packed: Tensor, numel: int) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.view(-1, 1) >> shifts) & 1).view(-1)[:numel]
+
+
+@functools.cache
+def _loops() -> ModuleType | None:
+    try:
+        from megasnn.kernels import compiled_codec
+    except ImportError:  # no numba for this machine
+        return None
+    return compiled_codec
+
+
+def _compiled(x: Tensor) -> ModuleType | None:
+    return _loops() if x.device.type == "cpu" else None
+
+
 def _target(
     shape: Sequence[int],
     strides: Sequence[int] | None,
@@ -103,22 +178,21 @@ def _target(
     device: torch.device,
 ) -> Tensor:
     if out is None:
-        if strides is None:
-            return torch.empty(tuple(shape), dtype=dtype, device=device)
-        out = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+        out = empty_strided(shape, row_major_strides(shape) if strides is None else strides, dtype, device)
     if out.shape != torch.Size(shape) or not is_dense(out):
-        raise ValueError(f"cannot unpack {tuple(shape)} into a tensor {tuple(out.shape)} with strides {out.stride()}")
+        have = f"{tuple(out.shape)} with strides {out.stride()}"
+        raise ValueError(f"a packed tensor {tuple(shape)} needs a dense one of that shape, got {have}")
     return out
 
 
 def _check_packed(packed: Tensor, out: Tensor) -> None:
     if out.ndim != 2:
         raise ValueError(f"bits are unpacked into rows and columns, got a tensor {tuple(out.shape)}")
-    if packed.dtype != torch.uint8 or packed.ndim != 1 or packed.numel() != packed_size(out.numel()):
+    size = packed_size(out.numel())
+    if packed.dtype != torch.uint8 or packed.shape != (size,):
         have = f"{packed.dtype} {tuple(packed.shape)}"
-        raise ValueError(f"{out.numel()} spikes take uint8 [{packed_size(out.numel())}], got {have}")
+        raise ValueError(f"{out.numel()} spikes take uint8 [{size}], got {have}")
 
 
-def _require(good: bool, flat: Tensor, expected: str, name: str) -> None:
-    if not good:
-        raise ValueError(f"{name} takes {expected}, got values from {flat.min().item()} to {flat.max().item()}")
+def _complaint(expected: str, flat: Tensor) -> str:
+    return f"{expected}, got values from {flat.min().item()} to {flat.max().item()}"

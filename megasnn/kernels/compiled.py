@@ -21,8 +21,10 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic, overload
+
+from megasnn.kernels.jit import kernel, part
 
 CHARGE_ADD, CHARGE_DIVIDE, CHARGE_SCALE, LEAK_DIVIDE, LEAK_SCALE = range(5)
 SIGMOID, ATAN = range(2)
@@ -49,30 +51,15 @@ class Constants(NamedTuple):
     one: Any
 
 
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
-
-
-def kernel(function):  # type: ignore[no-untyped-def]
-    """A function called from Python; its machine code is cached on disk where there is a place to write."""
-    try:
-        return njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # numba found no such place
-        return njit(**_OPTIONS)(function)
-
-
-# A part of kernels, inlined into their machine code and therefore not cached or callable on its own.
-part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
-
-
 # ---------------------------------------------------------------------------------------------------- exponential
 
 
 @intrinsic
-def power_of_two(context, t):  # type: ignore[no-untyped-def]
+def power_of_two(context, t):
     """2^k from ``t = k + 1.5 * 2^mantissa_bits``: the low bits of such a number hold k, which becomes the exponent."""
     width, exponent_bias, mantissa_bits = (32, 127, 23) if t == types.float32 else (64, 1023, 52)
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         from llvmlite import ir
 
         integer = ir.IntType(width)
@@ -83,7 +70,7 @@ def power_of_two(context, t):  # type: ignore[no-untyped-def]
     return t(t), generate
 
 
-def exp_negative(x):  # type: ignore[no-untyped-def]
+def exp_negative(x):
     """exp(x) for x <= 0, to about one unit in the last place; below the smallest normal number it stays there.
 
     x = k ln 2 + r with |r| <= ln 2 / 2, a Taylor polynomial for exp(r), and the exponent set to k. Written out because
@@ -92,19 +79,18 @@ def exp_negative(x):  # type: ignore[no-untyped-def]
 
 
 @overload(exp_negative, inline="always")
-def _exp_negative(x):  # type: ignore[no-untyped-def]
-    if x == types.float32:
-        number, lowest, magic, high, low = np.float32, -87.0, 1.5 * 2.0**23, 0.693359375, -2.12194440054690583e-4
-        c8 = c9 = c10 = c11 = c12 = c13 = np.float32(0)
-    else:
-        number, lowest, magic, high, low = np.float64, -708.0, 1.5 * 2.0**52, 6.93147180369123816490e-1, 1.90821492927058770002e-10
-        c8, c9, c10, c11, c12, c13 = (1.0 / math.factorial(k) for k in range(8, 14))
-    c2, c3, c4, c5, c6, c7 = (number(1.0 / math.factorial(k)) for k in range(2, 8))
-    lowest, magic, high, low, one = (number(value) for value in (lowest, magic, high, low, 1.0))
-    per_ln2 = number(1.0 / math.log(2.0))
+def _exp_negative(x):
     double = x == types.float64
+    number: Any = np.float64 if double else np.float32
+    lowest = number(-708.0 if double else -87.0)
+    magic = number(1.5 * 2.0 ** (52 if double else 23))
+    # ln 2 in two parts, the first with so few bits that its product with k is exact
+    high = number(0.6931471803691238 if double else 0.693359375)
+    low = number(1.9082149292705877e-10 if double else -2.1219444005469057e-4)
+    per_ln2, one = number(1.0 / math.log(2.0)), number(1.0)
+    c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13 = (number(1.0 / math.factorial(k)) for k in range(2, 14))
 
-    def implementation(x):  # type: ignore[no-untyped-def]
+    def implementation(x):
         x = lowest if x < lowest else x  # a NaN stays one
         shifted = x * per_ln2 + magic
         k = shifted - magic
@@ -113,7 +99,7 @@ def _exp_negative(x):  # type: ignore[no-untyped-def]
         if double:
             p = (((((c13 * r + c12) * r + c11) * r + c10) * r + c9) * r + c8) * r + c7
         p = ((((((p * r + c6) * r + c5) * r + c4) * r + c3) * r + c2) * r + one) * r + one
-        return p * power_of_two(shifted)
+        return p * power_of_two(shifted)  # type: ignore[call-arg]
 
     return implementation
 
@@ -312,9 +298,12 @@ def norm_statistics(x, channels, width, blocks, means, squares, first, last):
             for j in range(row.size):
                 wide[j] += row[j]
         fold(wide, channels, means[unit])
-        means[unit] /= (high - low) // channels
+        pixels = (high - low) // channels
+        for c in range(channels):
+            means[unit, c] /= pixels
         for start in range(0, width, channels):
-            centre[start : start + channels] = means[unit]
+            for c in range(channels):
+                centre[start + c] = means[unit, c]
         wide[:] = 0
         for start in range(low, high, width):
             row = x[start : min(start + width, high)]
@@ -342,8 +331,11 @@ def norm_neuron_forward(x, scale, shift, spikes, p, width, first, last):
 
 @kernel
 def norm_neuron_backward(x, g_spikes, scale, shift, mean, g_y, sums, channels, p, width, blocks, first, last):
-    """The gradient ``g_y [X, M]`` of the normalised input, and per unit of ``blocks`` blocks ``sums [units, 3, C]``:
-    of g_y, of g_y (x - mean), and for the charging factor."""
+    """The gradient ``g_y [X, M]`` of the normalised input from ``g_spikes [T, M]``.
+
+    Each unit of ``blocks`` blocks fills one of ``sums [units, 3, C]``: of g_y, of g_y (x - mean), and what
+    :func:`factor_backward` adds up.
+    """
     steps = g_spikes.shape[0]
     h = np.empty((steps, width), x.dtype)
     v, y, g_v = np.empty(width, x.dtype), np.empty(width, x.dtype), np.empty(width, x.dtype)
@@ -435,6 +427,7 @@ def pool_row(image, row, scale, shift, columns, y):
 @part
 def contest(x, number, wins_ties, scale, shift, winner, tap):
     """Replaces winners, and the number of their place in the window, where ``x`` has the larger normalised value."""
+    number = np.int32(number)
     if wins_ties:
         for j in range(x.size):
             wins = x[j] * scale[j] + shift[j] >= winner[j] * scale[j] + shift[j]
@@ -461,7 +454,7 @@ def pool_row_winners(image, row, scale, shift, columns, winner, tap):
         if line < 0 or line >= height:
             continue
         split_columns(image[line], columns[0], columns[1])
-        first = np.int32(3 * (offset + 1))
+        first = 3 * (offset + 1)
         before, after = odd[: winner.size - channels], odd[:odd_size]
         if offset == 0:
             winner[:] = even

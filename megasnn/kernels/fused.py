@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels import compiled
-from megasnn.kernels.layout import memory_order
+from megasnn.kernels.layout import empty_array, memory_order
 from megasnn.kernels.runtime import run
 from megasnn.kernels.spec import NeuronSpec
 
@@ -45,7 +45,7 @@ def norm_pool_neuron_fused(
     pool: bool,
     time_steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`megasnn.kernels.norm_pool_neuron`; ``running`` are the statistics to normalise with, if not the batch's."""
+    """See :func:`megasnn.kernels.norm_pool_neuron`; ``running``: statistics to normalise with, if not the batch's."""
     x = x.movedim(2, -1).contiguous().movedim(-1, 2)
     return _NormPoolNeuron.apply(x, weight, bias, w, running, _Unit(spec, eps, pool, time_steps))
 
@@ -73,7 +73,7 @@ def constants(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) 
     jump, slide = (spec.rest, 1.0) if hard else (-spec.v_threshold, 0.0)
     if spec.detach_reset:
         jump = slide = 0.0
-    alpha = float(spec.alpha)  # type: ignore[arg-type]
+    alpha = spec.surrogate_alpha
     amplitude, slope = (alpha, alpha) if spec.surrogate == "sigmoid" else (alpha / 2, math.pi * alpha / 2)
     return compiled.Constants(
         charge=charge,
@@ -111,7 +111,7 @@ class _Neuron(torch.autograd.Function):
         rows = _TimeRows(x)
         data = rows.take(x)
         first = rows.first(v0, spec)
-        spikes, last = np.empty_like(data), np.empty_like(first)
+        spikes, last = empty_array(data.shape, data.dtype), np.empty_like(first)
         p = constants(spec, data.dtype, w, learn=False)
         run(compiled.neuron_forward, _ceil(data.shape[1], _BLOCK), data, first, spikes, last, p, _BLOCK)
         return rows.give(spikes).to(x.dtype), rows.give_step(last)
@@ -125,7 +125,7 @@ class _Neuron(torch.autograd.Function):
         first = rows.first(v0, ctx.spec)
         g = np.zeros_like(data) if g_spikes is None else rows.take(g_spikes)
         g_v = np.zeros_like(first) if g_last is None else rows.take_step(g_last).copy()
-        g_x, totals = np.empty_like(data), np.empty(_ceil(data.shape[1], _BLOCK))
+        g_x, totals = empty_array(data.shape, data.dtype), np.empty(_ceil(data.shape[1], _BLOCK))
         p = constants(ctx.spec, data.dtype, w, learn=ctx.needs_input_grad[2])
         run(compiled.neuron_backward, len(totals), data, first, g, g_v, g_x, totals, p, _BLOCK)
         need_x, need_v, need_w, _ = ctx.needs_input_grad
@@ -192,7 +192,7 @@ class _NormPoolNeuron(torch.autograd.Function):
         p = constants(unit.spec, data.dtype, w, learn=False)
         spikes = _forward(data, norm, p, unit)
         ctx.set_materialize_grads(False)
-        ctx.unit, ctx.norm, ctx.batch = unit, (norm.mean, norm.inverse), running is None
+        ctx.unit, ctx.mean, ctx.inverse, ctx.batch = unit, norm.mean, norm.inverse, running is None
         ctx.save_for_backward(x, weight, bias, w)
         means = torch.from_numpy(mean.astype(data.dtype)), torch.from_numpy(var.astype(data.dtype))
         ctx.mark_non_differentiable(*means)
@@ -203,7 +203,7 @@ class _NormPoolNeuron(torch.autograd.Function):
     def backward(ctx: Any, g_spikes: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, weight, bias, w = ctx.saved_tensors
         data = _pixels(x)
-        norm = _Norm(*ctx.norm, weight, bias)
+        norm = _Norm(ctx.mean, ctx.inverse, weight, bias)
         p = constants(ctx.unit.spec, data.dtype, w, learn=ctx.needs_input_grad[3])
         g, (sum_g, sum_gx, total) = _backward(data, _pixels(g_spikes), norm, p, ctx.unit)
         need_x, need_weight, need_bias, need_w = ctx.needs_input_grad[:4]
@@ -252,7 +252,7 @@ def _forward(data: np.ndarray, norm: _Norm, p: compiled.Constants, unit: _Unit) 
     inputs, samples, *space, channels = data.shape
     if unit.pool:
         space = [(size + 1) // 2 for size in space]
-    spikes = np.empty((unit.time_steps, samples, *space, channels), data.dtype)
+    spikes = empty_array((unit.time_steps, samples, *space, channels), data.dtype)
     flat = spikes.reshape(unit.time_steps, -1)
     if unit.pool:
         scale, shift, _ = norm.tiled(space[1], data.dtype)
@@ -271,7 +271,7 @@ def _backward(
     """Gradient of the normalised input, and the three sums per channel ``[3, C]``."""
     inputs, channels = data.shape[0], data.shape[-1]
     flat = g_spikes.reshape(unit.time_steps, -1)
-    g = np.empty_like(data)
+    g = empty_array(data.shape, data.dtype)
     if unit.pool:
         tiles = norm.tiled(g_spikes.shape[3], data.dtype)
         sums = np.empty((data.shape[1], 3, channels))

@@ -1,19 +1,24 @@
-"""Memory order of dense tensors: which permutation of the dimensions walks through memory from first to last element."""
+"""Memory order of dense tensors, and memory for large new ones."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_ALIGNMENT = 64  # bytes, as torch's own allocator does it
+
 
 def memory_order(x: Tensor) -> list[int]:
-    """Dimensions of ``x`` from slowest to fastest stride; for a dense tensor ``x.permute(order)`` is contiguous.
+    """Dimensions of ``x`` from slowest to fastest; for a dense tensor ``x.permute(order)`` is contiguous.
 
     Dimensions of size 1 have no place of their own; they come first.
     """
-    return sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -x.stride(dim), dim))
+    strides = x.stride()
+    return sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim))
 
 
 def is_dense(x: Tensor) -> bool:
@@ -22,22 +27,40 @@ def is_dense(x: Tensor) -> bool:
 
 
 def flat_in_memory(x: Tensor) -> Tensor:
-    """The elements of a dense tensor in memory order, as a view; a tensor with gaps is copied to row-major order first."""
+    """The elements in memory order, as a view; of a tensor that is not dense a copy in row-major order."""
     ordered = x.permute(memory_order(x))
-    return ordered.reshape(-1) if ordered.is_contiguous() else x.reshape(-1)
+    return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
-def channels_last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense ``[T, N, C, ...]`` tensor whose channels, dim 2, are fastest in memory."""
     order = [dim for dim in range(len(shape)) if dim != 2] + [2]
-    strides = [0] * len(shape)
-    for place, dim in enumerate(order):
-        strides[dim] = math.prod(shape[after] for after in order[place + 1 :])
-    return tuple(strides)
+    sizes = row_major_strides([shape[dim] for dim in order])
+    return tuple(sizes[order.index(dim)] for dim in range(len(shape)))
 
 
-def empty_like_order(shape: tuple[int, ...], order: list[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised dense tensor of ``shape`` whose memory order is ``order`` (slowest dimension first)."""
-    block = torch.empty([shape[dim] for dim in order], dtype=dtype)
-    inverse = [order.index(dim) for dim in range(len(order))]
-    return block.permute(inverse)
+def empty_strided(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """An uninitialised dense tensor.
+
+    On the CPU the memory comes from numpy, which asks for huge pages: first touching a large tensor costs several
+    times less than with torch's allocator.
+    """
+    if device.type != "cpu":
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+    memory = empty_array((math.prod(shape) * dtype.itemsize,), np.dtype(np.uint8))
+    return torch.from_numpy(memory).view(dtype).as_strided(tuple(shape), tuple(strides))
+
+
+def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised numpy array that starts at a multiple of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)

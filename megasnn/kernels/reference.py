@@ -1,6 +1,6 @@
 """The neuron and the norm-(pool-)neuron unit in plain PyTorch: the truth that every faster kernel must equal.
 
-The arithmetic of charge, fire and reset is that of SpikingJelly 2.0.0 (``spikingjelly/_ops``), in its order of operations.
+Charge, fire and reset do the arithmetic of SpikingJelly 2.0.0 (``spikingjelly/_ops``) in its order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def charge(x: Tensor, v: Tensor, spec: NeuronSpec, q: Tensor | None) -> Tensor:
     """Membrane potential before firing; ``q`` is ``sigmoid(w)`` of a plif neuron."""
     if spec.kind == "if":
         return v + x
-    if spec.kind == "plif":
+    if q is not None:
         return v + (x - (v - spec.rest)) * q if spec.decay_input else v - (v - spec.rest) * q + x
     return v + (x - (v - spec.rest)) / spec.tau if spec.decay_input else v - (v - spec.rest) / spec.tau + x
 
@@ -52,7 +52,7 @@ def neuron_multi_step_reference(
     inputs = x.to(dtype)
     v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0.to(dtype)
     q = w.to(dtype).sigmoid() if w is not None else None
-    fire = surrogate_function(spec.surrogate, float(spec.alpha))  # type: ignore[arg-type]
+    fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
     spikes = []
     for current in inputs:
         h = charge(current, v, spec, q)

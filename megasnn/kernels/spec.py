@@ -61,6 +61,12 @@ class NeuronSpec:
             object.__setattr__(self, "alpha", SURROGATES[self.surrogate][1])
 
     @property
+    def surrogate_alpha(self) -> float:
+        """``alpha``, resolved."""
+        assert self.alpha is not None
+        return float(self.alpha)
+
+    @property
     def rest(self) -> float:
         """The potential that a membrane decays to and starts from: ``v_reset``, or 0 with a soft reset."""
         return 0.0 if self.v_reset is None else self.v_reset
