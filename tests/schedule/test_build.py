@@ -1,0 +1,76 @@
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasnn.schedule import Kind, build_schedule, resolve_schedule_name, validate
+
+
+def rows(name: str, stages: int, micro_batches: int, **options: bool) -> list[str]:
+    return [" ".join(map(str, order)) for order in build_schedule(name, stages, micro_batches, **options).actions]
+
+
+def test_one_rank_is_a_schedule_too() -> None:
+    assert rows("1f1b", 1, 2) == ["0F0 0B0 0F1 0B1 0SYNC"]
+    assert rows("gpipe", 1, 2) == ["0F0 0F1 0B0 0B1 0SYNC"]
+
+
+def test_gpipe() -> None:
+    assert rows("gpipe", 2, 2) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0SYNC",
+        "1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1SYNC",
+    ]
+
+
+def test_one_f_one_b() -> None:
+    assert rows("1f1b", 3, 3) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0 0RECV_B1 0B1 0RECV_B2 0B2 0SYNC",
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1RECV_F2 1F2 1SEND_F2 "
+        "1RECV_B1 1B1 1SEND_B1 1RECV_B2 1B2 1SEND_B2 1SYNC",
+        "2RECV_F0 2F0 2B0 2SEND_B0 2RECV_F1 2F1 2B1 2SEND_B1 2RECV_F2 2F2 2B2 2SEND_B2 2SYNC",
+    ]
+
+
+def test_evaluation_has_no_backward_and_no_sync() -> None:
+    assert rows("1f1b", 2, 2, forward_only=True) == ["0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 32), st.booleans())
+def test_all_sizes_are_valid(name: str, stages: int, micro_batches: int, forward_only: bool) -> None:
+    schedule = build_schedule(name, stages, micro_batches, forward_only=forward_only)
+    validate(schedule)
+    forwards = [a for order in schedule.actions for a in order if a.kind is Kind.FORWARD]
+    assert len(forwards) == stages * micro_batches
+
+
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_warm_up_of_1f1b(stages: int) -> None:
+    for rank, order in enumerate(build_schedule("1f1b", stages, 8).actions):
+        computed = [action.kind for action in order if action.kind.is_compute]
+        assert computed.index(Kind.BACKWARD) == stages - rank  # p - r - 1 of warm-up, and the first of the steady state
+
+
+def test_auto() -> None:
+    assert resolve_schedule_name("auto", stages=4, micro_batches=8) == "1f1b"
+    assert resolve_schedule_name("auto", stages=4, micro_batches=1) == "gpipe"
+    assert resolve_schedule_name("auto", stages=1, micro_batches=8) == "gpipe"
+    assert build_schedule("auto", 4, 8) == build_schedule("1f1b", 4, 8)
+
+
+def test_refusals_name_the_flag() -> None:
+    with pytest.raises(ValueError, match="--pipeline-schedule 'zigzag'"):
+        build_schedule("zigzag", 2, 2)
+    with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 2"):
+        build_schedule("1f1b", 2, 2, chunks_per_rank=2)
+    with pytest.raises(ValueError, match="--pipeline-model-parallel-size must be at least 1, got 0"):
+        build_schedule("1f1b", 0, 2)
+    with pytest.raises(ValueError, match="micro-batches must be at least 1, got 0"):
+        build_schedule("1f1b", 2, 0)
+
+
+def test_a_large_schedule_is_cheap() -> None:
+    start = time.process_time()
+    build_schedule("1f1b", 8, 256)
+    assert time.process_time() - start < 2

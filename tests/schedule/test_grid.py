@@ -1,0 +1,81 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.grid import Grid
+
+sizes = st.integers(1, 5)
+
+
+def test_the_order_is_megatrons() -> None:
+    grid = Grid.fit(16, tensor=2, pipeline=2)
+    assert grid == Grid(pipeline=2, data=4, tensor=2)
+    assert grid.groups("tensor")[0] == [0, 1]
+    assert grid.groups("data")[0] == [0, 2, 4, 6]
+    assert grid.groups("pipeline")[0] == [0, 8]
+    assert grid.groups("tensor", "pipeline")[0] == [0, 1, 8, 9]
+
+
+@given(sizes, sizes, sizes)
+def test_ranks_and_coordinates_are_inverse(pipeline: int, data: int, tensor: int) -> None:
+    grid = Grid(pipeline, data, tensor)
+    for rank in range(grid.world_size):
+        at = grid.coordinates(rank)
+        assert grid.rank(at.pipeline, at.data, at.tensor) == rank
+
+
+@given(sizes, sizes, sizes, st.sets(st.sampled_from(["pipeline", "data", "tensor"])))
+def test_groups_part_the_world_by_the_other_axes(pipeline: int, data: int, tensor: int, axes: set) -> None:
+    grid = Grid(pipeline, data, tensor)
+    groups = grid.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+    for group in groups:
+        assert group == sorted(group)
+        for axis in {"pipeline", "data", "tensor"} - axes:
+            assert len({getattr(grid.coordinates(rank), axis) for rank in group}) == 1
+
+
+def test_a_world_that_does_not_fit_prints_every_factor() -> None:
+    with pytest.raises(ValueError) as error:
+        Grid.fit(6, tensor=2, pipeline=2)
+    text = str(error.value)
+    assert text.startswith("world size 6 is not tensor 2 x pipeline 2 x data ?")
+    assert "--tensor-model-parallel-size 2" in text and "--pipeline-model-parallel-size 2" in text
+
+
+def test_impossible_grids_are_refused() -> None:
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size"):
+        Grid.fit(4, tensor=0)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        Grid.fit(0)
+    with pytest.raises(ValueError, match="rank 4 is outside"):
+        Grid(2, 2, 1).coordinates(4)
+    with pytest.raises(ValueError, match="data index 2"):
+        Grid(2, 2, 1).rank(data=2)
+    with pytest.raises(ValueError, match="unknown axis 'expert'"):
+        Grid().groups("expert")  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 8))
+def test_micro_batches_are_shared_out_whole(samples: int, micro: int, replicas: int) -> None:
+    if micro > samples:
+        with pytest.raises(ValueError, match="--micro-batch-size"):
+            micro_batch_sizes(samples, micro)
+        return
+    cut = micro_batch_sizes(samples, micro)
+    assert sum(cut) == samples and set(cut[:-1]) <= {micro} and 1 <= cut[-1] <= micro
+    if len(cut) < replicas:
+        with pytest.raises(ValueError, match="--global-batch-size"):
+            micro_batches_of(len(cut), replicas, 0)
+        return
+    shares = [micro_batches_of(len(cut), replicas, rank) for rank in range(replicas)]
+    assert [index for share in shares for index in share] == list(range(len(cut)))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_impossible_batches_are_refused() -> None:
+    with pytest.raises(ValueError, match="--global-batch-size 0"):
+        micro_batch_sizes(0, 1)
+    with pytest.raises(ValueError, match="rank 2"):
+        micro_batches_of(4, 2, 2)

@@ -1,0 +1,101 @@
+from itertools import combinations, combinations_with_replacement, groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasnn.partition import balanced_bounds, layout_to_bounds, parse_layout
+
+UNITS = ["stem"] * 3 + ["block 0"] * 2 + ["block 1"] * 2 + ["head"]
+
+
+def cover(bounds: list[range]) -> list[int]:
+    return [layer for bound in bounds for layer in bound]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 5))
+def test_no_partition_is_better(costs: list[int], parts: int) -> None:
+    if parts > len(costs):
+        with pytest.raises(ValueError, match="more|leave"):
+            balanced_bounds(costs, parts)
+        return
+    bounds = balanced_bounds(costs, parts)
+    assert cover(bounds) == list(range(len(costs)))
+    assert len(bounds) == parts and all(bounds)
+
+    def rating(ends: tuple[int, ...]) -> tuple[int, int]:
+        sums = [sum(costs[a:b]) for a, b in zip((0, *ends), (*ends, len(costs)), strict=True)]
+        return max(sums), sum(s * s for s in sums)
+
+    best = min(rating(ends) for ends in combinations(range(1, len(costs)), parts - 1))
+    assert rating(tuple(bound.stop for bound in bounds[:-1])) == best
+
+
+def test_what_is_not_the_bottleneck_is_balanced_too() -> None:
+    assert [len(bound) for bound in balanced_bounds([8, 1, 1, 1, 1, 1, 1], 3)] == [1, 3, 3]
+
+
+def test_empty_parts_where_allowed() -> None:
+    assert balanced_bounds([1.0, 2.0], 4, allow_empty=True) == [range(0, 1), range(1, 2), range(2, 2), range(2, 2)]
+
+
+@pytest.mark.parametrize("parts", [0, -1])
+def test_no_parts_are_refused(parts: int) -> None:
+    with pytest.raises(ValueError, match=f"into {parts} parts"):
+        balanced_bounds([1.0], parts)
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+def test_impossible_costs_are_refused(cost: float) -> None:
+    with pytest.raises(ValueError, match=f"{cost}"):
+        balanced_bounds([1.0, cost], 2)
+
+
+@pytest.mark.parametrize("layout", ["1|2|2|1", "1,2,2,1", " 1 | 2|2 |1", [1, 2, 2, 1]])
+def test_layout_notations(layout: str | list[int]) -> None:
+    assert parse_layout(layout) == (1, 2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("", "no list of whole numbers"),
+        ("1|x", "1|x"),
+        ("1||2", "no list of whole numbers"),
+        ("1|-2|3", "-2 is negative"),
+        ("0|0", "holds no layer"),
+        ([], "holds no layer"),
+        ([1.5, 2], "whole numbers"),
+        ([True, 2], "whole numbers"),
+    ],
+)
+def test_layouts_that_are_refused(layout: str, message: str) -> None:
+    with pytest.raises(ValueError, match="--pipeline-model-parallel-layout") as error:
+        parse_layout(layout)
+    assert message in str(error.value)
+
+
+def test_a_layout_counts_units_or_layers() -> None:
+    assert layout_to_bounds((1, 3), UNITS) == [range(0, 3), range(3, 8)]
+    assert layout_to_bounds((5, 3), UNITS) == [range(0, 5), range(5, 8)]
+    assert layout_to_bounds((1, 0, 3), UNITS) == [range(0, 3), range(3, 3), range(3, 8)]
+
+
+def test_a_layout_of_another_sum_or_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'"2\|3" sums to 5; the model has 4 units .* of together 8 layers'):
+        layout_to_bounds((2, 3), UNITS)
+    with pytest.raises(ValueError, match="has 2 entries for 4 chunks"):
+        layout_to_bounds((1, 3), UNITS, chunks=4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 4))
+def test_layouts_of_units_cut_between_units_only(sizes: list[int], chunks: int) -> None:
+    units = [f"unit {index}" for index, size in enumerate(sizes) for _ in range(size)]
+    starts = {layers[0] for layers in (list(g) for _, g in groupby(range(len(units)), key=units.__getitem__))}
+    for ends in combinations_with_replacement(range(len(sizes) + 1), chunks - 1):
+        layout = [b - a for a, b in zip((0, *ends), (*ends, len(sizes)), strict=True)]
+        bounds = layout_to_bounds(layout, units, chunks)
+        assert cover(bounds) == list(range(len(units)))
+        assert all(bound.start in starts for bound in bounds if bound)

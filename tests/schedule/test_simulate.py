@@ -1,0 +1,63 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasnn.schedule import Action, ChunkCost, Schedule, build_schedule, simulate
+
+
+def test_1f1b_reference_values() -> None:
+    """p = 4, m = 8, forward 1, backward 1 + 1: the figures every paper on pipelines starts from."""
+    result = simulate(build_schedule("1f1b", 4, 8), [ChunkCost(1, 2)] * 4)
+    assert result.makespan == 33
+    assert result.busy == (24, 24, 24, 24)
+    assert result.idle == (9, 9, 9, 9)
+    assert result.bubble == (9, 6, 3, 0)
+    assert result.peak_activations == (4, 3, 2, 1)
+
+
+def test_gpipe_takes_as_long_and_holds_everything() -> None:
+    result = simulate(build_schedule("gpipe", 4, 8), [ChunkCost(1, 2)] * 4)
+    assert result.makespan == 33
+    assert result.peak_activations == (8, 8, 8, 8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_bubble_and_memory_of_1f1b(stages: int, micro_batches: int) -> None:
+    result = simulate(build_schedule("1f1b", stages, micro_batches), [ChunkCost(1, 2)] * stages)
+    assert result.makespan == 3 * (micro_batches + stages - 1)
+    assert result.peak_activations == tuple(min(stages - rank, micro_batches) for rank in range(stages))
+
+
+def test_a_transfer_delays_the_receiver_only() -> None:
+    result = simulate(build_schedule("gpipe", 2, 1), [ChunkCost(1, 2, transfer=10), ChunkCost(1, 2)])
+    # F 0-1, transfer 1-11, F 11-12, B 12-14, transfer 14-24, B 24-26.
+    assert result.makespan == 26
+    assert [(str(t.action), t.start, t.end) for t in result.timeline[0]] == [
+        ("0F0", 0, 1),
+        ("0SEND_F0", 1, 1),
+        ("0RECV_B0", 1, 24),
+        ("0B0", 24, 26),
+        ("0SYNC", 26, 26),
+    ]
+
+
+def test_transfers_on_a_link_follow_each_other() -> None:
+    result = simulate(build_schedule("1f1b", 2, 3, forward_only=True), [ChunkCost(1, 2, transfer=5), ChunkCost(1, 2)])
+    arrivals = [t.end for t in result.timeline[1] if t.action.kind.is_receive]
+    # The second receive is reached at 7, after the first micro-batch was computed.
+    assert arrivals == [6, 12, 18]
+    assert result.makespan == 19
+    assert result.peak_activations == (1, 1)
+
+
+def test_activations_count_as_much_as_the_costs_say() -> None:
+    schedule = build_schedule("gpipe", 2, 3)
+    result = simulate(schedule, [ChunkCost(1, 2, activation=0.5), ChunkCost(1, 2, activation=2)])
+    assert result.peak_activations == (1.5, 6)
+
+
+def test_the_number_of_costs_must_fit() -> None:
+    schedule = Schedule("one", (0,), 1, ((Action.parse("0F0"),),), forward_only=True)
+    with pytest.raises(ValueError, match="2 costs for 1 chunks"):
+        simulate(schedule, [ChunkCost(1, 1)] * 2)
