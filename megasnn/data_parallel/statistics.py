@@ -32,29 +32,23 @@ def merge_running_statistics(norms: Sequence[ParallelBatchNorm], data: Group, mo
     if not tracked:
         return
     table = _gathered(_local_table(tracked, most_micro_batches), data)
-    column = 0
-    for index, norm in enumerate(tracked):
-        assert norm.running_mean is not None
-        channels = norm.running_mean.numel()
-        counts = table[:, index]
-        start = len(tracked) + column
-        means, variances = table[:, start : start + channels], table[:, start + channels : start + 2 * channels]
-        _update(norm, counts.tolist(), means, variances)
+    sizes = [norm.running_mean.numel() for norm in tracked if norm.running_mean is not None]
+    counts, means, variances = table.split([len(sizes), sum(sizes), sum(sizes)], dim=1)
+    mean, unbiased = _pooled(counts.repeat_interleave(table.new_tensor(sizes, dtype=torch.int64), dim=1), means, variances)
+    for norm, its_mean, its_variance in zip(tracked, mean.split(sizes), unbiased.split(sizes), strict=True):
+        _update(norm, its_mean, its_variance)
         norm.pending.clear()
-        column += 2 * channels
 
 
 def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
-    """One row for each micro-batch: counts of all norms, then mean and variance of each; unused rows have count 0."""
-    width = len(norms) + sum(2 * norm.running_mean.numel() for norm in norms if norm.running_mean is not None)
-    device = next(norm.running_mean.device for norm in norms if norm.running_mean is not None)
-    table = torch.zeros(rows, width, dtype=torch.float64, device=device)
-    for row in range(max(len(norm.pending) for norm in norms)):
-        values = [table.new_tensor([norm.pending[row][2] for norm in norms])]
-        for norm in norms:
-            mean, variance, _ = norm.pending[row]
-            values += [mean.double(), variance.double()]
-        table[row] = torch.cat(values)
+    """One row for each micro-batch: counts, means and variances of all norms; unused rows have count 0."""
+    buffers = [norm.running_mean for norm in norms if norm.running_mean is not None]
+    width = len(norms) + 2 * sum(buffer.numel() for buffer in buffers)
+    table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
+    for row, records in enumerate(zip(*(norm.pending for norm in norms), strict=True)):
+        counts = table.new_tensor([count for _, _, count in records])
+        values = [mean for mean, _, _ in records] + [variance for _, variance, _ in records]
+        table[row] = torch.cat([counts, torch.cat(values).double()])
     return table
 
 
@@ -67,17 +61,20 @@ def _gathered(table: Tensor, data: Group) -> Tensor:
     return torch.cat(tables)
 
 
-def _update(norm: ParallelBatchNorm, counts: list[float], means: Tensor, variances: Tensor) -> None:
-    assert norm.running_mean is not None and norm.running_var is not None
-    total = sum(counts)
-    mean = torch.zeros_like(means[0])
+def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance per column, added up row by row: the order is that of the micro-batches."""
+    total = counts.sum(0)
+    mean, squares = torch.zeros_like(total), torch.zeros_like(total)
     for count, value in zip(counts, means, strict=True):
         mean += value * (count / total)
-    squares = torch.zeros_like(mean)
     for count, value, variance in zip(counts, means, variances, strict=True):
         squares += count * (variance + (value - mean) ** 2)
+    return mean, squares / (total - 1).clamp_min(1)
+
+
+def _update(norm: ParallelBatchNorm, mean: Tensor, variance: Tensor) -> None:
+    assert norm.running_mean is not None and norm.running_var is not None
     norm.num_batches_tracked += 1
     weight = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
-    unbiased = squares / max(total - 1, 1)
     norm.running_mean.mul_(1 - weight).add_(weight * mean.to(norm.running_mean.dtype))
-    norm.running_var.mul_(1 - weight).add_(weight * unbiased.to(norm.running_var.dtype))
+    norm.running_var.mul_(1 - weight).add_(weight * variance.to(norm.running_var.dtype))

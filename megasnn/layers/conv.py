@@ -167,11 +167,13 @@ class _Convolve(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.wire)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.wire)]
-        images = _as_images(full, x.shape)
-        y = torch.conv2d(images, weight, None, plan.stride, plan.padding, 1, plan.groups)
+        if _is_matrix_product(weight, plan, x):
+            y = from_rows(full @ weight.flatten(1).t(), x.shape)
+        else:
+            images = _as_images(full, x.shape)
+            y = torch.conv2d(images, weight, None, plan.stride, plan.padding, 1, plan.groups).unflatten(0, x.shape[:2])
         ctx.plan, ctx.input_shape, ctx.row_shape = plan, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
-        y = y.unflatten(0, x.shape[:2])
         if plan.scatter and plan.group.size > 1:
             y = from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
         return y
@@ -183,18 +185,31 @@ class _Convolve(torch.autograd.Function):
         grad_rows = to_rows(grad)
         if plan.scatter:
             grad_rows, _ = gather_columns(grad_rows, plan.group, Wire.DENSE, "backward")
+        as_matrix = _is_matrix_product(weight, plan, grad)
         grad_images = _as_images(grad_rows, grad.shape)
-        channels = ctx.row_shape[1] * len(payloads)
         finish = None
         if ctx.needs_input_grad[0]:
-            grad_input = _input_gradient(grad_images, weight, plan, (ctx.input_shape, channels))
-            full = to_rows(grad_input.unflatten(0, grad.shape[:2]))
+            if as_matrix:
+                full = grad_rows @ weight.flatten(1)
+            else:
+                channels = ctx.row_shape[1] * len(payloads)
+                grad_input = _input_gradient(grad_images, weight, plan, (ctx.input_shape, channels))
+                full = to_rows(grad_input.unflatten(0, grad.shape[:2]))
             finish = sum_and_scatter_columns(full, plan.group, "backward") if plan.gather else lambda: full
         grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = join_columns(payloads, plan.wire, ctx.row_shape, weight.dtype)
-            grad_weight = _weight_gradient(grad_images, _as_images(rows, ctx.input_shape), weight, plan)
+            if as_matrix:
+                grad_weight = (grad_rows.t() @ rows).view_as(weight)
+            else:
+                grad_weight = _weight_gradient(grad_images, _as_images(rows, ctx.input_shape), weight, plan)
         return None if finish is None else from_rows(finish(), ctx.input_shape), grad_weight, None
+
+
+def _is_matrix_product(weight: Tensor, plan: _Plan, x: Tensor) -> bool:
+    """Pointwise over few frames on a CPU: there PyTorch leaves oneDNN for a slow path (below 16 images, one thread)."""
+    pointwise = weight.shape[2:] == (1, 1) and plan.stride == 1 and plan.padding == 0 and plan.groups == 1
+    return pointwise and x.device.type == "cpu" and x.shape[0] * x.shape[1] < 16
 
 
 def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
