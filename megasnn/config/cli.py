@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -29,13 +31,16 @@ def parse(config_class: type[Config], argv: Sequence[str], console_outputs: bool
     Raises:
         SystemExit: 0 after the help, 2 after an error in the command line.
     """
-    with _registry:
+    silence = io.StringIO()
+    with _registry, ExitStack() as stack:
+        if not console_outputs:  # tyro's own option lets some errors through
+            stack.enter_context(redirect_stdout(silence))
+            stack.enter_context(redirect_stderr(silence))
         return tyro.cli(
             config_class,
             args=list(argv),
             default=_defaults(config_class, argv),
             config=(tyro.conf.OmitArgPrefixes,),
-            console_outputs=console_outputs,
         )
 
 

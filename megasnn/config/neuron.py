@@ -50,15 +50,15 @@ class NeuronConfig:
     """Plain PyTorch, or the fused kernels; auto takes those where they can be used."""
 
     def problems(self) -> list[str]:
-        wrong = above(self, 0, "v_threshold")
-        if self.neuron == "if":
-            wrong += self._unused_by_if()
-        else:
-            wrong += above(self, 1, "tau")
-        if self.v_reset is not None and not (math.isfinite(self.v_reset) and self.v_reset < self.v_threshold):
-            wrong.append(f"--v-reset {self.v_reset} must be below --v-threshold {self.v_threshold}, or none")
+        wrong = above(self, 0, "v_threshold") or self._reset_problems()
+        wrong += self._unused_by_if() if self.neuron == "if" else above(self, 1, "tau")
         bound = at_least if self.surrogate == "log_tailed_relu" else above
         return wrong + bound(self, 0, "surrogate_alpha")
+
+    def _reset_problems(self) -> list[str]:
+        if self.v_reset is None or (math.isfinite(self.v_reset) and self.v_reset < self.v_threshold):
+            return []
+        return [f"--v-reset {self.v_reset} must be below --v-threshold {self.v_threshold}, or none"]
 
     def _unused_by_if(self) -> list[str]:
         wrong = []

@@ -49,14 +49,14 @@ class TrainingConfig:
         wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "train_iters", "exit_interval")
         wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
         wrong += from_zero_to_below_one(self, "label_smoothing")
-        if self.micro_batch_size > self.global_batch_size:
+        if self.micro_batch_size > self.global_batch_size >= 1:
             wrong.append(
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
                 f"--global-batch-size {self.global_batch_size}"
             )
         if (self.train_iters is None) == (self.train_samples is None):
-            given = "neither was" if self.train_iters is None else "both were"
-            wrong.append(f"give either --train-iters or --train-samples; {given} given")
+            given = "neither was given" if self.train_iters is None else "both were given (none takes one back)"
+            wrong.append(f"give either --train-iters or --train-samples; {given}")
         elif self.train_samples is not None and self.train_samples < self.global_batch_size:
             wrong.append(
                 f"--train-samples {self.train_samples} is less than one --global-batch-size {self.global_batch_size}"

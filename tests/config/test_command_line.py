@@ -1,0 +1,106 @@
+import pytest
+
+from megasnn.config import PretrainSpikformerConfig, SpikformerConfig, parse
+
+
+def cli(*argv: str) -> PretrainSpikformerConfig:
+    return parse(PretrainSpikformerConfig, argv)
+
+
+def test_without_flags_everything_has_its_default() -> None:
+    assert cli() == PretrainSpikformerConfig()
+
+
+def test_flags_are_flat_and_megatrons() -> None:
+    config = cli(
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-layout", "1|2|2|1"),
+        *("--micro-batch-size=4", "--train_iters", "7", "--lr", "3e-4", "--save", "out", "--no-load-optim"),
+    )
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.parallel.layout == (1, 2, 2, 1)
+    assert (config.training.micro_batch_size, config.training.train_iters) == (4, 7)
+    assert config.optimizer.lr == 3e-4
+    assert config.checkpoint.save == "out" and config.checkpoint.no_load_optim
+
+
+def test_switches_have_a_negative_form_and_the_last_one_wins() -> None:
+    assert not cli("--no-shuffle").data.shuffle
+    assert not cli("--no-decay-input").neuron.decay_input
+    assert cli("--no-shuffle", "--shuffle").data.shuffle
+    assert cli("--depth", "2", "--depth", "3").model.depth == 3
+
+
+@pytest.mark.parametrize("text", ["none", "None", "NONE"])
+def test_none_can_be_said(text: str) -> None:
+    assert cli("--v-reset", text).neuron.v_reset is None
+    assert cli("--variant", text).model == SpikformerConfig()
+
+
+@pytest.mark.parametrize("form", [["--variant", "spikformer_s"], ["--variant=spikformer_s"]])
+def test_flags_win_over_the_variant(form: list[str]) -> None:
+    assert cli(*form).model == SpikformerConfig(variant="spikformer_s")
+    for argv in (["--depth", "2", *form], [*form, "--depth", "2"]):
+        model = cli(*argv).model
+        assert (model.depth, model.embed_dim, model.patch_size, model.image_size) == (2, 384, 16, 224)
+
+
+def test_a_flag_wins_even_with_the_value_of_another_default() -> None:
+    assert cli("--variant", "spikformer_ti", "--embed-dim", "384").model.embed_dim == 384
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ("spikformer_ti", (256, 4, 8, 16, 224, 1000)),
+        ("spikformer_s", (384, 6, 12, 16, 224, 1000)),
+        ("spikformer_cifar10", (384, 4, 12, 4, 32, 10)),
+        (None, (384, 4, 12, 4, 32, 10)),
+    ],
+)
+def test_variants(variant: str | None, expected: tuple[int, ...]) -> None:
+    m = SpikformerConfig(variant=variant)  # type: ignore[arg-type]
+    assert (m.embed_dim, m.depth, m.num_heads, m.patch_size, m.image_size, m.num_classes) == expected
+
+
+def test_help_has_groups_texts_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli("--help")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert stopped.value.code == 0
+    groups = ("model", "neuron", "parallel", "training", "optimizer", "data", "checkpoint", "logging")
+    assert all(f"{group} options" in text for group in groups)
+    assert "Ranks that share every layer, by channels and heads. (default: 1)" in text
+    assert "--shuffle, --no-shuffle" in text
+    assert "--model." not in text and "--no-no-" not in text
+
+
+def test_help_shows_the_dimensions_of_the_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli("--variant", "spikformer_ti", "--help")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Height and width of the images. (default: 224)" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--micro-batch", "4"], "Unrecognized"),
+        (["--variant", "spikformer_xl"], "'spikformer_xl' is not one of spikformer_ti"),
+        (["--variant"], "--variant"),
+        (["--lr", "fast"], "--lr"),
+        (["--pipeline-schedule", "zigzag"], "zigzag"),
+        (["--v-reset", "no"], "--v-reset"),
+        (["--patch-size", "8"], "--patch-size"),
+    ],
+)
+def test_mistakes_end_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli(*argv)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_ranks_can_keep_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(PretrainSpikformerConfig, ["--lr", "fast"], console_outputs=False)
+    assert capsys.readouterr() == ("", "")

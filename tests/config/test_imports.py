@@ -1,0 +1,51 @@
+"""The lowest layer needs no torch, and what it repeats of the layers above is the same there."""
+
+import subprocess
+import sys
+from typing import get_args
+
+from megasnn.config import NeuronConfig, SpikformerConfig
+from megasnn.config.neuron import Surrogate
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spec import SURROGATES
+from megasnn.models.spikformer import describe_spikformer
+
+LOWEST = (
+    "megasnn",
+    "megasnn.grid",
+    "megasnn.batching",
+    "megasnn.partition",
+    "megasnn.schedule",
+    "megasnn.schedule.simulate",
+    "megasnn.config",
+)
+
+
+def test_the_lowest_layer_does_not_import_torch() -> None:
+    program = f"import sys, {', '.join(LOWEST)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_the_surrogates_on_the_command_line_are_those_of_the_kernels() -> None:
+    assert set(get_args(Surrogate)) == set(SURROGATES)
+
+
+def test_the_neurons_defaults_are_those_of_its_description() -> None:
+    config = NeuronConfig()
+    spec = NeuronSpec(
+        config.neuron,
+        config.tau,
+        config.v_threshold,
+        config.v_reset,
+        config.decay_input,
+        config.detach_reset,
+        config.surrogate,
+        config.surrogate_alpha,
+    )
+    assert spec == NeuronSpec()
+
+
+def test_the_layers_that_are_counted_are_those_that_are_built() -> None:
+    config = SpikformerConfig(depth=3)
+    built = describe_spikformer(config, NeuronSpec()).layers
+    assert config.unit_of_layer() == [layer.unit for layer in built]
