@@ -177,12 +177,13 @@ def _target(
     out: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    if out is None:
-        out = empty_strided(shape, row_major_strides(shape) if strides is None else strides, dtype, device)
-    if out.shape != torch.Size(shape) or not is_dense(out):
-        have = f"{tuple(out.shape)} with strides {out.stride()}"
+    if strides is None:
+        strides = row_major_strides(shape)
+    plan = torch.empty_strided(tuple(shape), tuple(strides), device="meta") if out is None else out
+    if plan.shape != torch.Size(shape) or not is_dense(plan):
+        have = f"{tuple(plan.shape)} with strides {plan.stride()}"
         raise ValueError(f"a packed tensor {tuple(shape)} needs a dense one of that shape, got {have}")
-    return out
+    return empty_strided(shape, strides, dtype, device) if out is None else out
 
 
 def _check_packed(packed: Tensor, out: Tensor) -> None:

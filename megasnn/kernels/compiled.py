@@ -256,7 +256,7 @@ def neuron_forward(x, v_first, spikes, v_last, p, width, first, last):
 
 @kernel
 def neuron_backward(x, v_first, g_spikes, g_v, g_x, totals, p, width, first, last):
-    """``g_v [M]``: gradient of the last potential before, of the first one after; ``totals [blocks]`` for the factor."""
+    """``g_v [M]``: gradient of the last potential before, that of the first after; ``totals [blocks]``."""
     steps = x.shape[0]
     h = np.empty((steps, width), x.dtype)
     v, total = np.empty(width, x.dtype), np.empty(width, x.dtype)

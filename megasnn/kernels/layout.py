@@ -44,9 +44,7 @@ def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes[order.index(dim)] for dim in range(len(shape)))
 
 
-def empty_strided(
-    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised dense tensor.
 
     On the CPU the memory comes from numpy, which asks for huge pages: first touching a large tensor costs several

@@ -33,9 +33,7 @@ def run(kernel: Callable[..., None], units: int, first_array: Any, *args: Any) -
         return
     bounds = [units * part // threads for part in range(threads + 1)]
     pool = _pool(threads - 1)
-    others = [
-        pool.submit(kernel, first_array, *args, bounds[part], bounds[part + 1]) for part in range(1, threads)
-    ]
+    others = [pool.submit(kernel, first_array, *args, bounds[part], bounds[part + 1]) for part in range(1, threads)]
     kernel(first_array, *args, 0, bounds[1])
     for other in others:
         other.result()

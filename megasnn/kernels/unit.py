@@ -85,9 +85,7 @@ def norm_pool_neuron(
     if _use_fused(backend, x, spec):
         running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
         return _fused().norm_pool_neuron_fused(x, weight, bias, running, eps, spec, w, pool, steps)
-    return norm_pool_neuron_reference(
-        x, weight, bias, running_mean, running_var, training, eps, spec, w, pool, steps
-    )
+    return norm_pool_neuron_reference(x, weight, bias, running_mean, running_var, training, eps, spec, w, pool, steps)
 
 
 def fused_unavailable(x: Tensor, spec: NeuronSpec) -> str | None:

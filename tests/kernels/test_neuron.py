@@ -1,0 +1,186 @@
+"""The neuron: reference and fused kernels against SpikingJelly's nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spikingjelly.activation_based import surrogate
+
+from megasnn.kernels import SURROGATES, NeuronSpec, neuron_multi_step
+from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron
+
+CHARGES = [
+    {"kind": "if"},
+    {"kind": "lif", "tau": 2.0},
+    {"kind": "lif", "tau": 2.0, "decay_input": False},
+    {"kind": "lif", "tau": 3.0},
+    {"kind": "lif", "tau": 3.0, "decay_input": False},
+    {"kind": "plif"},
+    {"kind": "plif", "decay_input": False},
+]
+
+
+def gradients(spikes, v, inputs):
+    """Of a fixed function of spikes and last potential."""
+    weights = channels_last(*spikes.shape, seed=7)
+    return torch.autograd.grad((spikes * weights).sum() + (v * weights[0]).sum(), inputs)
+
+
+@pytest.mark.parametrize("surrogate_name", ["sigmoid", "atan"])
+@pytest.mark.parametrize("detach_reset", [True, False])
+@pytest.mark.parametrize("v_reset", [0.0, -0.3, None])
+@pytest.mark.parametrize("charge", CHARGES, ids=lambda charge: "-".join(map(str, charge.values())))
+def test_equals_spikingjelly(charge, v_reset, detach_reset, surrogate_name):
+    spec = NeuronSpec(v_threshold=0.6, v_reset=v_reset, detach_reset=detach_reset, surrogate=surrogate_name, **charge)
+    x = (channels_last(5, 2, 7, 3, 3) * 2.5).requires_grad_()
+    w = plif_weight(spec)
+    node = spikingjelly_neuron(spec, w)
+    expected = node(x)
+    expected_gradients = gradients(expected, node.v, [x] + ([node.w] if w is not None else []))
+    assert 0.05 < expected.mean() < 0.95
+    for backend in ("torch", "fused"):
+        spikes, v = neuron_multi_step(x, spec, None, w, backend)
+        assert torch.equal(spikes, expected)
+        assert_close(v, node.v)
+        for actual, wanted in zip(
+            gradients(spikes, v, [x] + ([w] if w is not None else [])), expected_gradients, strict=True
+        ):
+            assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("v_reset", [0.1, None])
+def test_first_potential(v_reset):
+    """Given potentials continue a sequence: two halves equal the whole, gradients included."""
+    spec = NeuronSpec(tau=3.0, v_reset=v_reset, detach_reset=False, surrogate="atan")
+    x = channels_last(6, 2, 5, 4).requires_grad_()
+    for backend in ("torch", "fused"):
+        whole, v_whole = neuron_multi_step(x, spec, backend="torch")
+        first, v = neuron_multi_step(x[:3], spec, backend=backend)
+        second, v = neuron_multi_step(x[3:], spec, v, backend=backend)
+        halves = torch.cat([first, second])
+        assert torch.equal(halves, whole)
+        assert_close(v, v_whole)
+        assert_close(gradients(halves, v, [x])[0], gradients(whole, v_whole, [x])[0])
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_every_surrogate(name):
+    """All of SpikingJelly's surrogates with an alpha are there, with its default; unfused ones take the reference."""
+    spec = NeuronSpec(surrogate=name)
+    assert spec.surrogate_alpha == getattr(surrogate, SURROGATES[name][0])().alpha
+    x = channels_last(3, 2, 4, 5).requires_grad_()
+    node = spikingjelly_neuron(spec)
+    expected = node(x)
+    spikes, v = neuron_multi_step(x, spec)
+    assert torch.equal(spikes, expected)
+    assert_close(gradients(spikes, v, [x])[0], gradients(expected, node.v, [x])[0])
+
+
+def test_no_surrogate_is_missing():
+    """A class of the next SpikingJelly with an alpha would have to be added to the table."""
+    classes = (value for value in vars(surrogate).values() if isinstance(value, type))
+    found = {
+        cls.__name__
+        for cls in classes
+        if issubclass(cls, surrogate.SurrogateFunctionBase)
+        and cls is not surrogate.SurrogateFunctionBase
+        and "alpha" in cls.__init__.__code__.co_varnames
+    }
+    assert found == {class_name for class_name, _ in SURROGATES.values()}
+
+
+@pytest.mark.parametrize("factor", [0.125, 0.25])
+def test_ties_with_the_threshold(factor):
+    """Attention feeds multiples of 1/8 against threshold 1/2: potentials hit it exactly, and must fire."""
+    spec = NeuronSpec(tau=2.0, v_threshold=0.5)
+    for dtype in (torch.float32, torch.float64):
+        x = (torch.randint(0, 9, (4, 3, 8, 5), generator=torch.Generator().manual_seed(1)) * factor).to(dtype)
+        expected = spikingjelly_neuron(spec)(x)
+        assert torch.equal(neuron_multi_step(x, spec, backend="fused")[0], expected)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.contiguous(),
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: x[..., ::2],
+        lambda x: x[:1].expand(4, -1, -1, -1),
+    ],
+    ids=["channels-last", "row-major", "samples-first", "gaps", "repeated"],
+)
+def test_any_memory_order(view):
+    x = view(channels_last(4, 3, 5, 6)).detach().requires_grad_()
+    spec = NeuronSpec(detach_reset=False)
+    expected, v_expected = neuron_multi_step(x, spec, backend="torch")
+    spikes, v = neuron_multi_step(x, spec, backend="fused")
+    assert torch.equal(spikes, expected)
+    assert_close(v, v_expected)
+    assert_close(gradients(spikes, v, [x])[0], gradients(expected, v_expected, [x])[0])
+
+
+def test_large_potentials_and_nan():
+    """The surrogate's exponential neither overflows nor hides a NaN."""
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([[0.0, 30.0, -30.0, 1e4, -1e4, 1e30, -1e30, float("nan")]], dtype=dtype, requires_grad=True)
+        spec = NeuronSpec(kind="if", detach_reset=True)
+        (expected,) = torch.autograd.grad(neuron_multi_step(x, spec, backend="torch")[0].sum(), x)
+        (actual,) = torch.autograd.grad(neuron_multi_step(x, spec, backend="fused")[0].sum(), x)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=torch.finfo(dtype).eps * 4, equal_nan=True)
+
+
+def test_sigmoid_gradient_accuracy():
+    """Against double precision (and for double itself against extended precision where the machine has it)."""
+    import numpy as np
+
+    u = torch.linspace(-20, 5, 4001, dtype=torch.float64)
+    for dtype, allowed in ((torch.float32, 5e-7), (torch.float64, 3e-15)):
+        x = (u.to(dtype) + 1).requires_grad_()
+        (actual,) = torch.autograd.grad(neuron_multi_step(x[None], NeuronSpec(kind="if"), backend="fused")[0].sum(), x)
+        z = np.abs(4 * ((x.detach() - 1).numpy().astype(np.longdouble)))
+        exact = 4 * np.exp(-z) / (1 + np.exp(-z)) ** 2
+        assert np.max(np.abs(actual.numpy() / exact - 1)) < allowed
+
+
+def test_bfloat16_computes_in_float32():
+    x = channels_last(4, 2, 6, 5, dtype=torch.float32).bfloat16()
+    for backend in ("torch", "fused"):
+        leaf = x.clone().requires_grad_()
+        spikes, v = neuron_multi_step(leaf, NeuronSpec(), backend=backend)
+        assert spikes.dtype == torch.bfloat16 and v.dtype == torch.float32
+        assert torch.equal(spikes.float(), neuron_multi_step(x.float(), NeuronSpec(), backend="torch")[0])
+        spikes.float().sum().backward()
+        assert leaf.grad.dtype == torch.bfloat16 and leaf.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"spec": NeuronSpec(surrogate="erf"), "backend": "fused"}, "surrogates sigmoid, atan, not 'erf'"),
+        ({"x": torch.zeros(2, 0), "backend": "fused"}, "empty"),
+        ({"backend": "cupy"}, "--neuron-backend takes one of auto, torch, fused"),
+        ({"spec": NeuronSpec(kind="plif")}, "w is the parameter of a plif neuron"),
+        ({"w": torch.zeros(())}, "w is the parameter of a plif neuron"),
+        ({"spec": NeuronSpec(kind="plif"), "w": torch.zeros(3)}, "scalar"),
+        ({"v0": torch.zeros(4)}, r"v0 \(4,\)"),
+        ({"x": torch.zeros(4, 3, dtype=torch.int64)}, "floating-point"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        neuron_multi_step(**{"x": torch.zeros(4, 3), "spec": NeuronSpec(), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"kind": "izhikevich"}, "--neuron"),
+        ({"surrogate": "relu"}, "--surrogate"),
+        ({"tau": 1.0}, "--tau"),
+        ({"tau": float("nan")}, "--tau"),
+    ],
+)
+def test_spec_refuses(field, message):
+    with pytest.raises(ValueError, match=message):
+        NeuronSpec(**field)

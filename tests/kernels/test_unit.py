@@ -1,0 +1,254 @@
+"""Norm, pool and neuron together: both backends against nn.BatchNorm, max_pool2d and SpikingJelly's nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megasnn.kernels import NeuronSpec, norm_pool_neuron
+from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron, spikingjelly_unit
+
+SPECS = {
+    "spikformer": NeuronSpec(),
+    "soft-atan": NeuronSpec(v_reset=None, tau=3.0, v_threshold=0.7, detach_reset=False, surrogate="atan"),
+    "leak": NeuronSpec(v_reset=-0.2, decay_input=False, v_threshold=1.5),
+    "if": NeuronSpec(kind="if", v_reset=None),
+    "plif": NeuronSpec(kind="plif", v_threshold=0.5, detach_reset=False),
+}
+
+
+def norm_of(channels: int, dims: int, training: bool) -> nn.Module:
+    """A batch norm with uneven parameters and statistics, some channels turned upside down."""
+    torch.manual_seed(channels)
+    norm = (nn.BatchNorm2d if dims == 5 else nn.BatchNorm1d)(channels).double()
+    nn.init.normal_(norm.weight, mean=0.8, std=1.5)
+    nn.init.normal_(norm.bias, std=0.5)
+    nn.init.normal_(norm.running_mean, std=0.3)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    return norm.train(training)
+
+
+def both(x, norm, spec, *, pool=False, time_steps=None, w=None):
+    """The unit on the two backends, as (backend, spikes, mean, var)."""
+    for backend in ("torch", "fused"):
+        yield (
+            backend,
+            *norm_pool_neuron(
+                x, norm.weight, norm.bias, norm.running_mean, norm.running_var, spec=spec, training=norm.training,
+                eps=norm.eps, w=w, pool=pool, time_steps=time_steps, backend=backend,
+            ),
+        )  # fmt: skip
+
+
+def gradients(spikes, inputs):
+    return torch.autograd.grad((spikes * channels_last(*spikes.shape, seed=3)).sum(), inputs)
+
+
+def check(shape, spec, *, pool=False, time_steps=None, training=True):
+    x = (channels_last(*shape) * 2 + 0.3).requires_grad_()
+    norm, w = norm_of(shape[2], len(shape), training), plif_weight(spec)
+    steps = time_steps or shape[0]
+    node = spikingjelly_neuron(spec, w)
+    before = norm.running_mean.clone(), norm.running_var.clone()
+    expected = spikingjelly_unit(x, norm, node, pool, steps)
+    after = norm.running_mean.clone(), norm.running_var.clone()
+    norm.running_mean, norm.running_var = before
+    wanted = gradients(expected, [x, norm.weight, norm.bias] + ([node.w] if w is not None else []))
+    assert 0 < expected.sum() < expected.numel()
+    for _, spikes, mean, var in both(x, norm, spec, pool=pool, time_steps=time_steps, w=w):
+        assert torch.equal(spikes, expected)
+        for actual, gradient in zip(
+            gradients(spikes, [x, norm.weight, norm.bias] + ([w] if w is not None else [])), wanted, strict=True
+        ):
+            assert_close(actual, gradient)
+        if training:  # the running statistics as torch would have updated them
+            count = steps * x[0].numel() // x.shape[2]
+            assert_close(0.9 * before[0] + 0.1 * mean, after[0])
+            assert_close(0.9 * before[1] + 0.1 * var * count / (count - 1), after[1])
+        else:
+            assert torch.equal(mean, norm.running_mean) and torch.equal(var, norm.running_var)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("inputs", [4, 1], ids=["sequence", "static"])
+@pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_spikingjelly(name, pool, inputs, training):
+    check((inputs, 2, 5, 7, 6), SPECS[name], pool=pool, time_steps=4, training=training)
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["", "pool"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 1, 16, 4, 4),
+        (2, 3, 1, 5, 5),
+        (4, 2, 33, 3, 8),
+        (1, 2, 7, 9, 1),
+        (2, 1, 600, 3, 2),
+        (2, 2, 8, 1, 6),
+        (3, 5, 24, 17, 18),
+        (2, 2, 2, 70, 70),
+    ],
+    ids=str,
+)
+def test_sizes(shape, pool):
+    check(shape, SPECS["spikformer"], pool=pool)
+
+
+@pytest.mark.parametrize("channels", [6, 40])
+def test_tokens(channels):
+    check((4, 2, channels, 11), SPECS["plif"])
+
+
+def test_pool_gives_ties_to_the_first():
+    """A flat image region has nine equal values in a window; the gradient belongs to the first, as in torch."""
+    x = torch.randint(0, 3, (2, 2, 9, 8, 4), generator=torch.Generator().manual_seed(0)).double().movedim(-1, 2)
+    x.requires_grad_()
+    norm = norm_of(4, 5, True)
+    expected = spikingjelly_unit(x, norm, spikingjelly_neuron(NeuronSpec()), True, 2)
+    wanted = gradients(expected, [x])[0]
+    for _, spikes, _, _ in both(x, norm, NeuronSpec(), pool=True):
+        assert torch.equal(spikes, expected)
+        assert_close(gradients(spikes, [x])[0], wanted)
+
+
+def test_float32():
+    """The backends differ by rounding alone: hardly any spike, and where none differs, gradients to 1e-4."""
+    x = (channels_last(4, 4, 32, 16, 16, dtype=torch.float32) * 3 + 1).requires_grad_()
+    norm = norm_of(32, 5, True).float()
+    for pool in (False, True):
+        (_, s1, m1, v1), (_, s2, m2, v2) = both(x, norm, NeuronSpec(), pool=pool)
+        assert s2.dtype == torch.float32
+        assert (s1 != s2).sum() <= 3
+        assert_close(m2, m1, 1e-6)
+        assert_close(v2, v1, 1e-6)
+        exact = x.detach().double()
+        assert_close(m2.double(), exact.mean((0, 1, 3, 4)), 2e-7)
+        assert_close(v2.double(), exact.var((0, 1, 3, 4), correction=0), 4e-7)
+        upstream = torch.where(s1 == s2, channels_last(*s1.shape, dtype=torch.float32, seed=3), torch.zeros(()))
+        for a, b in zip(
+            torch.autograd.grad(s2, [x, norm.weight, norm.bias], upstream),
+            torch.autograd.grad(s1, [x, norm.weight, norm.bias], upstream),
+            strict=True,
+        ):
+            assert_close(a, b, 1e-4 if torch.equal(s1, s2) else 1e-2)
+
+
+def test_statistics_with_a_large_mean():
+    """Mean 1000, deviation 1, in float32: squares of the raw values would lose the variance."""
+    x = channels_last(4, 4, 8, 16, 16, dtype=torch.float32) + 1000
+    _, mean, var = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=True, backend="fused")
+    exact = x.double()
+    torch.testing.assert_close(mean.double(), exact.mean((0, 1, 3, 4)), rtol=1e-7, atol=0)
+    torch.testing.assert_close(var.double(), exact.var((0, 1, 3, 4), correction=0), rtol=1e-5, atol=0)
+
+
+def test_without_affine_parameters_and_statistics():
+    x = channels_last(3, 2, 6, 5, 5).requires_grad_()
+    results = []
+    for backend in ("torch", "fused"):
+        spikes, mean, var = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=False, backend=backend)
+        results.append((spikes, mean, var, gradients(spikes, [x])[0]))
+    for plain, fused in zip(*results, strict=True):
+        assert_close(fused, plain)
+
+
+def test_frozen_parameters_get_no_gradient():
+    x = channels_last(3, 2, 6, 5, 5)
+    norm = norm_of(6, 5, True)
+    norm.weight.requires_grad_(False)
+    for _, spikes, mean, var in both(x, norm, NeuronSpec()):
+        norm.bias.grad = None
+        spikes.sum().backward()
+        assert norm.weight.grad is None and norm.bias.grad.abs().sum() > 0
+        assert not mean.requires_grad and not var.requires_grad
+
+
+def test_row_major_input_and_gradient():
+    x = channels_last(3, 2, 6, 5, 5)
+    norm = norm_of(6, 5, True)
+    wanted = None
+    for memory in (x, x.contiguous()):
+        leaf = memory.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        for _, spikes, _, _ in both(leaf, norm, NeuronSpec(), pool=True):
+            weights = channels_last(*spikes.shape, seed=3).contiguous()
+            (gradient,) = torch.autograd.grad((spikes * weights).sum(), leaf)
+            wanted = gradient if wanted is None else wanted
+            assert_close(gradient, wanted)
+
+
+def test_output_is_channels_last():
+    for pool in (False, True):
+        spikes, _, _ = norm_pool_neuron(
+            channels_last(2, 2, 6, 4, 4), None, None, spec=NeuronSpec(), training=True, pool=pool, backend="fused"
+        )
+        assert spikes.movedim(2, -1).is_contiguous()
+
+
+def test_bfloat16_keeps_its_own_size():
+    """The input is kept for backward as it came, in two bytes; the arithmetic is that of float32."""
+    x = channels_last(4, 2, 8, 6, 6, dtype=torch.float32).bfloat16()
+    norm = norm_of(8, 5, True).float()
+    wanted, *_ = norm_pool_neuron(x.float(), norm.weight, norm.bias, spec=NeuronSpec(), training=True, backend="fused")
+    leaf = x.clone().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
+        spikes, mean, _ = norm_pool_neuron(
+            leaf, norm.weight, norm.bias, spec=NeuronSpec(), training=True, backend="fused"
+        )
+    assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32
+    assert torch.equal(spikes.float(), wanted)
+    assert sorted(saved, key=lambda item: -item[1])[0] == (torch.bfloat16, x.numel())
+    spikes.float().sum().backward()
+    assert leaf.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+
+
+def test_saves_nothing_but_its_input():
+    sizes = []
+    x = channels_last(4, 2, 8, 6, 6).requires_grad_()
+    norm = norm_of(8, 5, True)
+    for pool in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            norm_pool_neuron(x, norm.weight, norm.bias, spec=NeuronSpec(), training=True, pool=pool, backend="fused")
+        assert sorted(sizes)[-1] == x.numel() and sum(sizes) <= x.numel() + 2 * 8
+        sizes.clear()
+
+
+def test_threads_do_not_change_a_bit():
+    x = channels_last(4, 3, 24, 40, 40, dtype=torch.float32).requires_grad_()
+    norm = norm_of(24, 5, True).float()
+    threads = torch.get_num_threads()
+    for pool in (False, True):
+        results = []
+        for count in (1, 3):
+            try:
+                torch.set_num_threads(count)
+                spikes, mean, var = norm_pool_neuron(
+                    x, norm.weight, norm.bias, spec=NeuronSpec(), training=True, pool=pool, backend="fused"
+                )
+                upstream = channels_last(*spikes.shape, dtype=torch.float32)
+                results.append((spikes, mean, var, *torch.autograd.grad(spikes, [x, norm.weight, norm.bias], upstream)))
+            finally:
+                torch.set_num_threads(threads)
+        for one, three in zip(*results, strict=True):
+            assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": torch.zeros(2, 3, 4)}, r"\[T, N, C, H, W\] or \[T, N, C, L\]"),
+        ({"x": torch.zeros(2, 3, 4, 5), "pool": True}, r"pool and neuron take \[T, N, C, H, W\]"),
+        ({"time_steps": 5}, "2 time steps; it must have 1 or 5"),
+        ({"weight": torch.ones(3)}, r"weight \(3,\) does not fit 4 channels"),
+        ({"bias": torch.ones(5)}, r"bias \(5,\) does not fit 4 channels"),
+        ({"x": torch.zeros(1, 1, 4, 1, 1)}, "more than one value per channel"),
+        ({"spec": NeuronSpec(surrogate="rect"), "backend": "fused"}, "choose --neuron-backend auto or torch"),
+    ],
+)
+def test_refuses(arguments, message):
+    x = torch.zeros(2, 3, 4, 5, 6)
+    with pytest.raises(ValueError, match=message):
+        norm_pool_neuron(**{"x": x, "weight": None, "bias": None, "spec": NeuronSpec(), "training": True, **arguments})
