@@ -35,7 +35,7 @@ from megasnn.parallel_state import (
     start_process_group,
 )
 from megasnn.partition import balanced_bounds, layout_to_bounds
-from megasnn.pipeline.costs import agreed_layer_costs, layout_text
+from megasnn.pipeline.costs import agreed_layer_costs, layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput, PipelineError
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.memory import gather_peak_memory_mb
@@ -76,14 +76,14 @@ def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -
 
     Mistakes in flags, data and checkpoints are told in a line; anything else with its traceback.
     """
-    rank = int(os.environ.get("RANK", "0"))
     try:
         pretrain(config, model_config, provider)
         return 0
-    except (ValueError, OSError, checkpoint.CheckpointError, PipelineError) as error:
-        print(f"[rank {rank}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    except Exception:
-        print(f"[rank {rank}] {traceback.format_exc()}", file=sys.stderr, flush=True)
+    except (Exception, KeyboardInterrupt) as error:
+        cause = error.__cause__ if isinstance(error, PipelineError) else error
+        mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError))
+        text = f"{type(error).__name__}: {error}" if mistake else traceback.format_exc()
+        print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
     if torch.distributed.is_initialized():
         # The other ranks may be gone: nothing that waits for them may run any more.
         sys.stdout.flush()
@@ -101,20 +101,20 @@ def pretrain(config: PretrainConfig, model_config: object, provider: ModelProvid
         whatever goes wrong on this rank, after the other ranks have been told; see megasnn.fault.
     """
     parallel = config.parallel
+    if "WORLD_SIZE" in os.environ:
+        explain_sigterm(int(os.environ["RANK"]))
     device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    state = initialize_model_parallel(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
-    )
-    if state.world.size > 1:
-        explain_sigterm(state.rank)
-    with FaultWatch(state.world):
+    with FaultWatch():
+        state = initialize_model_parallel(
+            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
+        )
         run = TrainingRun(config, model_config, provider, state)
         run.load()
         run.train()
         run.close()
-    destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 class TrainingRun:
@@ -134,7 +134,7 @@ class TrainingRun:
         model = provider.description
         _, image_size, _ = model.input_shape
         self.datasets: Datasets = open_datasets(config.data, image_size, model.input_shape[0], model.num_classes)
-        self._identity = {"model": to_dict(model_config), "neuron": _neuron_identity(config)}
+        self._identity = _identity(config, model_config)
         self.context = self._build_context()
         self.bounds = self._partition()
         loss = partial(cross_entropy_sum, label_smoothing=config.training.label_smoothing)
@@ -230,7 +230,7 @@ class TrainingRun:
         chunks = [f"{layers[span.start]} .. {layers[span.stop - 1]}" if span else "nothing" for span in self.bounds]
         reporter.line(
             f"{engine.parameters:,} parameters on {self.state.grid}; "
-            f"pipeline layout {layout_text(self.bounds)}: " + "; ".join(chunks)
+            f"pipeline layout {layers_per_chunk(self.bounds)}: " + "; ".join(chunks)
         )
         if self.iteration:
             reporter.line(f"continuing at iteration {self.iteration}, {self.consumed_samples} samples consumed")
@@ -405,7 +405,7 @@ class TrainingRun:
                     "tensor": grid.tensor,
                     "pipeline": grid.pipeline,
                     "data": grid.data,
-                    "bounds": layout_text(self.bounds),
+                    "bounds": layers_per_chunk(self.bounds),
                 },
                 is_writer=self.state.data.rank == 0,
                 process_group=self.state.world.handle,
@@ -422,9 +422,10 @@ def _due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
 
 
-def _neuron_identity(config: PretrainConfig) -> dict[str, object]:
-    """The neuron as the model defines it; the backend computes the same function."""
-    neuron = dict(to_dict(config.neuron))
+def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[str, object]]:
+    """What makes two models the same: their dimensions, whatever the variant's name, and neuron, whatever its backend."""
+    model, neuron = dict(to_dict(model_config)), dict(to_dict(config.neuron))
+    model.pop("variant", None)
     neuron.pop("neuron_backend")
-    return neuron
+    return {"model": model, "neuron": neuron}
 

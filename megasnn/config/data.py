@@ -19,7 +19,7 @@ class DataConfig:
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
-    num_workers: int = 2
+    num_workers: int = 1
     """Threads of a rank that read ahead; 0 reads in the training thread."""
     augment: Literal["none", "cifar"] = "none"
     """cifar: random crop and flip, the same for a sample on any layout."""

@@ -24,7 +24,7 @@ class ParallelConfig:
     """Units (patch stem, each block, head) or single layers in each chunk, as "1|2|2|1". By default the
     cost of each layer is measured and balanced."""
     pipeline_schedule: Literal["auto", "gpipe", "1f1b"] = "auto"
-    """Order of forward and backward; auto takes 1f1b where there is more than one stage and micro-batch."""
+    """Order of forward and backward; auto is 1f1b."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication; auto takes nccl on GPUs, gloo on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -74,6 +74,6 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def layout_text(bounds: Sequence[range]) -> str:
+def layers_per_chunk(bounds: Sequence[range]) -> str:
     """Layers of each chunk, as `--pipeline-model-parallel-layout` takes them."""
     return "|".join(str(len(span)) for span in bounds)

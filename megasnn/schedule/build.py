@@ -14,16 +14,14 @@ GENERATORS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b":
 SCHEDULE_NAMES = ("auto", *GENERATORS)
 
 
-def resolve_schedule_name(name: str, stages: int, micro_batches: int) -> str:
-    """What ``auto`` stands for: 1f1b where there is a pipeline to fill, gpipe otherwise.
+def resolve_schedule_name(name: str) -> str:
+    """What ``auto`` stands for: 1f1b, as fast as gpipe and never with more activations, on a single stage too.
 
     Raises ValueError for an unknown name.
     """
     if name not in SCHEDULE_NAMES:
         raise ValueError(f"unknown --pipeline-schedule {name!r}; known: {', '.join(SCHEDULE_NAMES)}")
-    if name != "auto":
-        return name
-    return "1f1b" if stages > 1 and micro_batches > 1 else "gpipe"
+    return "1f1b" if name == "auto" else name
 
 
 def refuse_chunks_per_rank(name: str, chunks_per_rank: int) -> None:
@@ -49,7 +47,7 @@ def build_schedule(
     ):
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    name = resolve_schedule_name(name, stages, micro_batches)
+    name = resolve_schedule_name(name)
     refuse_chunks_per_rank(name, chunks_per_rank)
     if forward_only:
         schedule = insert_transfers(forward_only_order(stages, micro_batches))

@@ -53,10 +53,14 @@ def test_warm_up_of_1f1b(stages: int) -> None:
 
 
 def test_auto() -> None:
-    assert resolve_schedule_name("auto", stages=4, micro_batches=8) == "1f1b"
-    assert resolve_schedule_name("auto", stages=4, micro_batches=1) == "gpipe"
-    assert resolve_schedule_name("auto", stages=1, micro_batches=8) == "gpipe"
+    assert resolve_schedule_name("auto") == "1f1b"
+    assert resolve_schedule_name("gpipe") == "gpipe"
     assert build_schedule("auto", 4, 8) == build_schedule("1f1b", 4, 8)
+
+
+def test_one_stage_holds_one_micro_batch_at_a_time() -> None:
+    computed = [str(action) for action in build_schedule("auto", 1, 3).actions[0] if action.kind.is_compute]
+    assert computed == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
 
 
 def test_refusals_name_the_flag() -> None:
