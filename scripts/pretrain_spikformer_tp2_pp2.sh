@@ -15,7 +15,7 @@ RUN=$(new_run spikformer_tp2_pp2)
     --tensor-model-parallel-size 2 \
     --pipeline-model-parallel-size 2 \
     --data-path sample \
-    --image-size 32 \
+    --image-size 16 \
     --in-channels 1 \
     --num-classes 10 \
     --patch-size 4 \
@@ -25,8 +25,8 @@ RUN=$(new_run spikformer_tp2_pp2)
     --time-steps 4 \
     --micro-batch-size 16 \
     --global-batch-size 64 \
-    --train-iters 150 \
-    --lr 2e-3 \
+    --train-iters 200 \
+    --lr 3e-3 \
     --lr-decay-style cosine \
     --lr-warmup-iters 10 \
     --log-interval 10 \
