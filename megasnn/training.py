@@ -147,6 +147,8 @@ class TrainingRun:
         self.timers = Timers(partial(torch.cuda.synchronize, state.device) if state.device.type == "cuda" else None)
         self.reporter: Reporter | None = None
         self._saved_at: int | None = None
+        self._counted_from = 0
+        statistics.enable()
 
     # --- setup
 
@@ -356,18 +358,23 @@ class TrainingRun:
     # --- what a run leaves behind
 
     def _statistics(self) -> dict[str, float]:
-        """Spike statistics, memory, time and traffic since the last log line; collective."""
+        """Spike statistics, memory, and per iteration time and traffic, since the last log line; collective.
+
+        Traffic is that of the writing rank.
+        """
         state = self.state
         layers = self.spikes.reduce(state.data.handle, state.tensor.handle, state.pipeline.handle)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
-        traffic = statistics.total()
+        traffic = {name: statistics.total(name) for name in ("tensor", "data", "pipeline", "backward")}
+        iterations = max(self.iteration - self._counted_from, 1)
+        self._counted_from = self.iteration
         statistics.reset()
         return {
             **spike_scalars(layers),
             **{f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)},
             **{f"time/{name}_ms": mean for name, mean in self.timers.mean_ms().items()},
-            "communication/sent_mb_rank0": traffic.bytes / 1e6,
-            "communication/dense_mb_rank0": traffic.dense_bytes / 1e6,
+            **{f"communication/{name}_mb": t.bytes / 1e6 / iterations for name, t in traffic.items()},
+            **{f"communication/{name}_mb_if_dense": t.dense_bytes / 1e6 / iterations for name, t in traffic.items()},
         }
 
     def _evaluate_if(self, due: bool) -> None:
@@ -423,7 +430,7 @@ def _due(iteration: int, interval: int | None) -> bool:
 
 
 def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[str, object]]:
-    """What makes two models the same: their dimensions, whatever the variant's name, and neuron, whatever its backend."""
+    """What makes two models the same: dimensions, whatever the variant is called, and neuron, whatever its backend."""
     model, neuron = dict(to_dict(model_config)), dict(to_dict(config.neuron))
     model.pop("variant", None)
     neuron.pop("neuron_backend")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class PipelineExecutor:
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync = loss, sync
+        self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: LogitsConsumer | None = None
         self._senders: dict[tuple[int, Kind], Sender] = {}
         self._receivers: dict[tuple[int, Kind], Receiver] = {}
@@ -151,16 +152,27 @@ class PipelineExecutor:
     def _forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         chunk, micro = self._chunks[action.chunk], run.micro_batches[key[1]]
-        if chunk.is_first:
-            assert micro.images is not None
-            run.inputs[key] = micro.images
-        x = run.inputs[key] if torch.is_grad_enabled() else run.inputs.pop(key)
-        y = chunk(x)
+        y = chunk(self._entry(run, key))
         if chunk.is_last:
             assert micro.labels is not None
             self._finish_forward(run, key, y, micro.labels)
         else:
             self._hand_on(run, key, y)
+
+    def _entry(self, run: _Run, key: tuple[int, int]) -> Tensor:
+        chunk, micro_batch = key
+        if self._chunks[chunk].is_first:
+            images = run.micro_batches[micro_batch].images
+            assert images is not None
+            return images
+        x = run.inputs.pop(key)
+        if not torch.is_grad_enabled():
+            return x
+
+        def deliver(gradient: Tensor) -> None:
+            run.gradients[chunk - 1, micro_batch] = gradient
+
+        return _Entry.apply(self._anchor, x, deliver)
 
     def _finish_forward(self, run: _Run, key: tuple[int, int], logits: Tensor, labels: Tensor) -> None:
         if self._consume is not None:
@@ -177,7 +189,7 @@ class PipelineExecutor:
             # Backward starts from the edge of the graph; the values are needed by the next chunk only.
             run.roots[key] = get_gradient_edge(y)
         if self._placement[chunk + 1] == self._state.pipeline.rank:
-            run.inputs[chunk + 1, micro_batch] = _boundary(y)
+            run.inputs[chunk + 1, micro_batch] = y.detach()
         else:
             run.outputs[key] = y.detach()
 
@@ -185,13 +197,9 @@ class PipelineExecutor:
         key = _key(action)
         if self._sync is not None and key[1] == len(run.micro_batches) - 1:
             self._sync.arm(action.chunk)
-        gradient, root, x = run.gradients.pop(key, None), run.roots.pop(key, None), run.inputs.pop(key)
+        gradient, root = run.gradients.pop(key, None), run.roots.pop(key, None)
         if root is not None:  # a first stage without layers has nothing to learn
             torch.autograd.backward(root, gradient)
-        if self._chunks[action.chunk].is_first:
-            return
-        assert x.grad is not None
-        run.gradients[action.chunk - 1, key[1]] = x.grad
 
     def _sync_gradients(self, run: _Run, action: Action) -> None:
         if self._sync is not None:
@@ -209,7 +217,7 @@ class PipelineExecutor:
         self._sender(action).send(self._kind_of_tensor(run, action), gradient, Wire.DENSE)
 
     def _receive_forward(self, run: _Run, action: Action) -> None:
-        run.inputs[_key(action)] = _boundary(self._received(run, action))
+        run.inputs[_key(action)] = self._received(run, action)
 
     def _receive_backward(self, run: _Run, action: Action) -> None:
         run.gradients[_key(action)] = self._received(run, action)
@@ -266,6 +274,18 @@ def _key(action: Action) -> tuple[int, int]:
     return action.chunk, action.micro_batch
 
 
-def _boundary(tensor: Tensor) -> Tensor:
-    """A leaf that collects the gradient at the start of a chunk."""
-    return tensor.detach().requires_grad_(torch.is_grad_enabled())
+class _Entry(torch.autograd.Function):
+    """The start of a chunk's graph: hands on the input and, in backward, its gradient.
+
+    A leaf in its place would keep the dense input alive until backward, where the layers keep it packed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
+        ctx.deliver = deliver
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.deliver(gradient)
+        return None, None, None
