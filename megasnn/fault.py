@@ -1,118 +1,209 @@
 """When one rank fails, all ranks end within seconds, and each says why.
 
-A rank that fails writes its message to a small store on rank 0 and waits a moment; a thread on every rank looks there a
-few times a second, prints what it finds and ends the process, also while the main thread is blocked in a collective.
-A rank that was killed cannot write: its heartbeat stops, connections to it break, and torchrun sends SIGTERM to the
-others; whatever comes first ends them.
+Every rank keeps a connection to a hub on rank 0 that carries nothing while all is well. A rank that fails sends its
+message there, and the hub tells everybody. A rank that was killed cannot send, but the operating system closes its
+connections, and keep-alive probes find a machine that is gone. There is no heartbeat: a rank that is merely slow is
+never taken for dead. On every rank a thread listens, prints what it hears and ends the process, also while the main
+thread is blocked in a collective.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
+import selectors
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from megasnn.comm.group import Group
-
-POLL_SECONDS = 0.25
-HEARTBEAT_LIMIT_SECONDS = 10.0
-MESSAGE_KEY = "failure"
+CONNECT_SECONDS = 60.0
+HELLO_SECONDS = 5.0
+# A rank that was killed breaks connections of the others' collectives too. Their errors wait for the news of its death.
+CAUSE_SECONDS = 0.3
+# A launcher stops all ranks once the first one has gone. That one stays until the others have said why they end.
+FAREWELL_SECONDS = 0.5
+GONE = "ended without a word (killed, or out of memory?)"
 
 
 class FaultWatch:
-    """Context manager around a distributed run. Does nothing in a world of one process.
+    """Context manager around all that this rank does together with others. Nothing happens in a world of one process.
 
-    Args:
-        world: all ranks.
-        exit: ends the process at once; replaced in tests.
+    Entering and leaving wait for all ranks. An error that leaves the block is told to all ranks first; it goes on to
+    the caller, who prints it and ends the process with `os._exit`, since nothing that waits for other ranks may run
+    any more. When another rank has failed, or is gone, this process prints that and exits with status 1.
     """
 
-    def __init__(self, world: Group, exit: Callable[[int], None] = os._exit) -> None:
-        self._world, self._exit = world, exit
-        self._done = threading.Event()
-        self._store: dist.TCPStore | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self) -> None:
+        started = dist.is_initialized()
+        self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+        self._failing = False
+        self._answered = threading.Event()
 
     def __enter__(self) -> FaultWatch:
-        if self._world.size > 1:
-            self._store = self._connect()
-            self._thread = threading.Thread(target=self._watch, name="megasnn-fault-watch", daemon=True)
-            self._thread.start()
+        if self._size > 1:
+            self._hub = _Hub(self._size) if self._rank == 0 else None
+            self._link = _join(self._hub, self._rank)
+            threading.Thread(target=self._listen, name="megasnn-fault-watch", daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, SystemExit):
-            self._report(error)
-        elif self._world.size > 1:
-            # Nobody stops watching before everybody has finished: rank 0 holds the store.
-            dist.barrier(group=self._world.handle)
-        self._done.set()
-
-    def _connect(self) -> dist.TCPStore:
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        place: list[tuple[str, int] | None] = [None]
-        if self._world.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                place[0] = (host, probe.getsockname()[1])
-        hosted = None
-        if self._world.rank == 0:
-            assert place[0] is not None
-            hosted = dist.TCPStore(*place[0], is_master=True, wait_for_workers=False)
-        dist.broadcast_object_list(place, src=0, group=self._world.handle)
-        assert place[0] is not None
-        return hosted or dist.TCPStore(*place[0], is_master=False, timeout=timedelta(seconds=20))
-
-    def _report(self, error: BaseException) -> None:
-        """The first failure of the run is kept; those that follow from it are not."""
-        if self._store is None:
+        if self._size == 1:
             return
+        if error is None:
+            self._link.send({"done": self._rank})
+            self._answered.wait()
+            self._link.close()
+        else:
+            self._failing = True
+            time.sleep(CAUSE_SECONDS)
+            self._link.send({"failed": self._rank, "why": f"{type(error).__name__}: {error}"})
+            self._answered.wait()
+            time.sleep(FAREWELL_SECONDS)
+
+    def _listen(self) -> None:
+        """The hub sends one message: all are done, or the first failure."""
+        message = self._link.receive() or {"failed": 0, "why": GONE}
+        own = self._failing and message.get("failed") == self._rank
+        if "done" in message or own:
+            self._answered.set()
+        else:
+            _tell(self._rank, f"stopping, because of rank {message['failed']}: {message['why']}")
+            if self._hub is not None:
+                time.sleep(CAUSE_SECONDS)  # its connections end with the process: the others shall have read by then
+            os._exit(1)
+
+
+def _tell(rank: int, text: str) -> None:
+    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+
+
+def _join(hub: _Hub | None, rank: int) -> _Link:
+    """This rank's connection to the hub, once all ranks have theirs."""
+    place = [None if hub is None else (hub.port, hub.token)]
+    dist.broadcast_object_list(place, src=0)
+    assert place[0] is not None
+    port, token = place[0]
+    host = "localhost" if rank == 0 else os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        link = _Link(socket.create_connection((host, port), timeout=CONNECT_SECONDS))
+    except OSError as error:
+        raise ConnectionError(
+            f"rank {rank} cannot reach rank 0 at {host}:{port} ({error}); MASTER_ADDR must name rank 0's host, and all "
+            f"hosts must reach its ports"
+        ) from error
+    link.send({"rank": rank, "token": token})
+    answer = link.receive()
+    if answer is None or "failed" in answer:
+        raise ConnectionError(f"the watch over all ranks did not start: {answer or f'no answer from {host}:{port}'}")
+    link.wait_for_ever()
+    return link
+
+
+class _Link:
+    """One end of a connection, and messages over it: a JSON object on a line each."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self._received = connection, b""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Probes after 5 s of silence, 3 s apart; after 3 without an answer the machine counts as gone.
+        for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                self.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def wait_for_ever(self) -> None:
+        self.socket.settimeout(None)
+
+    def send(self, message: dict) -> None:
+        """Nothing happens when the other side is gone: who listens there finds out."""
         try:
-            self._store.compare_set(MESSAGE_KEY, "", f"rank {self._world.rank}: {type(error).__name__}: {error}")
-            time.sleep(4 * POLL_SECONDS)
-        except (RuntimeError, OSError):
-            pass  # rank 0 and its store are gone already; the others notice that themselves
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass
 
-    def _watch(self) -> None:
-        assert self._store is not None
-        beats: dict[int, tuple[int, float]] = {}
-        while not self._done.wait(POLL_SECONDS):
-            try:
-                self._store.add(f"beat{self._world.rank}", 1)
-                if self._store.check([MESSAGE_KEY]):
-                    return self._end(self._store.get(MESSAGE_KEY).decode())
-                silent = self._silent_rank(beats) if self._world.rank == 0 else None
-                if silent is not None:
-                    self._store.compare_set(MESSAGE_KEY, "", f"rank {silent} stopped answering (killed?)")
-            except (RuntimeError, OSError):
-                if not self._done.wait(1.0):
-                    return self._end("rank 0 is gone (killed?)")
+    def receive(self) -> dict | None:
+        """The next message; None when the other side is gone, talks nonsense, or is silent beyond the time allowed."""
+        try:
+            while b"\n" not in self._received:
+                data = self.socket.recv(65536)
+                if not data:
+                    return None
+                self._received += data
+            line, _, self._received = self._received.partition(b"\n")
+            return json.loads(line)
+        except (OSError, ValueError):
+            return None
 
-    def _silent_rank(self, beats: dict[int, tuple[int, float]]) -> int | None:
-        assert self._store is not None
-        now = time.monotonic()
-        for rank in range(1, self._world.size):
-            count = self._store.add(f"beat{rank}", 0)
-            if rank not in beats or beats[rank][0] != count:
-                beats[rank] = (count, now)
-            elif now - beats[rank][1] > HEARTBEAT_LIMIT_SECONDS and count > 0:
-                return rank
-        return None
+    def close(self) -> None:
+        self.socket.close()
 
-    def _end(self, message: str) -> None:
-        # A rank that failed itself is about to print its own error and leave; give it the time.
-        if not message.startswith(f"rank {self._world.rank}:"):
-            print(f"[rank {self._world.rank}] stopping, because of {message}", file=sys.stderr, flush=True)
-        elif self._done.wait(8 * POLL_SECONDS):
-            return
-        self._exit(1)
+
+class _Hub:
+    """On rank 0, in a thread: passes the first failure on to all ranks, and tells them when all are done."""
+
+    def __init__(self, size: int) -> None:
+        self._server = _server(backlog=size)
+        self._size, self._links = size, dict[int, _Link]()
+        self.port: int = self._server.getsockname()[1]
+        self.token = secrets.token_hex(16)
+        threading.Thread(target=self._serve, name="megasnn-fault-hub", daemon=True).start()
+
+    def _serve(self) -> None:
+        self._accept_all()
+        absent = sorted(set(range(self._size)) - set(self._links))
+        if absent:
+            return self._tell_all({"failed": absent[0], "why": f"ranks {absent} did not join in time"})
+        self._tell_all({"ready": self._size})
+        self._tell_all(self._outcome())
+
+    def _accept_all(self) -> None:
+        deadline = time.monotonic() + CONNECT_SECONDS
+        with self._server:
+            while len(self._links) < self._size and (left := deadline - time.monotonic()) > 0:
+                self._server.settimeout(left)
+                try:
+                    connection, _ = self._server.accept()
+                except OSError:
+                    return
+                connection.settimeout(HELLO_SECONDS)
+                link = _Link(connection)
+                hello = link.receive()
+                if hello is not None and hello.get("token") == self.token:
+                    self._links[hello["rank"]] = link
+                    link.wait_for_ever()
+
+    def _outcome(self) -> dict:
+        """Waits until all ranks are done, or one has failed or gone. Each sends one message."""
+        with selectors.DefaultSelector() as selector:
+            for rank, link in self._links.items():
+                selector.register(link.socket, selectors.EVENT_READ, rank)
+            working = set(self._links)
+            while working:
+                for key, _ in selector.select():
+                    message = self._links[key.data].receive()
+                    if message is None:
+                        return {"failed": key.data, "why": GONE}
+                    if "failed" in message:
+                        return message
+                    working.discard(key.data)
+        return {"done": self._size}
+
+    def _tell_all(self, message: dict) -> None:
+        # Rank 0 last: it ends on what it hears, and the hub with it.
+        for rank in sorted(self._links, reverse=True):
+            self._links[rank].send(message)
+
+
+def _server(backlog: int) -> socket.socket:
+    """Listens on a free port of every address of this host, IPv6 included where there is one."""
+    try:
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    except (OSError, ValueError):
+        return socket.create_server(("", 0), backlog=backlog)
 
 
 def explain_sigterm(rank: int) -> None:
@@ -121,10 +212,11 @@ def explain_sigterm(rank: int) -> None:
     os.set_blocking(writing, False)
 
     def wait_for_signal() -> None:
-        if signal.SIGTERM in os.read(reading, 64):
-            print(f"[rank {rank}] told to stop (SIGTERM): another rank ended or the job was cancelled", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(128 + signal.SIGTERM)
+        # Other signals come through the pipe too.
+        while signal.SIGTERM not in os.read(reading, 64):
+            pass
+        _tell(rank, "told to stop (SIGTERM): another rank ended or the job was cancelled")
+        os._exit(128 + signal.SIGTERM)
 
     # The interpreter runs handlers between bytecodes of the main thread only; the wake-up pipe is written at once.
     signal.signal(signal.SIGTERM, lambda *_: None)
