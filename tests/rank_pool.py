@@ -15,6 +15,8 @@ import traceback
 from typing import Any
 
 TIMEOUT = 120.0
+# What the server imports once. The first optimizer imports torch._dynamo, which takes longer than torch itself.
+PRELOADED = ["torch", "torch._dynamo", "spikingjelly.activation_based.neuron", "megasnn.training"]
 
 
 class RankError(AssertionError):
@@ -24,7 +26,7 @@ class RankError(AssertionError):
 class RankPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "spikingjelly.activation_based.neuron"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Any]] = []
         self._jobs = 0
         self._folder = tempfile.mkdtemp(prefix="megasnn-ranks-")
