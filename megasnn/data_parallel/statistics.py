@@ -34,7 +34,8 @@ def merge_running_statistics(norms: Sequence[ParallelBatchNorm], data: Group, mo
     table = _gathered(_local_table(tracked, most_micro_batches), data)
     sizes = [norm.running_mean.numel() for norm in tracked if norm.running_mean is not None]
     counts, means, variances = table.split([len(sizes), sum(sizes), sum(sizes)], dim=1)
-    mean, unbiased = _pooled(counts.repeat_interleave(table.new_tensor(sizes, dtype=torch.int64), dim=1), means, variances)
+    channels = table.new_tensor(sizes, dtype=torch.int64)
+    mean, unbiased = _pooled(counts.repeat_interleave(channels, dim=1), means, variances)
     for norm, its_mean, its_variance in zip(tracked, mean.split(sizes), unbiased.split(sizes), strict=True):
         _update(norm, its_mean, its_variance)
         norm.pending.clear()
