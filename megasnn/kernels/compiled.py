@@ -460,18 +460,18 @@ def pool_row_winners(image, row, scale, shift, columns, winner, tap):
             winner[:] = even
             tap[:] = 4
             contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-            contest(after, first + np.int32(2), False, scale, shift, winner, tap)
+            contest(after, first + 2, False, scale, shift, winner, tap)
             continue
         # The line above precedes all that has been seen: from right to left, each place wins ties with those before.
         # The line below follows: from left to right, none does.
         if offset < 0:
-            contest(after, first + np.int32(2), True, scale, shift, winner, tap)
-            contest(even, first + np.int32(1), True, scale, shift, winner, tap)
+            contest(after, first + 2, True, scale, shift, winner, tap)
+            contest(even, first + 1, True, scale, shift, winner, tap)
             contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
         else:
             contest(before, first, False, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-            contest(even, first + np.int32(1), False, scale, shift, winner, tap)
-            contest(after, first + np.int32(2), False, scale, shift, winner, tap)
+            contest(even, first + 1, False, scale, shift, winner, tap)
+            contest(after, first + 2, False, scale, shift, winner, tap)
 
 
 @part
@@ -500,8 +500,8 @@ def pool_row_backward(g, tap, row, columns, g_image):
         if line >= 2 * row:
             g_image[line, :, :] = 0
         first = np.int32(3 * (line - 2 * row + 1))
-        route(g, tap, first + np.int32(1), even)
-        route(g, tap, first + np.int32(2), odd)
+        route(g, tap, first + 1, even)
+        route(g, tap, first + 2, odd)
         route_more(g[channels:], tap[channels:], first, odd)
         add_columns(columns[0], columns[1], g_image[line])
 
