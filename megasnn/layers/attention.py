@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from megasnn.comm.layout import from_rows, to_rows
@@ -53,12 +54,10 @@ class SpikingSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
-        time, samples, channels = qkv.shape[:3]
-        # [T*N, L, 3, heads, d] -> three of [T*N, heads, L, d]
-        parts = to_rows(qkv).view(time * samples, -1, 3, self.local_heads, channels // (3 * self.local_heads))
-        q, k, v = _exact(parts).permute(2, 0, 3, 1, 4)
-        out = q @ (k.transpose(-2, -1) @ v) * SCALE
-        out = out.transpose(1, 2).reshape(-1, channels // 3).to(x.dtype)
+        frames = qkv.shape[0] * qkv.shape[1]
+        rows = _exact(to_rows(qkv))
+        q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=frames, part=3, h=self.local_heads)
+        out = rearrange(q @ (k.transpose(-2, -1) @ v) * SCALE, "f h l d -> (f l) (h d)").to(x.dtype)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
 
 
