@@ -147,6 +147,7 @@ class TrainingRun:
         self.timers = Timers(partial(torch.cuda.synchronize, state.device) if state.device.type == "cuda" else None)
         self.reporter: Reporter | None = None
         self._saved_at: int | None = None
+        self._skipped_samples = 0
         self._counted_from = 0
         statistics.enable()
 
@@ -267,11 +268,13 @@ class TrainingRun:
         self.spikes.enabled = False
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
+        self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         assert self.reporter is not None
         self.reporter.step(loss, skipped=not math.isfinite(norm))
         if logs:
             more = self._statistics()
-            self.reporter.log(self.iteration, self.consumed_samples, rate, batch.size, norm, more)
+            skipped = self._count_skipped_samples()
+            self.reporter.log(self.iteration, self.consumed_samples, rate, batch.size, norm, more, skipped)
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
         self._save_if(_due(self.iteration, options.save_interval) and not last)
@@ -376,6 +379,14 @@ class TrainingRun:
             **{f"communication/{name}_mb": t.bytes / 1e6 / iterations for name, t in traffic.items()},
             **{f"communication/{name}_mb_if_dense": t.dense_bytes / 1e6 / iterations for name, t in traffic.items()},
         }
+
+    def _count_skipped_samples(self) -> int | None:
+        """Broken training samples replaced since this run began, over all replicas; None where that is not allowed."""
+        if not self.config.data.skip_broken_samples:
+            return None
+        # All ranks of a replica that read images come to the same choice.
+        mine = self._skipped_samples if self.state.is_first_stage and self.state.tensor.rank == 0 else 0
+        return int(self.engine.sum_over_ranks([float(mine)])[0])
 
     def _evaluate_if(self, due: bool) -> None:
         if not due or self.datasets.valid is None:

@@ -17,6 +17,7 @@ class IterationRecord:
         samples_per_second: over all ranks; None leaves it out (``--log-throughput`` asks for it).
         skipped_iterations: iterations without an optimizer step since the run began.
         nan_iterations: iterations with a loss that was not finite since the run began.
+        skipped_samples: broken samples replaced by others since the run began, over all ranks; None leaves it out.
     """
 
     iteration: int
@@ -30,6 +31,7 @@ class IterationRecord:
     samples_per_second: float | None = None
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    skipped_samples: int | None = None
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
@@ -57,6 +59,8 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
         f"number of skipped iterations: {record.skipped_iterations}",
         f"number of nan iterations: {record.nan_iterations}",
     ]
+    if record.skipped_samples is not None:
+        parts.append(f"number of skipped samples: {record.skipped_samples}")
     return " | ".join(parts)
 
 

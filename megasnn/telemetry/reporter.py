@@ -57,7 +57,14 @@ class Reporter:
         self._progress.advance(loss=f"{loss:.3f}")
 
     def log(
-        self, iteration: int, samples: int, rate: float, batch: int, norm: float, more: dict[str, float] | None = None
+        self,
+        iteration: int,
+        samples: int,
+        rate: float,
+        batch: int,
+        norm: float,
+        more: dict[str, float] | None = None,
+        skipped_samples: int | None = None,
     ) -> None:
         """The log line and the scalars of the iterations since the last one; `more` goes to TensorBoard only."""
         interval, self._interval = self._interval, _Interval()
@@ -77,6 +84,7 @@ class Reporter:
             samples_per_second=batch / elapsed if self._throughput else None,
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
+            skipped_samples=skipped_samples,
         )
         self._skipped = self._nan = 0
         self.line(format_iteration(record))
@@ -87,6 +95,8 @@ class Reporter:
             "time/iteration_ms": 1000 * elapsed,
             "throughput/samples_per_second": batch / elapsed,
         }
+        if skipped_samples is not None:
+            scalars["data/skipped_samples"] = skipped_samples
         self._board.scalars({**scalars, **(more or {})}, iteration, samples)
         self._board.flush()
 
