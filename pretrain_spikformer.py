@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from megasnn.config import ConfigError, PretrainSpikformerConfig, parse, validate
 
@@ -20,7 +21,9 @@ def main(argv: list[str]) -> int:
         config = parse(PretrainSpikformerConfig, argv, console_outputs=rank == 0)
         validate(config, world_size)
     except ConfigError as error:
-        print(f"[rank {rank}] {error}", file=sys.stderr)
+        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
+        if world_size > 1:
+            time.sleep(1.0)  # torchrun stops the other ranks when the first one ends: they have the same to say
         return 2
 
     # Only now: a mistake in the flags is told within a moment, without waiting for torch.
