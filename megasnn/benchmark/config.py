@@ -1,0 +1,141 @@
+"""The command line of the benchmark, and what follows from it for each row."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megasnn.benchmark.rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
+from megasnn.config.checks import ConfigError, above, at_least, refusal
+from megasnn.config.model import SpikformerConfig
+from megasnn.schedule.build import resolve_schedule_name
+
+IMAGE_SIZES = {"spikformer_cifar10": 32}
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """The same model, batch and optimizer in every row; `check` says whether they go together."""
+
+    model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] = "spikformer_ti"
+    """Model of SpikingJelly to take the dimensions from; the flags up to --num-classes win over it."""
+    embed_dim: int | None = None
+    """Channels of the blocks."""
+    depth: int | None = None
+    """Number of blocks."""
+    num_heads: int | None = None
+    """Attention heads."""
+    mlp_ratio: float = 4.0
+    """Hidden channels of the MLP, in multiples of --embed-dim."""
+    patch_size: Literal[4, 16] | None = None
+    """Pixels per token and side."""
+    image_size: int | None = None
+    """Height and width; by default 64, and 32 for spikformer_cifar10."""
+    time_steps: int = 4
+    """Simulated time steps."""
+    num_classes: int = 10
+    """Number of classes."""
+
+    global_batch_size: int = 8
+    """Samples of a step; with --regime weak, samples of a step for each data parallel replica."""
+    micro_batches: int = 8
+    """Micro-batches of a replica in rows with a pipeline; the others take their samples in one go. A row may say its
+    own: pp2:16."""
+    regime: Literal["strong", "weak"] = "strong"
+    """strong: every row computes the same global batch. weak: it grows with the data parallel size."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
+    neuron_backend: Literal["auto", "torch", "fused"] = "auto"
+    """Of MegaSNN's rows."""
+    pipeline_schedule: str = "auto"
+    """Of rows with a pipeline; auto is what pretrain takes."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda needs a GPU for each rank of a row."""
+
+    rows: tuple[str, ...] = ()
+    """spikingjelly, megasnn (one rank), or layouts like dp2, tp2, pp2, dp2tp2, where :MICRO_BATCHES and then @THREADS
+    or @all may follow; by default spikingjelly megasnn dp2 tp2 pp2 megasnn@all spikingjelly@all, and on a GPU
+    spikingjelly megasnn."""
+    threads_all: int | None = None
+    """Threads that @all stands for; by default all cores."""
+    rounds: int = 6
+    """How often each row has its turn."""
+    steps: int = 6
+    """Timed steps of a turn; one untimed step comes before them."""
+    warmup: int = 2
+    """Untimed steps of each row before the first round."""
+    timeout: float = 300.0
+    """Seconds that a row may take for its preparation or for one turn before the benchmark gives up."""
+    output: Path = Path("benchmark.jsonl")
+    """File to append one JSON line per row to; earlier lines in it are compared with."""
+
+    def spikformer(self) -> SpikformerConfig:
+        image_size = IMAGE_SIZES.get(self.model, 64) if self.image_size is None else self.image_size
+        return SpikformerConfig(
+            variant=self.model,
+            embed_dim=self.embed_dim,  # type: ignore[arg-type]  # None is completed from the variant
+            depth=self.depth,  # type: ignore[arg-type]
+            num_heads=self.num_heads,  # type: ignore[arg-type]
+            mlp_ratio=self.mlp_ratio,
+            patch_size=self.patch_size,  # type: ignore[arg-type]
+            image_size=image_size,
+            time_steps=self.time_steps,
+            num_classes=self.num_classes,
+        )
+
+    def table_rows(self) -> list[Row]:
+        threads = self.threads_all or os.cpu_count() or 1
+        names = self.rows or (GPU_ROWS if self.device == "cuda" else CPU_ROWS)
+        return [parse_row(name, self.micro_batches, threads) for name in dict.fromkeys(names)]
+
+    def samples(self, row: Row) -> int:
+        """Samples of a step over all ranks."""
+        return self.global_batch_size * (row.data if self.regime == "weak" else 1)
+
+    def micro_batch_size(self, row: Row) -> int:
+        return -(-self.samples(row) // self._pieces(row))
+
+    def _pieces(self, row: Row) -> int:
+        return row.data * row.micro_batches
+
+    def identity(self, row: Row) -> dict[str, Any]:
+        """Everything that the figures of a row may depend on, the machine aside: equal for comparable runs."""
+        model = {name: value for name, value in asdict(self.spikformer()).items() if name != "variant"}
+        identity = {
+            "row": row.name,
+            "threads": row.threads,
+            "model": model,
+            "samples": self.samples(row),
+            "micro_batch_size": self.micro_batch_size(row),
+            "regime": self.regime,
+            "precision": self.precision,
+            "device": self.device,
+        }
+        if row.library == MEGASNN:
+            identity["neuron_backend"] = self.neuron_backend
+        if row.pipeline > 1:
+            identity["pipeline_schedule"] = resolve_schedule_name(self.pipeline_schedule)
+        return identity
+
+    def check(self) -> None:
+        """Raises ConfigError with everything that cannot be run."""
+        sizes = ("global_batch_size", "micro_batches", "rounds", "steps", "warmup", "threads_all")
+        wrong = at_least(self, 1, *sizes) + above(self, 0, "timeout") + refusal(self.table_rows)
+        wrong = wrong or self._row_problems()
+        if wrong:
+            raise ConfigError(wrong)
+
+    def _row_problems(self) -> list[str]:
+        model = self.spikformer()
+        wrong = model.problems(1) + refusal(resolve_schedule_name, self.pipeline_schedule)
+        for row in self.table_rows():
+            wrong += [f"row {row.name}: {problem}" for problem in model.problems(row.tensor) if problem not in wrong]
+            samples, pieces = self.samples(row), self._pieces(row)
+            if samples < pieces:
+                wrong.append(
+                    f"row {row.name}: {samples} samples cannot be cut into {pieces} micro-batches; "
+                    f"raise --global-batch-size {self.global_batch_size} or lower --micro-batches"
+                )
+        return wrong

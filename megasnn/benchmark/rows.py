@@ -1,0 +1,64 @@
+"""A row of the table: which library, on which layout, in how many micro-batches, with how many threads a rank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SPIKINGJELLY, MEGASNN = "spikingjelly", "megasnn"
+CPU_ROWS = (SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all")
+GPU_ROWS = (SPIKINGJELLY, MEGASNN)
+
+_NAME = re.compile(rf"({SPIKINGJELLY}|{MEGASNN}|(?:(?:dp|tp|pp)[1-9]\d*)+)(?::([1-9]\d*))?(?:@(all|[1-9]\d*))?")
+_AXIS = re.compile(r"(dp|tp|pp)(\d+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    Attributes:
+        name: as on the command line: "spikingjelly", "megasnn" (one rank), "dp2", "tp2pp2", ...; behind it ":8" for
+            the micro-batches of a replica and "@2" or "@all" for the threads of a rank, otherwise 1.
+        data, tensor, pipeline: ranks along each axis.
+    """
+
+    name: str
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    micro_batches: int = 1
+    threads: int = 1
+
+    @property
+    def library(self) -> str:
+        return SPIKINGJELLY if self.name.startswith(SPIKINGJELLY) else MEGASNN
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+def parse_row(name: str, pipeline_micro_batches: int, all_threads: int) -> Row:
+    """
+    Args:
+        pipeline_micro_batches: of a replica, in rows with a pipeline that do not say it themselves.
+        all_threads: what "@all" stands for.
+    Raises:
+         ValueError: a name that is none, one that gives an axis twice, or micro-batches for SpikingJelly.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"--rows: {name!r} is no row; rows are {SPIKINGJELLY}, {MEGASNN} (one rank) or a layout like dp2, tp2, "
+            "pp2, dp2tp2, each with :MICRO_BATCHES and then @THREADS or @all behind it, where there is more than one"
+        )
+    layout, micro_batches, threads = match.groups()
+    axes = _AXIS.findall(layout)
+    sizes = {axis: int(size) for axis, size in axes}
+    if len(sizes) < len(axes):
+        raise ValueError(f"--rows: {name!r} gives an axis twice")
+    if layout == SPIKINGJELLY and micro_batches:
+        raise ValueError(f"--rows: {name!r}: SpikingJelly takes the whole batch in one go")
+    data, tensor, pipeline = (sizes.get(axis, 1) for axis in ("dp", "tp", "pp"))
+    pieces = int(micro_batches or (pipeline_micro_batches if pipeline > 1 else 1))
+    return Row(name, data, tensor, pipeline, pieces, all_threads if threads == "all" else int(threads or 1))

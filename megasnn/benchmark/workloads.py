@@ -1,0 +1,150 @@
+"""What a row repeats: one training step of SpikingJelly's own Spikformer, or of ours on a layout."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional
+from spikingjelly.activation_based.model.spikformer import Spikformer
+from torch import Tensor
+
+from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.config.model import SpikformerConfig
+from megasnn.config.optimizer import OptimizerConfig
+from megasnn.engine import Engine
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.optim import build_optimizer
+from megasnn.parallel_state import ParallelState
+from megasnn.partition import balanced_bounds
+from megasnn.pipeline.costs import agreed_layer_costs, layers_per_chunk
+from megasnn.pipeline.executor import MicroBatchInput
+
+OPTIMIZER = OptimizerConfig()
+
+
+class Workload(Protocol):
+    """One training step in two parts.
+
+    Attributes:
+        layout: layers of each pipeline stage; "" without a pipeline.
+    """
+
+    layout: str
+
+    def forward_backward(self) -> float:
+        """Up to the gradients; returns the loss."""
+
+    def update(self) -> None:
+        """The optimizer's step."""
+
+
+def random_batch(model: SpikformerConfig, samples: int) -> tuple[Tensor, Tensor]:
+    """Images [samples, C, H, W] and labels [samples], the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (samples, model.in_channels, model.image_size, model.image_size)
+    images = torch.randn(shape, generator=generator)
+    return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
+
+
+class SpikingJellyStep:
+    """As its own training scripts do it: the whole batch in one go, eager, state reset after each step."""
+
+    layout = ""
+
+    def __init__(self, model: SpikformerConfig, samples: int, precision: str, device: torch.device) -> None:
+        self.model = Spikformer(
+            T=model.time_steps,
+            in_channels=model.in_channels,
+            img_size_h=model.image_size,
+            img_size_w=model.image_size,
+            patch_size=model.patch_size,
+            num_classes=model.num_classes,
+            embed_dims=model.embed_dim,
+            num_heads=model.num_heads,
+            mlp_ratio=model.mlp_ratio,
+            depths=model.depth,
+        ).to(device)
+        self.images, self.labels = (tensor.to(device) for tensor in random_batch(model, samples))
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay
+        )
+        self._bf16 = precision == "bf16"
+
+    def forward_backward(self) -> float:
+        self.optimizer.zero_grad()
+        with self._autocast():
+            loss = F.cross_entropy(self.model(self.images).mean(0), self.labels)
+        loss.backward()
+        functional.reset_net(self.model)
+        return loss.item()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.images.device.type, torch.bfloat16) if self._bf16 else nullcontext()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+class MegaSNNStep:
+    """As the training loop does it, gradient norm and clipping included, on this rank of a layout."""
+
+    def __init__(
+        self,
+        model: SpikformerConfig,
+        state: ParallelState,
+        samples: int,
+        micro_batch_size: int,
+        precision: str,
+        neuron_backend: str,
+        schedule: str,
+    ) -> None:
+        compute = torch.bfloat16 if precision == "bf16" else torch.float32
+        context = BuildContext(state.tensor, torch.float32, compute, neuron_backend)
+        description = describe_spikformer(model, NeuronSpec())
+        bounds = _partition(description, state, context, micro_batch_size)
+        self.layout = layers_per_chunk(bounds) if len(bounds) > 1 else ""
+        self.engine = Engine(description, state, context, bounds, schedule)
+        self.optimizer = build_optimizer(self.engine.tensors, OPTIMIZER)
+        self._samples = samples
+        sizes = micro_batch_sizes(samples, micro_batch_size)
+        self._most = len(micro_batches_of(len(sizes), state.data.size, 0))
+        self._micro_batches = _local_micro_batches(model, state, samples, sizes)
+
+    def forward_backward(self) -> float:
+        return self.engine.forward_backward(self._micro_batches, self._samples, self._most)
+
+    def update(self) -> None:
+        self.engine.gradient_norm.clip(self.engine.gradient_norm(), OPTIMIZER.clip_grad)
+        self.optimizer.step()
+
+
+def _partition(
+    model: ModelDescription, state: ParallelState, context: BuildContext, micro_batch_size: int
+) -> list[range]:
+    if state.pipeline.size == 1:
+        return [range(len(model.layers))]
+    costs = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
+    return balanced_bounds(costs, state.pipeline.size)
+
+
+def _local_micro_batches(
+    model: SpikformerConfig, state: ParallelState, samples: int, sizes: list[int]
+) -> list[MicroBatchInput]:
+    images, labels = random_batch(model, samples)
+    pieces = list(zip(images.split(sizes), labels.split(sizes), sizes, strict=True))
+    mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
+    # Copies: a view would keep the whole batch in memory.
+    return [
+        MicroBatchInput(
+            x.clone().to(state.device) if state.is_first_stage else None,
+            y.clone().to(state.device) if state.is_last_stage else None,
+            size,
+        )
+        for x, y, size in (pieces[index] for index in mine)
+    ]

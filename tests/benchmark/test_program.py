@@ -1,0 +1,67 @@
+"""The program itself, on a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TINY = "--embed-dim 32 --num-heads 2 --depth 1 --image-size 16 --time-steps 2 --global-batch-size 4".split()
+SHORT = "--rounds 2 --steps 2 --warmup 1".split()
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / "benchmark.py"
+    spec = importlib.util.spec_from_file_location("benchmark_program", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_short_run(program: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log" / "benchmark.jsonl"
+    rows = ["spikingjelly", "megasnn", "pp2"]
+    arguments = [*TINY, *SHORT, "--micro-batches", "2", "--output", str(log), "--rows", *rows]
+    assert program.main(arguments) == 0
+    told = capfd.readouterr()
+    assert "round 2/2" in told.err
+    assert [line.split()[0] for line in told.out.splitlines() if " x 1 " in line] == rows
+
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["row"] for line in lines] == rows
+    for line in lines:
+        assert line["step_ms"]["min"] <= line["step_ms"]["median"] <= line["step_ms"]["max"]
+        assert 0 < line["phases_ms"]["optimizer"] and 0 < line["phases_ms"]["forward_backward"]
+        assert 0 < line["loss"] < 20
+        assert len(line["round_ms"]) == 2 and line["samples"] == 4
+        assert line["memory_mb"]["baseline"][0] > 50 and line["memory_mb"]["largest"] < 300
+        assert line["machine"]["cores"] and line["versions"]["torch"]
+    _, one, pp2 = lines
+    assert one["traffic"] == [{}] and one["throughput_ratio"]["megasnn"]["median"] == 1
+    assert pp2["layout"]["ranks"] == 2 and pp2["micro_batch_size"] == 2
+    # Each micro-batch: one activation forward, one gradient backward.
+    assert pp2["traffic"][0]["pipeline"]["calls"] == pp2["traffic"][1]["backward"]["calls"] == 2
+    assert sum(map(int, pp2["pipeline_layout"].split("|"))) == 8
+
+
+def test_wrong_flags_end_with_2_and_a_message(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--rows", "tp3", "--pipeline-schedule", "2f2b"]) == 2
+    told = capsys.readouterr().err
+    assert "unknown --pipeline-schedule '2f2b'" in told
+    assert "--num-heads 8 must be a multiple of --tensor-model-parallel-size 3" in told
+
+
+def test_a_failing_rank_ends_with_1_and_its_message(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    log = tmp_path / "log.jsonl"
+    assert program.main([*TINY, *SHORT, "--output", str(log), "--device", "cuda", "--rows", "dp2"]) == 1
+    assert "--device cuda: row dp2 has 2 rank(s), this machine 0 GPU(s)" in capsys.readouterr().err
+    assert not log.exists()

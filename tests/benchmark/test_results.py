@@ -1,0 +1,85 @@
+"""From clocks to figures, on made-up measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasnn.benchmark.config import BenchmarkConfig
+from megasnn.benchmark.log import append_lines, latest_alike, read_lines
+from megasnn.benchmark.results import Measurements, figures, step_times
+from megasnn.benchmark.table import brief, table
+from megasnn.benchmark.worker import Memory, Preparation, Turn
+
+TRAFFIC = {"data": {"calls": 3, "mb": 1.5, "dense_mb": 1.5}, "world": {"calls": 1, "mb": 0.25, "dense_mb": 0.25}}
+
+
+def turn(*clock: float) -> Turn:
+    steps = len(clock) - 1
+    return Turn(list(clock), [0.008] * steps, [0.002] * steps)
+
+
+def test_a_step_lasts_until_its_last_rank_has_finished() -> None:
+    assert step_times([turn(1.0, 2.0, 4.0), turn(1.5, 3.0, 3.5)]) == [1.5, 1.0]
+
+
+def measured() -> dict:
+    config = BenchmarkConfig(rows=("spikingjelly", "megasnn", "dp2"))
+    sj, one, dp2 = config.table_rows()
+    # The machine is half as fast in the second round.
+    alone = Preparation("", 2.3, {})
+    return {
+        sj: Measurements([alone], [[turn(0, 3, 6)], [turn(0, 6, 12)]], [Memory(200, 1200)]),
+        one: Measurements([alone], [[turn(0, 2, 4)], [turn(0, 4, 8)]], [Memory(200, 700)]),
+        dp2: Measurements(
+            [Preparation("", 2.3, TRAFFIC), Preparation("", 2.3, {})],
+            [[turn(0, 1, 2), turn(0, 1, 2)], [turn(0, 2, 4), turn(0, 2, 4)]],
+            [Memory(200, 450), Memory(210, 450)],
+        ),
+    }
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    sj, one, dp2 = figures(BenchmarkConfig(), measured())
+    assert one["throughput_ratio"]["spikingjelly"] == pytest.approx(dict(median=1.5, q1=1.5, q3=1.5, min=1.5, max=1.5))
+    assert dp2["throughput_ratio"]["megasnn"]["max"] == pytest.approx(2)
+    assert dp2["memory_ratio"] == {"megasnn": 0.5, "spikingjelly": 0.25}
+    assert sj["step_ms"] == pytest.approx(dict(median=4500, q1=3000, q3=6000, min=3000, max=6000))
+    assert dp2["samples_per_s"] == pytest.approx(8 / 1.5)
+    assert dp2["samples_per_s_per_rank"] == pytest.approx(4 / 1.5)
+
+
+def test_weak_scaling_counts_samples_not_steps() -> None:
+    _, _, dp2 = figures(BenchmarkConfig(regime="weak"), measured())
+    assert dp2["throughput_ratio"]["megasnn"]["median"] == pytest.approx(4)
+
+
+def test_the_table_shows_the_change_since_the_latest_line_alike(tmp_path) -> None:
+    log = tmp_path / "benchmark.jsonl"
+    lines = [{**line, "machine": {"cpu": "a"}} for line in figures(BenchmarkConfig(), measured())]
+    older = [{**line, "step_ms": {"median": 10 * line["step_ms"]["median"]}} for line in lines]
+    slower = [{**line, "step_ms": {"median": 2 * line["step_ms"]["median"]}} for line in lines]
+    elsewhere = [{**line, "machine": {"cpu": "b"}} for line in lines]
+    assert latest_alike(lines[0], read_lines(log)) is None
+    append_lines(log, older + slower)
+    append_lines(log, elsewhere)
+    last = [latest_alike(line, read_lines(log)) for line in lines]
+    text = table(lines, last)
+    assert text.count("-50.0%") == 3 and text.count("+0.0%") == 3
+    row = next(line for line in text.splitlines() if line.startswith("dp2"))
+    assert row.split()[:4] == ["dp2", "2", "x", "1"] and row.split()[11:13] == ["4", "1.75"]
+    assert table(lines, [None] * 3).count("%") == 0
+
+
+def test_the_summary_compares_one_rank_with_spikingjelly_and_layouts_with_one_rank() -> None:
+    said = brief(figures(BenchmarkConfig(), measured())).splitlines()
+    assert [line.split(" (")[0] for line in said] == [
+        "one rank: 1.50 x the throughput of SpikingJelly in one process",
+        "dp2: 2.00 x the throughput of one rank",
+    ]
+
+
+def test_a_broken_log_is_refused_before_anything_is_measured(tmp_path) -> None:
+    log = tmp_path / "benchmark.jsonl"
+    log.write_text('{"row": "dp2"}\nnot json\n')
+    with pytest.raises(ValueError, match="line 2, is not JSON.*--output"):
+        read_lines(log)

@@ -1,0 +1,48 @@
+"""Names of rows, and what they make of the batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from megasnn.benchmark.config import BenchmarkConfig
+from megasnn.benchmark.rows import Row, parse_row
+from megasnn.config.checks import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("spikingjelly", (1, 1, 1, 1, 1)),
+        ("megasnn@all", (1, 1, 1, 1, 4)),
+        ("dp2", (2, 1, 1, 1, 1)),
+        ("pp2", (1, 1, 2, 8, 1)),
+        ("pp4:3@2", (1, 1, 4, 3, 2)),
+        ("tp2dp3pp2", (3, 2, 2, 8, 1)),
+    ],
+)
+def test_a_name_says_the_layout(name: str, row: tuple[int, ...]) -> None:
+    assert parse_row(name, 8, 4) == Row(name, *row)
+
+
+@pytest.mark.parametrize("name", ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "spikingjelly:4", "pp2@", "pp2@0"])
+def test_what_is_no_row_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="--rows"):
+        parse_row(name, 8, 4)
+
+
+def test_regimes_differ_in_the_batch_of_data_parallel_rows() -> None:
+    dp2, pp2 = parse_row("dp2", 4, 1), parse_row("pp2", 4, 1)
+    strong, weak = BenchmarkConfig(), BenchmarkConfig(regime="weak")
+    assert (strong.samples(dp2), strong.micro_batch_size(dp2)) == (8, 4)
+    assert (weak.samples(dp2), weak.micro_batch_size(dp2)) == (16, 8)
+    assert (weak.samples(pp2), weak.micro_batch_size(pp2)) == (8, 2)
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    config = BenchmarkConfig(rows=("tp3", "pp2"), global_batch_size=4)
+    with pytest.raises(ConfigError) as caught:
+        config.check()
+    assert "row tp3: --num-heads 8 must be a multiple of" in str(caught.value)
+    assert "row pp2: 4 samples cannot be cut into 8 micro-batches" in str(caught.value)
+    with pytest.raises(ConfigError, match="--rounds must be at least 1, got 0"):
+        BenchmarkConfig(rounds=0).check()

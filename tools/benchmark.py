@@ -1,0 +1,42 @@
+"""Time a training step of MegaSNN's layouts and of SpikingJelly's own model, side by side in one run.
+
+    python tools/benchmark.py
+    python tools/benchmark.py --model spikformer_cifar10 --rounds 4
+    python tools/benchmark.py --rows megasnn megasnn:8 pp2 pp2:16 --global-batch-size 16
+    python tools/benchmark.py --device cuda --precision bf16 --image-size 224 --global-batch-size 64
+
+A step includes AdamW. Rows take turns, a few steps each and then all of them again, so that a machine whose speed
+drifts slows all rows alike; every rank is a process of its own that sleeps while another row is measured.
+
+Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
+kind of machine shows how its figures have changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from megasnn.benchmark.config import BenchmarkConfig
+from megasnn.benchmark.processes import RowError
+from megasnn.benchmark.run import run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 when a rank failed, 2 when the flags do not go together, after saying so on stderr."""
+    config = tyro.cli(BenchmarkConfig, args=arguments, description=__doc__)
+    try:
+        run(config)
+    except RowError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
