@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,22 @@ def norm_pool_neuron_fused(
 
 def constants(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> compiled.Constants:
     """A neuron as the numbers that the kernels take."""
+    if w is None:
+        return _fixed_constants(spec, dtype, learn)
+    return _constants(spec, dtype, float(torch.sigmoid(w.detach().to(_TORCH_TYPES[dtype.name]))), learn)
+
+
+@lru_cache(maxsize=None)
+def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> compiled.Constants:
+    return _constants(spec, dtype, 0.0, learn)
+
+
+def _constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: bool) -> compiled.Constants:
     number = dtype.type
     charge, factor, into = compiled.CHARGE_ADD, 1.0, 1.0
     leak = 0.0
     if spec.kind == "plif":
-        assert w is not None
-        factor = leak = float(torch.sigmoid(w.detach().to(_TORCH_TYPES[dtype.name])))
+        factor = leak = learned_leak
         charge = compiled.CHARGE_SCALE if spec.decay_input else compiled.LEAK_SCALE
     elif spec.kind == "lif":
         leak = 1.0 / spec.tau
@@ -228,8 +239,7 @@ class _Norm:
         self.shift = -mean * self.scale if bias is None else _double(bias) - mean * self.scale
 
     def tiled(self, pixels: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        scale, shift, mean = (np.tile(v.astype(dtype), pixels) for v in (self.scale, self.shift, self.mean))
-        return scale, shift, mean
+        return _tile(self.scale, pixels, dtype), _tile(self.shift, pixels, dtype), _tile(self.mean, pixels, dtype)
 
 
 def _statistics(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -293,8 +303,8 @@ def _norm_backward(
     width = _width(channels)
     pixels = data.size // channels if batch else math.inf  # running statistics do not depend on the input
     scale, _, mean = norm.tiled(width // channels, data.dtype)
-    mean_g = np.tile((sum_g / pixels).astype(data.dtype), width // channels)
-    mean_gx = np.tile((sum_gx * norm.inverse**2 / pixels).astype(data.dtype), width // channels)
+    mean_g = _tile(sum_g / pixels, width // channels, data.dtype)
+    mean_gx = _tile(sum_gx * norm.inverse**2 / pixels, width // channels, data.dtype)
     flat = data.reshape(-1)
     run(compiled.norm_backward, _ceil(flat.size, width), flat, g.reshape(-1), scale, mean, mean_g, mean_gx, width)
 
@@ -303,6 +313,13 @@ def _pixels(x: Tensor) -> np.ndarray:
     """``[T, N, C, ...]`` as a contiguous array ``[T, N, ..., C]``, without a copy where the memory is channels-last."""
     x = x.detach().movedim(2, -1)
     return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
+
+
+def _tile(values: np.ndarray, times: int, dtype: np.dtype) -> np.ndarray:
+    """``values [C]`` so many times in a row, as ``np.tile`` gives it, which takes several times longer for so few."""
+    tiled = np.empty((times, len(values)), dtype)
+    tiled[:] = values
+    return tiled.reshape(-1)
 
 
 def _double(x: Tensor) -> np.ndarray:
