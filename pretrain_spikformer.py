@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
         config = parse(PretrainSpikformerConfig, argv, console_outputs=rank == 0)
         validate(config, world_size)
     except ConfigError as error:
-        print(f"[rank {rank}] {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"[rank {rank}] {error}\n")
         if world_size > 1:
             time.sleep(1.0)  # torchrun stops the other ranks when the first one ends: they have the same to say
         return 2

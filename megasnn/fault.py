@@ -25,8 +25,10 @@ CONNECT_SECONDS = 60.0
 HELLO_SECONDS = 5.0
 # A rank that was killed breaks connections of the others' collectives too. Their errors wait for the news of its death.
 CAUSE_SECONDS = 0.3
-# A launcher stops all ranks once the first one has gone. That one stays until the others have said why they end.
+# A launcher stops all ranks once the first one ends. First all others say why they end, then the one that failed
+# prints its error and ends, then the others.
 FAREWELL_SECONDS = 0.5
+LAST_SECONDS = 1.5
 GONE = "ended without a word (killed, or out of memory?)"
 
 
@@ -73,13 +75,17 @@ class FaultWatch:
             self._answered.set()
         else:
             _tell(self._rank, f"stopping, because of rank {message['failed']}: {message['why']}")
-            if self._hub is not None:
-                time.sleep(CAUSE_SECONDS)  # its connections end with the process: the others shall have read by then
+            time.sleep(LAST_SECONDS)
             os._exit(1)
 
 
+_first = threading.Lock()
+
+
 def _tell(rank: int, text: str) -> None:
-    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+    """The first reason why this process ends is the one; what follows from it is not told."""
+    if _first.acquire(blocking=False):
+        sys.stderr.write(f"[rank {rank}] {text}\n")  # in one piece: all ranks speak at the same time
 
 
 def _join(hub: _Hub | None, rank: int) -> _Link:

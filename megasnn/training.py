@@ -83,7 +83,7 @@ def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -
         cause = error.__cause__ if isinstance(error, PipelineError) else error
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError))
         text = f"{type(error).__name__}: {error}" if mistake else traceback.format_exc()
-        print(f"[rank {os.environ.get('RANK', '0')}] {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if torch.distributed.is_initialized():
         # The other ranks may be gone: nothing that waits for them may run any more.
         sys.stdout.flush()

@@ -15,8 +15,8 @@ class IterationRecord:
         loss: mean since the last line; nan when one of these iterations gave nan: it is shown, not skipped.
         grad_norm: global gradient norm of the last iteration; None when it was not computed.
         samples_per_second: over all ranks; None leaves it out (``--log-throughput`` asks for it).
-        skipped_iterations: iterations without an optimizer step since the run began.
-        nan_iterations: iterations with a loss that was not finite since the run began.
+        skipped_iterations: iterations without an optimizer step since the last line.
+        nan_iterations: iterations with a loss that was not finite since the last line.
         skipped_samples: broken samples replaced by others since the run began, over all ranks; None leaves it out.
     """
 
