@@ -1,0 +1,96 @@
+"""The pretraining program with a fault put into one of its ranks.
+
+    torchrun ... tests/faults/driver.py FAULT RANK [flags of pretrain_spikformer.py]
+
+Faults happen at the second forward of the second step, unless their function says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from torch import Tensor
+
+import pretrain_spikformer
+from megasnn import training
+from megasnn.pipeline.chunk import PipelineChunk
+
+MICRO_BATCHES = 2  # of a step, on every rank
+PID_FILE = "MEGASNN_TEST_PID_FILE"
+
+
+def _at_second_forward_of_second_step(act: Callable[[], None]) -> None:
+    forward, calls = PipelineChunk.forward, iter(range(1_000))
+
+    def counted(self: PipelineChunk, x: Tensor) -> Tensor:
+        if next(calls) == MICRO_BATCHES + 1:
+            act()
+        return forward(self, x)
+
+    mock.patch.object(PipelineChunk, "forward", counted).start()
+
+
+def raise_in_step() -> None:
+    def fail() -> None:
+        raise RuntimeError("injected fault")
+
+    _at_second_forward_of_second_step(fail)
+
+
+def stall_in_step() -> None:
+    """Writes down the process id and does not go on, so that the test can kill it there."""
+
+    def stall() -> None:
+        path = Path(os.environ[PID_FILE])
+        path.with_suffix(".new").write_text(str(os.getpid()))
+        path.with_suffix(".new").rename(path)
+        while True:
+            time.sleep(0.1)
+
+    _at_second_forward_of_second_step(stall)
+
+
+def raise_before_the_grid() -> None:
+    """Right after the ranks have joined."""
+    error = OSError("injected fault before the grid")
+    mock.patch.object(training, "initialize_model_parallel", side_effect=error).start()
+
+
+def raise_at_the_end() -> None:
+    """When the other ranks have finished and wait."""
+    mock.patch.object(training.TrainingRun, "close", side_effect=OSError("injected fault at the end")).start()
+
+
+def nan_in_the_weights() -> None:
+    """Before the third step, in the projection of the first attention."""
+    step = training.TrainingRun._step
+
+    def poisoned(self, batch):
+        if self.iteration == 2:
+            for entry in self.engine.tensors:
+                if entry.name == "blocks.0.attention.projection.conv.weight":
+                    entry.tensor.data.fill_(float("nan"))
+        return step(self, batch)
+
+    mock.patch.object(training.TrainingRun, "_step", poisoned).start()
+
+
+FAULTS = {
+    function.__name__: function
+    for function in (raise_in_step, stall_in_step, raise_before_the_grid, raise_at_the_end, nan_in_the_weights)
+}
+
+
+def main(fault: str, faulty_rank: str, *argv: str) -> int:
+    if os.environ.get("RANK", "0") == faulty_rank:
+        FAULTS[fault]()
+    return pretrain_spikformer.main(list(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

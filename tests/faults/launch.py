@@ -1,0 +1,172 @@
+"""Starts the pretraining program as several ranks, with torchrun or without, and looks at how it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.rank_pool import PRELOADED
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    *("--embed-dim", "32", "--depth", "1", "--num-heads", "4", "--time-steps", "2"),
+    *("--image-size", "8", "--patch-size", "4", "--in-channels", "1", "--num-classes", "10"),
+    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "4"),
+    *("--log-interval", "1", "--eval-iters", "0"),
+)
+PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "5|3")
+PP3 = ("--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "4|2|2")
+TP2 = ("--tensor-model-parallel-size", "2")
+
+
+@dataclass
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        status: the exit status of each rank (negative: the signal that ended it); of torchrun, its own.
+        output: what each rank wrote, or torchrun with all ranks.
+        seconds: from the start, or from the kill, to the end of the last process.
+    """
+
+    status: list[int]
+    output: list[str]
+    seconds: float
+
+
+class Ranks:
+    """Ranks without a launcher: when one ends, nobody ends the others but they themselves.
+
+    They are forked from a server that has imported torch once, and write to a file each.
+
+    Args:
+        argv: the program's flags.
+        fault: name and rank of a fault of tests.faults.driver.
+    """
+
+    def __init__(
+        self, folder: Path, size: int, *argv: str, fault: tuple[str, int] | None = None
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.pid_file = folder / "pid"
+        self.files = [folder / f"rank{rank}.txt" for rank in range(size)]
+        self.started = time.monotonic()
+        environment = {
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "MEGASNN_CACHE": os.environ["MEGASNN_CACHE"],
+            "MEGASNN_TEST_PID_FILE": str(self.pid_file),
+        }
+        self.processes = []
+        for rank, file in enumerate(self.files):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(target=_rank, args=(file, own, list(argv), fault), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def kill_stalled(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Waits until a rank has stalled, and sends it a signal."""
+        process = wait_for_pid(self.pid_file, lambda: all(p.is_alive() for p in self.processes), self.output)
+        self.started = time.monotonic()
+        os.kill(process, number)
+
+    def output(self) -> str:
+        return "\n".join(file.read_text() for file in self.files if file.exists())
+
+    def end(self, within: float = 15.0) -> Ended:
+        """Waits for all ranks. Raises AssertionError when one is alive after `within` seconds."""
+        deadline = self.started + within
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        seconds = time.monotonic() - self.started
+        for process in self.processes:
+            process.kill()
+            process.join()
+        assert not alive, f"ranks {alive} still run after {within} s:\n{self.output()}"
+        return Ended([process.exitcode for process in self.processes], [f.read_text() for f in self.files], seconds)
+
+
+def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple[str, int] | None) -> None:
+    os.environ.update(environment)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    import torch
+
+    torch.set_num_threads(1)
+    from tests.faults import driver
+
+    if fault is not None and fault[1] == int(environment["RANK"]):
+        driver.FAULTS[fault[0]]()
+    sys.exit(driver.pretrain_spikformer.main(argv))
+
+
+class Torchrun:
+    """The program under torchrun; everything it writes goes to one file."""
+
+    def __init__(self, folder: Path, size: int, program: str, *argv: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.pid_file = folder / "output.txt", folder / "pid"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "MEGASNN_TEST_PID_FILE": str(self.pid_file),
+        }
+        self.started = time.monotonic()
+        with open(self.file, "w") as output:
+            self.process = subprocess.Popen(
+                [*command, str(ROOT / program), *argv],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def kill_stalled(self) -> None:
+        process = wait_for_pid(self.pid_file, lambda: self.process.poll() is None, self.file.read_text)
+        self.started = time.monotonic()
+        os.kill(process, signal.SIGKILL)
+
+    def end(self, within: float) -> Ended:
+        try:
+            self.process.wait(max(0.0, self.started + within - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            raise AssertionError(f"still runs after {within} s:\n{self.file.read_text()}") from None
+        return Ended([self.process.returncode], [self.file.read_text()], time.monotonic() - self.started)
+
+
+def wait_for_pid(file: Path, alive: Callable[[], bool], output: Callable[[], str], seconds: float = 60.0) -> int:
+    deadline = time.monotonic() + seconds
+    while not file.exists():
+        assert alive() and time.monotonic() < deadline, f"no rank stalled:\n{output()}"
+        time.sleep(0.02)
+    return int(file.read_text())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def lines_of(rank: int, output: str) -> list[str]:
+    """The lines that a rank wrote under its name."""
+    return [line for line in output.splitlines() if line.startswith(f"[rank {rank}] ")]

@@ -1,0 +1,84 @@
+"""Data that cannot be used: named on every rank, nothing written; broken samples are skipped and counted if asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.data.shard_files import numbered, write_shard
+from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks, Torchrun, lines_of
+
+SECONDS = 20.0  # start included
+
+
+def refused(ended: Ended, *expected: str) -> None:
+    """Every rank wrote one message, which says all that is expected; nobody a traceback."""
+    assert ended.status == [1] * len(ended.output), ended.output
+    for rank, text in enumerate(ended.output):
+        message = text[text.index(f"[rank {rank}] ") :]
+        assert len(lines_of(rank, text)) == 1 and all(part in message for part in expected), text
+        assert "Traceback" not in text
+
+
+def run(tmp_path: Path, data: object, *flags: str) -> Ended:
+    folder = tmp_path / "saved"
+    argv = [*TINY, "--data-path", str(data), "--save", str(folder), *(flags or PP2)]
+    ended = Ranks(tmp_path / "ranks", 2, *argv).end(SECONDS)
+    assert any(ended.status) != (folder / "latest_checkpointed_iteration.txt").exists()
+    return ended
+
+
+def test_a_missing_shard(tmp_path, shards) -> None:
+    refused(run(tmp_path, tmp_path / "train-{00000..00002}.tar"), "train-00002.tar", "--data-path", "do not exist")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_cut_shard(tmp_path, shards) -> None:
+    whole = shards[1].read_bytes()
+    shards[1].write_bytes(whole[: len(whole) // 2])
+    refused(run(tmp_path, tmp_path / "train-{00000..00001}.tar"), f"shard {shards[1]} is cut", "again")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_labels_out_of_range(tmp_path) -> None:
+    odd = {**numbered(range(1))["s000"], "cls": b"10"}
+    shard = write_shard(tmp_path / "train.tar", numbered(range(4)) | {"odd": odd})
+    refused(run(tmp_path, shard), "outside 0..9", "10 of sample 'odd' of shard", "--num-classes (now 10)")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.fixture
+def broken(tmp_path) -> Path:
+    samples = numbered(range(12))
+    samples["s009"]["png"] = b"not an image"
+    return write_shard(tmp_path / "broken.tar", samples)
+
+
+def test_a_broken_image_is_named_on_every_rank(tmp_path, broken) -> None:
+    """Rank 1 reads labels only; it hears of it from rank 0."""
+    refused(run(tmp_path, broken, *PP2, "--no-shuffle"), f"sample 's009' of shard {broken}", "--skip-broken-samples")
+
+
+@pytest.mark.parametrize("layout", [(), PP2, TP2], ids=["data parallel", "pipeline", "tensor"])
+def test_broken_images_are_skipped_and_counted_on_any_layout(tmp_path, broken, layout) -> None:
+    flags = ["--no-shuffle", "--skip-broken-samples", "--tensorboard-dir", str(tmp_path / "board")]
+    argv = [*TINY, "--data-path", str(broken), "--train-iters", "6", *layout, *flags]
+    ended = Ranks(tmp_path, 2, *argv).end(SECONDS)
+    assert ended.status == [0, 0], ended.output
+    # Sample 9 of 12 comes in the third and in the sixth global batch of 4.
+    assert re.findall(r"number of skipped samples: (\d+)", ended.output[0]) == ["0", "0", "1", "1", "1", "2"]
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("data/skipped_samples")] == [0, 0, 1, 1, 1, 2]
+
+
+def test_a_missing_shard_under_torchrun(tmp_path) -> None:
+    flags = [*TINY, *PP2, "--data-path", str(tmp_path / "absent.tar")]
+    ended = Torchrun(tmp_path, 2, "pretrain_spikformer.py", *flags).end(30)
+    assert ended.status == [1]
+    for rank in range(2):
+        (line,) = lines_of(rank, ended.output[0])
+        assert "absent.tar" in line and "--data-path" in line

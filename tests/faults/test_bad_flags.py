@@ -1,0 +1,98 @@
+"""Flags that cannot work are refused on every rank before torch is imported, with values and flags, and status 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import pretrain_spikformer
+from tests.faults.launch import ROOT, TINY, Torchrun, lines_of
+
+TORCHRUN_SECONDS = 25.0  # its own start is most of it: it imports torch
+
+REFUSALS = {
+    "world size": (
+        ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+        6,
+        ["world size 6", "tensor 2", "pipeline 2", "--nproc-per-node"],
+    ),
+    "heads": (
+        ["--tensor-model-parallel-size", "2", "--num-heads", "1", "--embed-dim", "32"],
+        2,
+        ["--num-heads 1", "--tensor-model-parallel-size 2"],
+    ),
+    "channels": (
+        ["--tensor-model-parallel-size", "8", "--embed-dim", "32", "--num-heads", "8"],
+        8,
+        ["--embed-dim 32", "4 channels", "--tensor-model-parallel-size 8"],
+    ),
+    "channels of heads": (["--embed-dim", "24", "--num-heads", "5"], 1, ["--embed-dim 24", "--num-heads 5"]),
+    "layout": (
+        ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "4|3"],
+        2,
+        ["--pipeline-model-parallel-layout", "4|3", "7"],
+    ),
+    "layout of other stages": (
+        ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "3|3|2"],
+        2,
+        ["--pipeline-model-parallel-layout", "3|3|2"],
+    ),
+    "virtual stages": (
+        ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
+        2,
+        ["--num-virtual-stages-per-pipeline-rank 2"],
+    ),
+    "replicas without work": ([], 4, ["--global-batch-size 4", "--micro-batch-size 2", "4 data parallel replicas"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch) -> None:
+    """A rank stays for a moment, until the others have spoken; here they speak one after another."""
+    monkeypatch.setattr(pretrain_spikformer.time, "sleep", lambda seconds: None)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_every_rank_refuses_with_values_and_flags(name, tmp_path, monkeypatch, capsys) -> None:
+    flags, world_size, expected = REFUSALS[name]
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    folder = tmp_path / "run"
+    started = time.monotonic()
+    for rank in range(world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        argv = [*TINY, *flags, "--save", str(folder), "--tensorboard-dir", str(folder)]
+        assert pretrain_spikformer.main(argv) == 2
+        text = capsys.readouterr().err
+        assert len(lines_of(rank, text)) == 1 and all(part in text for part in expected), text
+    assert not folder.exists()
+    assert time.monotonic() - started < 10
+
+
+def test_all_problems_at_once(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    flags = ["--tensor-model-parallel-size", "2", "--num-heads", "3", "--lr", "-1", "--micro-batch-size", "8"]
+    assert pretrain_spikformer.main([*TINY, *flags]) == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in ("world size 3", "--num-heads 3", "--lr", "--micro-batch-size 8"))
+
+
+def test_refused_without_importing_torch(tmp_path) -> None:
+    """Which is why it takes a moment only."""
+    code = (
+        "import sys, pretrain_spikformer\n"
+        f"status = pretrain_spikformer.main({[*TINY, '--num-heads', '5']!r})\n"
+        "sys.exit(3 if 'torch' in sys.modules else status)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 2
+
+
+def test_under_torchrun_every_rank_speaks(tmp_path) -> None:
+    flags = [*TINY, "--pipeline-model-parallel-size", "3", "--save", str(tmp_path / "run")]
+    ended = Torchrun(tmp_path, 2, "pretrain_spikformer.py", *flags).end(TORCHRUN_SECONDS)
+    assert ended.status == [1]
+    assert all(len(lines_of(rank, ended.output[0])) == 1 for rank in range(2)), ended.output[0]
+    assert ended.output[0].count("world size 2 is not tensor 1 x pipeline 3 x data ?") == 2
+    assert not (tmp_path / "run").exists()

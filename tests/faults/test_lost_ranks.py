@@ -1,0 +1,96 @@
+"""A rank that raises or is killed ends all ranks within seconds, with a launcher and without, and each says why."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from megasnn.fault import GONE
+from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks, Torchrun, lines_of
+
+
+def one_line_each(output: list[str], ranks: list[int]) -> list[str]:
+    """The line in which each of the ranks says why it ends; none says it twice."""
+    lines = [lines_of(rank, output[rank]) for rank in ranks]
+    assert all(len(found) == 1 for found in lines), output
+    return [found[0] for found in lines]
+
+
+@pytest.mark.parametrize("faulty", [0, 1, 2])
+def test_all_ranks_name_the_place_where_one_raised(tmp_path, faulty) -> None:
+    ended = Ranks(tmp_path, 3, *TINY, *PP3, fault=("raise_in_step", faulty)).end(30)
+    assert ended.status == [1, 1, 1]
+    place = f"rank {faulty}, pipeline stage {faulty}, action {faulty}F1, micro-batch 1: RuntimeError: injected fault"
+    others = [rank for rank in range(3) if rank != faulty]
+    for line in one_line_each(ended.output, others):
+        assert f"stopping, because of rank {faulty}: PipelineError: {place}" in line
+    own = ended.output[faulty]
+    assert own.count(f"[rank {faulty}] Traceback") == 1 and own.rstrip().endswith(place)
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_all_ranks_end_when_one_is_killed(tmp_path, killed) -> None:
+    ranks = Ranks(tmp_path, 3, *TINY, *PP3, fault=("stall_in_step", killed))
+    ranks.kill_stalled()
+    ended = ranks.end(within=15)
+    others = [rank for rank in range(3) if rank != killed]
+    assert ended.status[killed] == -signal.SIGKILL and all(ended.status[rank] == 1 for rank in others)
+    for line in one_line_each(ended.output, others):
+        assert f"stopping, because of rank {killed}: ended without a word (killed" in line
+
+
+def test_a_signal_to_one_rank_ends_all(tmp_path) -> None:
+    """An interrupt is an error like any other; SIGTERM ends the process at once."""
+    ranks = Ranks(tmp_path / "int", 2, *TINY, *PP2, fault=("stall_in_step", 1))
+    ranks.kill_stalled(signal.SIGINT)
+    ended = ranks.end()
+    assert ended.status == [1, 1] and "KeyboardInterrupt" in ended.output[1]
+    assert "because of rank 1: KeyboardInterrupt" in one_line_each(ended.output, [0])[0]
+
+    ranks = Ranks(tmp_path / "term", 2, *TINY, *PP2, fault=("stall_in_step", 1))
+    ranks.kill_stalled(signal.SIGTERM)
+    ended = ranks.end()
+    assert ended.status == [1, 128 + signal.SIGTERM]
+    assert "told to stop (SIGTERM)" in one_line_each(ended.output, [1])[0]
+    assert "because of rank 1: ended without a word" in one_line_each(ended.output, [0])[0]
+
+
+@pytest.mark.parametrize("fault", ["raise_before_the_grid", "raise_at_the_end"])
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_before_and_after_the_training_too(tmp_path, fault, faulty) -> None:
+    ended = Ranks(tmp_path, 2, *TINY, *PP2, fault=(fault, faulty)).end(30)
+    assert ended.status == [1, 1]
+    text = fault.removeprefix("raise_").replace("_", " ")
+    for line in one_line_each(ended.output, [0, 1]):
+        assert f"OSError: injected fault {text}" in line
+
+
+@pytest.mark.parametrize("faulty", [0, 3])
+def test_one_raises_under_torchrun(tmp_path, faulty) -> None:
+    """The launcher stops the other ranks when one ends: by then all have spoken, the one with the error too."""
+    argv = ["raise_in_step", str(faulty), *TINY, *TP2, *PP2]
+    ended = Torchrun(tmp_path, 4, "tests/faults/driver.py", *argv).end(45)
+    assert ended.status == [1]
+    (text,) = ended.output
+    stage = faulty // 2
+    place = f"rank {faulty}, pipeline stage {stage}, action {stage}F1, micro-batch 1: RuntimeError: injected fault"
+    for rank in range(4):
+        (line,) = lines_of(rank, text)
+        assert line == f"[rank {rank}] " + (
+            "Traceback (most recent call last):"
+            if rank == faulty
+            else f"stopping, because of rank {faulty}: PipelineError: {place}"
+        )
+    assert f"\nmegasnn.pipeline.executor.PipelineError: {place}\n" in text
+    # What the launcher reports as the root cause is the rank that raised.
+    assert f": {faulty} (local_rank: {faulty})" in text[text.index("Root Cause") :]
+
+
+def test_one_is_killed_under_torchrun(tmp_path) -> None:
+    argv = ["stall_in_step", "1", *TINY, *TP2]
+    run = Torchrun(tmp_path, 2, "tests/faults/driver.py", *argv)
+    run.kill_stalled()
+    ended = run.end(15)
+    assert ended.status == [1]
+    assert lines_of(0, ended.output[0]) == [f"[rank 0] stopping, because of rank 1: {GONE}"]

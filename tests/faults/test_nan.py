@@ -1,0 +1,32 @@
+"""A nan is shown in the log line, and the layer where it appeared first is named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks
+
+
+@pytest.mark.parametrize("layout, faulty", [(PP3, 1), ((*PP2, *TP2), 2)], ids=["pp3", "tp2-pp2"])
+def test_an_injected_nan(tmp_path, layout, faulty) -> None:
+    """In the first stage of two or in the middle one of three, where its neurons hide it from the loss."""
+    size = 3 if layout == PP3 else 4
+    ended = Ranks(tmp_path, size, *TINY, *layout, fault=("nan_in_the_weights", faulty)).end(30)
+    assert ended.status == [0] * size
+    text = ended.output[0]
+    lines = [line for line in text.splitlines() if " iteration " in line and "loss:" in line]
+    assert len(lines) == 4
+    assert [("grad norm: nan" in line) for line in lines] == [False, False, True, True]
+    assert "number of skipped iterations: 0" in lines[1] and "number of skipped iterations: 1" in lines[3]
+    assert re.search(r"not finite in forward, first in blocks\.0\.attention\.projection\.conv: \d+ nan", text), text
+
+
+def test_an_absurd_learning_rate(tmp_path) -> None:
+    flags = ["--lr", "1e30", "--clip-grad", "0", "--lr-decay-style", "constant", "--train-iters", "6"]
+    ended = Ranks(tmp_path, 2, *TINY, *PP2, *flags).end(30)
+    assert ended.status == [0, 0], ended.output
+    last = [line for line in ended.output[0].splitlines() if "loss:" in line][-1]
+    assert "grad norm: nan" in last and "number of skipped iterations: 1" in last
+    assert re.search(r"not finite in (forward|backward), first in ", ended.output[0])
