@@ -14,6 +14,8 @@ is cheaper unless the input is more than twice as wide as the output (`cheaper_s
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,10 +28,11 @@ from megasnn.comm.collectives import gather_columns, join_columns, sum_and_scatt
 from megasnn.comm.group import Group
 from megasnn.comm.layout import from_rows, to_rows
 from megasnn.layers.context import BuildContext
+from megasnn.layers.convolution import Geometry, convolve, input_gradient, weight_gradient
 from megasnn.sharding import Initialiser, Shard, declare_parameter
 
 Style = Literal["column", "row"]
-FEW_ROWS = 1024
+SLICE_BYTES = 4 * 1024 * 1024
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
@@ -96,9 +99,11 @@ class ParallelConv(nn.Module):
             gather=style == "column" and groups == 1 and not whole_input,
             scatter=style == "row" and groups == 1,
             wire=wire,
-            stride=stride,
-            padding=padding if padding_mode == "zeros" else 0,
-            groups=groups if groups == 1 else groups // group.size,
+            geometry=Geometry(
+                stride=stride,
+                padding=padding if padding_mode == "zeros" else 0,
+                groups=groups if groups == 1 else groups // group.size,
+            ),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,9 +158,7 @@ class _Plan:
     gather: bool
     scatter: bool
     wire: Wire
-    stride: int
-    padding: int
-    groups: int
+    geometry: Geometry
 
 
 class _Convolve(torch.autograd.Function):
@@ -168,11 +171,7 @@ class _Convolve(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.wire)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.wire)]
-        if _is_matrix_product(weight, plan, x):
-            y = from_rows(full @ weight.flatten(1).t(), x.shape)
-        else:
-            images = _as_images(full, x.shape)
-            y = torch.conv2d(images, weight, None, plan.stride, plan.padding, 1, plan.groups).unflatten(0, x.shape[:2])
+        y = convolve(_as_images(full, x.shape), weight, plan.geometry).unflatten(0, x.shape[:2])
         ctx.plan, ctx.input_shape, ctx.row_shape = plan, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
         if plan.scatter and plan.group.size > 1:
@@ -186,36 +185,44 @@ class _Convolve(torch.autograd.Function):
         grad_rows = to_rows(grad)
         if plan.scatter:
             grad_rows, _ = gather_columns(grad_rows, plan.group, Wire.DENSE, "backward")
-        as_matrix = _is_matrix_product(weight, plan, grad)
         grad_images = _as_images(grad_rows, grad.shape)
         finish = None
         if ctx.needs_input_grad[0]:
-            if as_matrix:
-                full = grad_rows @ weight.flatten(1)
-            else:
-                channels = ctx.row_shape[1] * len(payloads)
-                grad_input = _input_gradient(grad_images, weight, plan, (ctx.input_shape, channels))
-                full = to_rows(grad_input.unflatten(0, grad.shape[:2]))
-            finish = sum_and_scatter_columns(full, plan.group, "backward") if plan.gather else lambda: full
+            finish = _start_input_gradient(grad_images, weight, plan, ctx.input_shape[3:])
         grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = join_columns(payloads, plan.wire, ctx.row_shape, weight.dtype)
-            if as_matrix:
-                grad_weight = (grad_rows.t() @ rows).view_as(weight)
-            else:
-                grad_weight = _weight_gradient(grad_images, _as_images(rows, ctx.input_shape), weight, plan)
+            grad_weight = weight_gradient(grad_images, _as_images(rows, ctx.input_shape), weight, plan.geometry)
         return None if finish is None else from_rows(finish(), ctx.input_shape), grad_weight, None
 
 
-def _is_matrix_product(weight: Tensor, plan: _Plan, x: Tensor) -> bool:
-    """Pointwise over few rows on a CPU, where a convolution spends its time on bringing the weight into oneDNN's order.
+def _start_input_gradient(grad: Tensor, weight: Tensor, plan: _Plan, space: torch.Size) -> Callable[[], Tensor]:
+    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks.
 
-    Below 16 images PyTorch even leaves oneDNN for a slow path. Over many rows the convolution is never slower, and
-    twice as fast on processors that MKL is not written for.
+    The returned function waits and gives this rank's rows. The exchange goes slice by slice of frames: each travels
+    while the next one is computed, and what is in transit stays small.
     """
-    pointwise = weight.shape[2:] == (1, 1) and plan.stride == 1 and plan.padding == 0 and plan.groups == 1
-    few = x.shape[0] * x.shape[1] < 16 or x.numel() // x.shape[2] < FEW_ROWS
-    return pointwise and x.device.type == "cpu" and few
+    if not plan.gather or plan.group.size == 1:
+        whole = _image_rows(input_gradient(grad, weight, plan.geometry, space))
+        return lambda: whole
+    channels = weight.shape[1]
+    frames, pixels = grad.shape[0], space.numel()
+    step = max(1, SLICE_BYTES // (pixels * channels * grad.element_size()))
+    result = grad.new_empty(frames * pixels, channels // plan.group.size)
+    in_transit: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
+
+    def finish(most: int = 0) -> Tensor:
+        while len(in_transit) > most:
+            place, arrived = in_transit.popleft()
+            place.copy_(arrived())
+        return result
+
+    for start in range(0, frames, step):
+        part = _image_rows(input_gradient(grad[start : start + step], weight, plan.geometry, space))
+        place = result[start * pixels : start * pixels + len(part)]
+        in_transit.append((place, sum_and_scatter_columns(part, plan.group, "backward")))
+        finish(most=2)
+    return finish
 
 
 def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
@@ -223,21 +230,6 @@ def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
     return from_rows(rows, like).flatten(0, 1)
 
 
-def _input_gradient(grad: Tensor, weight: Tensor, plan: _Plan, shape: tuple[torch.Size, int]) -> Tensor:
-    (time, samples, _, height, width), channels = shape
-    # Only the shape and memory format of the input enter its gradient; memory never written to is never resident.
-    placeholder = torch.empty(
-        time * samples, channels, height, width, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
-    )
-    return _convolution_backward(grad, placeholder, weight, plan, (True, False, False))[0]
-
-
-def _weight_gradient(grad: Tensor, images: Tensor, weight: Tensor, plan: _Plan) -> Tensor:
-    return _convolution_backward(grad, images, weight, plan, (False, True, False))[1]
-
-
-def _convolution_backward(grad: Tensor, images: Tensor, weight: Tensor, plan: _Plan, mask: tuple[bool, ...]) -> Any:
-    stride, padding = [plan.stride] * 2, [plan.padding] * 2
-    return torch.ops.aten.convolution_backward(
-        grad, images, weight, None, stride, padding, [1, 1], False, [0, 0], plan.groups, list(mask)
-    )
+def _image_rows(images: Tensor) -> Tensor:
+    """`[T*N, C, H, W]` as rows `[T*N*H*W, C]`."""
+    return images.movedim(1, -1).reshape(-1, images.shape[1])
