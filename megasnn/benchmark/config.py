@@ -38,7 +38,7 @@ class BenchmarkConfig:
     num_classes: int = 10
     """Number of classes."""
 
-    global_batch_size: int = 8
+    global_batch_size: int = 32
     """Samples of a step; with --regime weak, samples of a step for each data parallel replica."""
     micro_batches: int = 8
     """Micro-batches of a replica in rows with a pipeline; the others take their samples in one go. A row may say its
