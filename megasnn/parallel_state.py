@@ -160,10 +160,11 @@ def destroy_model_parallel() -> None:
     global _state
     if _state is None:
         return
-    groups = (_state.tensor, _state.data, _state.pipeline, _state.backward, _state.model)
+    mesh = _state.mesh
+    # The mesh has groups of one rank too, along axes of size 1, which nobody else holds.
+    handles = [] if mesh is None else [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
     freed: list[dist.ProcessGroup] = []
-    for group in groups:
-        handle = group.handle
+    for handle in (*handles, _state.backward.handle, _state.model.handle):
         if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
             dist.destroy_process_group(handle)
             freed.append(handle)
