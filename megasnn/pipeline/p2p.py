@@ -58,6 +58,12 @@ class TensorDescriptor:
         return encoded_like(payload_count(self.shape), self.wire, self.dtype, device)
 
     def to_header(self, device: torch.device) -> Tensor:
+        """Raises ValueError for a tensor that a header cannot describe."""
+        if len(self.shape) > MAX_DIMS or self.dtype not in DTYPES:
+            raise ValueError(
+                f"a tensor of {len(self.shape)} dimensions and type {self.dtype} cannot cross pipeline stages: at most "
+                f"{MAX_DIMS} dimensions of {', '.join(map(str, DTYPES))}"
+            )
         fill = [0] * (MAX_DIMS - len(self.shape))
         head = [len(self.shape), DTYPES.index(self.dtype), WIRES.index(self.wire)]
         return torch.tensor([*head, *self.shape, *fill, *self.order, *fill], dtype=torch.int64, device=device)
@@ -85,14 +91,17 @@ class Sender:
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, key: Hashable, tensor: Tensor, wire: Wire) -> None:
-        """Raises ValueError when the tensor holds values that its wire format cannot carry exactly."""
+        """Raises ValueError, before anything is sent, for values that the wire format cannot carry exactly, a tensor
+        that changed its shape, order or type under its key, and one that a descriptor cannot describe."""
         descriptor = TensorDescriptor.of(tensor, wire)
-        if self._known.get(key) != descriptor:
-            if key in self._known:
-                raise ValueError(f"a boundary tensor changed from {self._known[key]} to {descriptor}")
-            self._known[key] = descriptor
-            self._start(descriptor.to_header(self._device))
+        known = self._known.get(key, descriptor)
+        if known != descriptor:
+            raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
+        header = None if key in self._known else descriptor.to_header(self._device)
         payload = encode(descriptor.flatten(tensor), wire, check=True)
+        if header is not None:
+            self._known[key] = descriptor
+            self._start(header)
         statistics.record(self._group.name, "send", self._direction, payload.nbytes, tensor.nbytes)
         self._start(payload)
 
