@@ -27,6 +27,23 @@ class _Gather(torch.autograd.Function):
         return from_rows(sum_and_scatter_columns(to_rows(grad), ctx.group, "backward")(), grad.shape), None, None
 
 
+class _GatherAlike(torch.autograd.Function):
+    """Forward: channels of all ranks side by side. Backward: the gradient is whole on every rank, each keeps its part.
+
+    For what all ranks go on with in the same way (a loss); `_Gather` is for what each uses in its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.channels = group, x.shape[2]
+        full, _ = gather_columns(to_rows(x), group, Wire.DENSE)
+        return from_rows(full, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(2, ctx.group.rank * ctx.channels, ctx.channels), None
+
+
 class _ReduceFrom(torch.autograd.Function):
     """Forward: sum over the ranks. Backward: identity (every rank goes on with the same values)."""
 
@@ -42,6 +59,11 @@ class _ReduceFrom(torch.autograd.Function):
 def gather_channels(x: Tensor, group: Group, wire: Wire = Wire.DENSE) -> Tensor:
     """[T, N, C/size, *space] -> [T, N, C, *space]; `wire` says how the values travel in forward."""
     return x if group.size == 1 else _Gather.apply(x, group, wire)
+
+
+def gather_alike(x: Tensor, group: Group) -> Tensor:
+    """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
+    return x if group.size == 1 else _GatherAlike.apply(x, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:

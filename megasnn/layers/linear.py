@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.autograd import gather_channels, reduce_from_group
+from megasnn.comm.autograd import gather_alike, gather_channels, reduce_from_group
 from megasnn.comm.codec import Wire
 from megasnn.layers.context import BuildContext
 from megasnn.sharding import Initialiser, Shard, declare_parameter
@@ -66,7 +66,7 @@ class ParallelLinear(nn.Module):
             y = F.linear(gather_channels(x.to(self.compute_dtype), self.group, self.wire), weight)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return gather_channels(y, self.group) if self.gather_output else y
+        return gather_alike(y, self.group) if self.gather_output else y
 
 
 def _zeros(tensor: Tensor, generator: torch.Generator) -> None:
