@@ -121,6 +121,9 @@ def initialize_model_parallel(
         mesh=mesh,
         device=device,
     )
+    if world_size > 1:
+        # Making a group does not wait for its members. A rank that went on and destroyed it would break their start.
+        dist.all_reduce(torch.zeros(1, device=device))
     return _state
 
 
