@@ -1,0 +1,164 @@
+"""Gradients in buckets: summed over replicas during backward, whatever is frozen, unused, partial or uneven."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megasnn.comm.group import alone
+from megasnn.comm.statistics import statistics
+from megasnn.data_parallel import BucketedDataParallel
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.sharding import Shard, ShardedTensor
+from tests.distributed.whole import everybody, random
+
+SHAPES = {"a": (5,), "b": (3, 4), "c": (7, 2), "d": (2, 2, 2), "e": ()}
+
+
+def _parameters(**partial: bool) -> dict[str, ShardedTensor]:
+    return {
+        name: ShardedTensor(
+            name,
+            nn.Parameter(random(*shape, seed=seed)),
+            Shard(shape, size=2 if partial.get(name) else 1, partial_gradient=partial.get(name, False)),
+            True,
+        )
+        for seed, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def _loss(parameters: dict[str, ShardedTensor], seed: int, without: str = "") -> Tensor:
+    """A micro-batch's loss, with another gradient in every parameter for every seed."""
+    used = [e for e in parameters.values() if e.name not in without]
+    terms = [(e.tensor * random(*e.tensor.shape, seed=100 * seed + i)).sum() for i, e in enumerate(used)]
+    return torch.stack(terms).sum()
+
+
+def _gradients(seeds: list[int], without: str = "") -> dict[str, Tensor]:
+    """Of plain autograd over all micro-batches."""
+    parameters = _parameters()
+    for seed in seeds:
+        _loss(parameters, seed, without).backward()
+    return {
+        name: torch.zeros_like(e.tensor) if e.tensor.grad is None else e.tensor.grad for name, e in parameters.items()
+    }
+
+
+def _check(parameters: dict[str, ShardedTensor], expected: dict[str, Tensor], *frozen: str) -> None:
+    for name, entry in parameters.items():
+        if name in frozen:
+            assert entry.tensor.grad is None
+        else:
+            torch.testing.assert_close(entry.tensor.grad, expected[name], rtol=1e-13, atol=1e-13)
+
+
+def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
+    """Two steps of unevenly many micro-batches. (number of all-reduces of a step, bytes of all gradients)"""
+    group, parameters = everybody("data"), _parameters()
+    parameters["c"].tensor.requires_grad_(False)
+    before = parameters["c"].tensor.clone()
+    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), bucket_bytes)
+    storage = {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
+    shares = [[1, 2, 3], [4]] + [[5, 6]] * (group.size - 2)
+    for step in range(2):
+        statistics.reset()
+        statistics.enable()
+        data_parallel.zero()
+        assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
+        mine = [seed + 10 * step for seed in shares[group.rank]]
+        for seed in mine:
+            if seed == mine[-1]:
+                data_parallel.arm(0)
+            _loss(parameters, seed, without).backward()
+        reduced_in_backward = statistics.total("data").calls
+        data_parallel.finish(0)
+        statistics.enable(False)
+        _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
+        assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
+    assert torch.equal(before, parameters["c"].tensor)
+    traffic = statistics.read()["data", "all_reduce", "backward"]
+    statistics.reset()
+    assert (reduced_in_backward == traffic.calls) == (not without)
+    return traffic.calls, traffic.bytes
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("bucket_bytes, buckets", [(1, 4), (100, 2), (1 << 20, 1)])
+def test_gradients_are_the_sums_over_all_micro_batches(ranks, size, bucket_bytes, buckets) -> None:
+    assert ranks(size, _steps, bucket_bytes, "") == [(buckets, 8 * (5 + 12 + 8 + 1))] * size
+
+
+@pytest.mark.parametrize("without", ["a", "e", "abde"])
+def test_parameters_that_take_no_part_have_a_zero_gradient(ranks, without) -> None:
+    ranks(2, _steps_or_none, without)
+
+
+def _steps_or_none(without: str) -> None:
+    if without != "abde":
+        _steps(65, without)
+        return
+    parameters = _parameters()
+    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], everybody("data"), alone("tensor"), 65)
+    data_parallel.arm(0)
+    _loss(parameters, 1, "abde").backward()
+    data_parallel.finish(0)
+    expected = _gradients([1, 1], "abde")
+    assert expected["c"].any() and not any(expected[name].any() for name in "abde")
+    _check(parameters, expected)
+
+
+def _partial() -> None:
+    """Two tensor ranks see different channels of `b` and `e`; all four ranks have micro-batches of their own."""
+    state = initialize_model_parallel(2, 1)
+    try:
+        parameters = _parameters(b=True, e=True)
+        entries = list(parameters.values())
+        data_parallel = BucketedDataParallel([(0, entries)], state.data, state.tensor, 65)
+        data_parallel.zero()
+        data_parallel.arm(0)
+        _loss(parameters, state.rank).backward()
+        data_parallel.finish(0)
+        everywhere, replicas = _gradients([0, 1, 2, 3]), _gradients(list(state.data.ranks))
+        _check(parameters, {name: (everywhere if name in "be" else replicas)[name] for name in SHAPES})
+    finally:
+        destroy_model_parallel()
+
+
+def test_partial_gradients_are_summed_over_tensor_ranks_too(ranks) -> None:
+    ranks(4, _partial)
+
+
+def _two_chunks() -> None:
+    """Chunks are armed and finished one by one, as the schedule of a pipeline rank asks for it."""
+    group = everybody("data")
+    first, second, empty = _parameters(), _parameters(), list[ShardedTensor]()
+    chunks = [(3, list(first.values())), (0, list(second.values())), (5, empty)]
+    data_parallel = BucketedDataParallel(chunks, group, alone("tensor"), 65)
+    for seed in (1, 2):
+        _loss(second, seed + group.rank * 10).backward()
+        if seed == 2:
+            data_parallel.arm(3)
+        _loss(first, seed + group.rank * 10).backward()
+    expected = _gradients([1, 2, 11, 12])
+    data_parallel.finish(3)
+    _check(first, expected)
+    _check(second, _gradients([1 + group.rank * 10, 2 + group.rank * 10]))  # not reduced yet
+    data_parallel.finish(0)  # never armed: it is reduced here
+    data_parallel.finish(5)
+    _check(second, expected)
+
+
+def test_chunks_are_reduced_independently(ranks) -> None:
+    ranks(2, _two_chunks)
+
+
+def test_one_replica_reduces_nothing() -> None:
+    assert not dist.is_initialized()
+    parameters = _parameters()
+    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], alone("data"), alone("tensor"))
+    data_parallel.arm(0)
+    _loss(parameters, 1).backward()
+    data_parallel.finish(0)
+    _check(parameters, _gradients([1]))

@@ -1,0 +1,124 @@
+"""Collectives on rows against plain tensor operations: any number of rows, every wire, both directions, traffic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.comm.autograd import gather_channels, reduce_from_group
+from megasnn.comm.codec import Wire
+from megasnn.comm.collectives import all_reduce_sum, gather_columns, sum_and_scatter_columns
+from megasnn.comm.group import alone
+from megasnn.comm.statistics import statistics
+from tests.distributed.whole import channels_last, everybody, mine, random, spikes
+
+SHAPES = [(1, 1), (3, 5), (7, 8), (13, 3), (64, 16)]  # rows, columns of a rank: mostly no whole bytes
+
+
+def _values(wire: Wire, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+    if wire is Wire.SPIKES:
+        return spikes(rows, columns, seed=seed, dtype=dtype)
+    if wire is Wire.COUNTS:
+        return (random(rows, columns, seed=seed).abs() * 80).floor().clamp(max=255).to(dtype)
+    return random(rows, columns, seed=seed, dtype=dtype)
+
+
+def _gather(dtypes: list[torch.dtype]) -> None:
+    group = everybody()
+    for rows, columns in SHAPES:
+        for wire in Wire:
+            for dtype in dtypes:
+                whole = [_values(wire, rows, columns, seed, dtype) for seed in range(group.size)]
+                full, payloads = gather_columns(whole[group.rank], group, wire)
+                assert full.dtype == dtype and torch.equal(full, torch.cat(whole, dim=1)), (rows, columns, wire)
+                bits = rows * columns if wire is Wire.SPIKES else 8 * rows * columns * (
+                    1 if wire is Wire.COUNTS else dtype.itemsize
+                )
+                assert len(payloads) == group.size and all(p.nbytes == -(-bits // 8) for p in payloads)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gather_puts_every_ranks_columns_side_by_side(ranks, size) -> None:
+    ranks(size, _gather, [torch.float32, torch.float64, torch.bfloat16])
+
+
+def _scatter() -> None:
+    group = everybody()
+    for rows, columns in SHAPES:
+        for dtype in (torch.float32, torch.float64):
+            whole = [random(rows, columns * group.size, seed=seed, dtype=dtype) for seed in range(group.size)]
+            if group.size > 1:  # a tensor that is not contiguous, as gradients can be
+                whole[group.rank] = whole[group.rank].t().contiguous().t()
+            start = sum_and_scatter_columns(whole[group.rank], group, "backward")
+            expected = whole[0] + whole[1]
+            for other in whole[2:]:
+                expected = expected + other
+            mine = slice(group.rank * columns, (group.rank + 1) * columns)
+            assert torch.equal(start(), expected[:, mine])  # bit for bit: the order of the sum is that of the ranks
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sum_and_scatter_adds_in_rank_order(ranks, size) -> None:
+    ranks(size, _scatter)
+
+
+def _duals() -> None:
+    group = everybody()
+    x, weight = random(2, 3, 4 * group.size, 5), random(group.size, 2, 3, 4 * group.size, 5, seed=1)
+    for layout in (torch.clone, channels_last):
+        for wire, whole in ((Wire.DENSE, x), (Wire.SPIKES, (x > 0).double())):
+            local = layout(mine(whole, group)).requires_grad_()
+            y = gather_channels(local, group, wire)
+            assert torch.equal(y, whole)
+            # Every rank goes on with weights of its own; the gradient is the sum over what all of them did.
+            (y * weight[group.rank]).sum().backward()
+            torch.testing.assert_close(local.grad, mine(weight.sum(0), group), rtol=1e-14, atol=1e-14)
+    local = weight[group.rank].clone().requires_grad_()
+    y = reduce_from_group(local, group)
+    torch.testing.assert_close(y, weight.sum(0), rtol=1e-14, atol=1e-14)
+    (y * x).sum().backward()
+    assert torch.equal(local.grad, x)
+    # The gradient of a plain sum has no memory of its own: all its strides are zero.
+    local = mine(x, group).requires_grad_()
+    gather_channels(local, group).sum().backward()
+    assert torch.equal(local.grad, torch.full_like(local, group.size))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_autograd_duals(ranks, size) -> None:
+    ranks(size, _duals)
+
+
+def _traffic() -> dict:
+    group = everybody()
+    rows = spikes(7, 5, dtype=torch.float32)
+    statistics.reset()
+    gather_columns(rows, group, Wire.SPIKES)  # not counted: counting is off
+    statistics.enable()
+    gather_columns(rows, group, Wire.SPIKES)
+    gather_columns(rows, group, Wire.SPIKES)
+    gather_columns(rows, group, Wire.DENSE, "backward")
+    sum_and_scatter_columns(random(3, 4 * group.size), group, "backward")()
+    all_reduce_sum(torch.ones(5), group, "step")
+    gather_columns(rows, alone("tensor"), Wire.SPIKES)  # nothing travels, nothing is counted
+    sum_and_scatter_columns(rows, alone("tensor"), "forward")()
+    all_reduce_sum(rows, alone("tensor"), "step")
+    found = {key: (t.calls, t.bytes, t.dense_bytes) for key, t in statistics.read().items()}
+    total, other = statistics.total("tensor"), statistics.total("data")
+    assert total == statistics.total() and (other.calls, other.bytes) == (0, 0)
+    assert (total.calls, total.bytes) == (5, sum(sent for _, sent, _ in found.values()))
+    statistics.reset()
+    statistics.enable(False)
+    assert statistics.read() == {}
+    return found
+
+
+def test_traffic_is_counted_exactly(ranks) -> None:
+    for found in ranks(4, _traffic):
+        assert found == {
+            ("tensor", "all_gather", "forward"): (2, 2 * 5, 2 * 140),  # 35 spikes are 5 bytes, 140 in float32
+            ("tensor", "all_gather", "backward"): (1, 140, 140),
+            ("tensor", "reduce_scatter", "backward"): (1, 3 * 16 * 8, 3 * 16 * 8),
+            ("tensor", "all_reduce", "step"): (1, 20, 20),
+        }

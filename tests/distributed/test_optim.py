@@ -1,0 +1,135 @@
+"""The gradient norm counts every parameter once on any layout; clipping, weight decay, learning rates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.config.optimizer import OptimizerConfig
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv, ParallelLinear, ParallelPLIF
+from megasnn.optim import GradientNorm, build_optimizer, learning_rate
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.sharding import ShardedTensor
+from tests.distributed.whole import assemble, build, context, nothing, parts, random
+
+NAMES = ("stem", "block", "head")
+
+
+def _layers(inner: BuildContext) -> dict[str, nn.Module]:
+    """Cut by column with blocks, cut by row, norms, a scalar and a bias that every rank holds whole."""
+
+    def unit(style: str, blocks: int) -> ConvNormNeuron:
+        conv = ParallelConv(8, 24, 3, inner, initialise=nothing, style=style, blocks=blocks)
+        spec = NeuronSpec(kind="plif")
+        return ConvNormNeuron(conv, ParallelBatchNorm(24, inner, blocks=blocks), ParallelPLIF(spec, inner))
+
+    return {
+        "stem": unit("column", 3),
+        "block": unit("row", 1),
+        "head": ParallelLinear(24, 5, inner, initialise=nothing),
+    }
+
+
+def _gradient(name: str, shape: tuple[int, ...]) -> Tensor:
+    return random(*shape, seed=sum(map(ord, name)))
+
+
+def _all_names() -> list[str]:
+    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    return [e.name for e in tensors if e.is_parameter]
+
+
+def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
+    state = initialize_model_parallel(tensor, pipeline)
+    try:
+        first, last = state.is_first_stage, state.is_last_stage
+        home = {"stem": first, "block": first if pipeline < 3 else state.pipeline.rank == 1, "head": last}
+        layers = {name: layer for name, layer in _layers(context(state.tensor)).items() if home[name]}
+        tensors = build(layers, {})
+        frozen = [e for e in tensors if e.name == "stem.conv.weight"]
+        for entry in tensors:
+            if entry.is_parameter and entry not in frozen:
+                entry.tensor.grad = entry.shard.cut(_gradient(entry.name, entry.shard.global_shape))
+        norm = GradientNorm(_all_names(), tensors, state.model)
+        value = norm()
+        norm.clip(value, 0.0)
+        norm.clip(value, value * 1.01)
+        assert norm() == value  # neither clips
+        norm.clip(value, 0.5)
+        clipped = parts(tensors, gradients=True)
+        after = norm()
+        _poison(tensors, state.rank)
+        return value, after, clipped, norm()
+    finally:
+        destroy_model_parallel()
+
+
+def _poison(tensors: list[ShardedTensor], rank: int) -> None:
+    """One nan on the last rank that holds anything of the head."""
+    for entry in tensors:
+        if entry.name == "head.weight":
+            entry.tensor.grad.view(-1)[-1] = float("nan") if rank else float("inf")
+
+
+@pytest.mark.parametrize("tensor, pipeline, size", [(1, 1, 1), (4, 1, 4), (2, 1, 4), (1, 3, 3), (2, 2, 4), (2, 3, 6)])
+def test_every_parameter_counts_once(ranks, tensor, pipeline, size) -> None:
+    trained = [name for name in _all_names() if name != "stem.conv.weight"]
+    whole = {e.name: e.shard.global_shape for e in build(_layers(BuildContext(dtype=torch.float64)), {})}
+    gradients = {name: _gradient(name, whole[name]) for name in trained}
+    expected = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+    everyone = ranks(size, _norm_and_clip, tensor, pipeline)
+    for value, after, _, poisoned in everyone:
+        assert value == pytest.approx(expected, rel=1e-12) and after == pytest.approx(0.5, rel=1e-12)
+        assert value == everyone[0][0], "ranks must agree on it to the last bit"
+        assert not math.isfinite(poisoned)
+    clipped = assemble([held for _, _, held, _ in everyone])
+    assert clipped.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(clipped[name], gradient * (0.5 / expected), rtol=1e-12, atol=1e-14)
+
+
+def test_a_norm_that_is_not_finite_clips_nothing() -> None:
+    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    for entry in tensors:
+        if entry.is_parameter:
+            entry.tensor.grad = torch.ones_like(entry.tensor)
+    norm = GradientNorm(_all_names(), tensors, BuildContext().tensor)
+    norm.clip(float("nan"), 1.0)
+    assert all((e.tensor.grad == 1).all() for e in tensors if e.is_parameter)
+
+
+def test_only_kernels_and_matrices_decay() -> None:
+    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    tensors[0].tensor.requires_grad_(False)
+    decayed, others = build_optimizer(tensors, OptimizerConfig(weight_decay=0.3)).param_groups
+    names = {id(e.tensor): e.name for e in tensors}
+    assert {names[id(p)] for p in decayed["params"]} == {"block.conv.weight", "head.weight"}
+    kept = {f"{unit}.{name}" for unit in ("stem", "block") for name in ("norm.weight", "norm.bias", "neuron.w")}
+    assert {names[id(p)] for p in others["params"]} == kept | {"head.bias"}
+    assert decayed["weight_decay"] == 0.3 and others["weight_decay"] == 0.0
+    empty = build_optimizer([], OptimizerConfig())
+    empty.step()  # a stage without layers
+
+
+def rates(iterations: int, **options: object) -> list[float]:
+    config = OptimizerConfig(**{"lr": 1.0, "min_lr": 0.2, **options})
+    return [learning_rate(config, iteration, iterations) for iteration in range(iterations + 2)]
+
+
+def test_learning_rates() -> None:
+    constant = rates(10, lr_decay_style="constant", min_lr=0.0, lr_warmup_iters=4)
+    assert constant == [0.25, 0.5, 0.75] + [1.0] * 9
+    linear = rates(10, lr_decay_style="linear", lr_warmup_fraction=0.2)
+    assert linear == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2])
+    cosine = rates(8, lr_decay_style="cosine")
+    expected = [0.2 + 0.8 * (1 + math.cos(math.pi * min(i / 8, 1))) / 2 for i in range(10)]
+    assert cosine == pytest.approx(expected) and cosine[0] == 1.0 and cosine[4] == pytest.approx(0.6)
+    assert cosine[8] == cosine[9] == pytest.approx(0.2)
+    assert all(a >= b for a, b in zip(cosine, cosine[1:], strict=False))
+    everything_is_warm_up = rates(4, lr_decay_style="cosine", lr_warmup_iters=4)
+    assert everything_is_warm_up[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates(1, lr_decay_style="linear")[0] == 1.0

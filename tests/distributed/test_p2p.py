@@ -1,0 +1,128 @@
+"""Tensors between two ranks: any shape, memory order, type and wire; a descriptor travels once for each kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasnn.comm.codec import Wire
+from megasnn.comm.statistics import statistics
+from megasnn.pipeline.p2p import Receiver, Sender
+from tests.distributed.whole import everybody, random, spikes
+
+CPU = torch.device("cpu")
+
+
+def _tensors() -> list[tuple[object, Tensor, Wire]]:
+    """(key, tensor, wire) in the order of sending: several kinds, each more than once, in turns."""
+    image = random(2, 3, 5, 4, 6)
+    kinds = [
+        ("scalar", lambda s: random(seed=s), Wire.DENSE),
+        ("row", lambda s: random(7, seed=s), Wire.DENSE),
+        ("contiguous", lambda s: image + s, Wire.DENSE),
+        ("channels last", lambda s: (image + s).movedim(2, -1).contiguous().movedim(-1, 2), Wire.DENSE),
+        ("samples first", lambda s: (image + s).transpose(0, 1).contiguous().transpose(0, 1), Wire.DENSE),
+        ("slice", lambda s: (image + s)[:, 1:, :, ::2], Wire.DENSE),
+        ("eight dims", lambda s: random(1, 2, 1, 3, 1, 2, 1, 2, seed=s).permute(7, 0, 3, 2, 5, 4, 1, 6), Wire.DENSE),
+        ("spikes", lambda s: spikes(3, 5, 7, seed=s).transpose(0, 2), Wire.SPIKES),
+        ("spikes bf16", lambda s: spikes(3, 5, 7, seed=s, dtype=torch.bfloat16), Wire.SPIKES),
+        ("counts", lambda s: torch.arange(256.0).roll(s).view(4, 8, 8).permute(2, 0, 1), Wire.COUNTS),
+        ("float32", lambda s: random(3, 4, seed=s, dtype=torch.float32), Wire.DENSE),
+        ("bfloat16", lambda s: random(3, 4, seed=s, dtype=torch.bfloat16), Wire.DENSE),
+        ("int64", lambda s: torch.arange(s, s + 6), Wire.DENSE),
+        (("stream", 3), lambda s: spikes(2, 3, 9, seed=s), Wire.SPIKES),
+        (("stream", 1), lambda s: spikes(2, 1, 9, seed=s), Wire.SPIKES),  # the last, smaller micro-batch
+    ]
+    return [(key, make(turn), wire) for turn in range(3) for key, make, wire in kinds]
+
+
+def _exchange(announce_early: bool) -> tuple[int, int, int]:
+    """Both ranks send all tensors to each other at the same time, before they receive any."""
+    group = everybody("pipeline")
+    peer, sent = 1 - group.rank, _tensors()
+    sender, receiver = Sender(peer, group, "forward", CPU), Receiver(peer, group, CPU)
+    statistics.reset()
+    statistics.enable()
+    messages = 0
+    start = dist.isend
+
+    def counted(*args, **kwargs):
+        nonlocal messages
+        messages += 1
+        return start(*args, **kwargs)
+
+    dist.isend = counted
+    try:
+        for key, tensor, wire in sent:
+            sender.send(key, tensor, wire)
+        if announce_early:
+            receiver.post(sent[0][0])
+        for index, (key, tensor, _) in enumerate(sent):
+            if not announce_early:
+                receiver.post(key)
+            got = receiver.receive(key)
+            if announce_early and index + 1 < len(sent):
+                receiver.post(sent[index + 1][0])
+            assert torch.equal(got, tensor) and got.dtype == tensor.dtype and got.shape == tensor.shape, key
+            # As dense as it was, in the same memory order.
+            order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+            assert got.permute(order).is_contiguous(), key
+        sender.wait()
+    finally:
+        dist.isend = start
+        statistics.enable(False)
+    traffic = statistics.read()["pipeline", "send", "forward"]
+    statistics.reset()
+    return messages, traffic.calls, traffic.bytes
+
+
+@pytest.mark.parametrize("announce_early", [True, False])
+def test_any_tensor_arrives_as_it_was(ranks, announce_early) -> None:
+    tensors = _tensors()
+    kinds = len({key for key, _, _ in tensors})
+    size = {
+        Wire.DENSE: lambda t: t.numel() * t.itemsize,
+        Wire.SPIKES: lambda t: -(-t.numel() // 8),
+        Wire.COUNTS: lambda t: t.numel(),
+    }
+    expected = sum(size[wire](tensor) for _, tensor, wire in tensors)
+    for messages, calls, sent in ranks(2, _exchange, announce_early):
+        assert messages == len(tensors) + kinds  # one descriptor for each kind
+        assert calls == len(tensors) and sent == expected
+
+
+def _refusals() -> list[str]:
+    group = everybody("pipeline")
+    sender = Sender(1 - group.rank, group, "forward", CPU)
+    receiver = Receiver(1 - group.rank, group, CPU)
+    messages = []
+    sender.send("a", random(2, 3), Wire.DENSE)
+    for key, tensor, wire in [
+        ("a", random(3, 2), Wire.DENSE),  # another shape under a known key
+        ("a", random(2, 3, dtype=torch.float32), Wire.DENSE),
+        ("b", random(*[1] * 9), Wire.DENSE),
+        ("c", torch.zeros(2, dtype=torch.complex64), Wire.DENSE),
+        ("d", torch.tensor([0.0, 0.5, 1.0]), Wire.SPIKES),
+        ("e", torch.tensor([1.0, 256.0]), Wire.COUNTS),
+        ("f", torch.tensor([1.0, float("nan")]), Wire.COUNTS),
+    ]:
+        with pytest.raises(ValueError) as raised:
+            sender.send(key, tensor, wire)
+        messages.append(str(raised.value))
+    # Nothing of all that was sent: the link still works.
+    sender.send("a", random(2, 3, seed=1), Wire.DENSE)
+    for seed in range(2):
+        receiver.post("a")
+        assert torch.equal(receiver.receive("a"), random(2, 3, seed=seed))
+    sender.wait()
+    return messages
+
+
+def test_what_cannot_travel_exactly_is_refused_before_anything_is_sent(ranks) -> None:
+    for shape, dtype, dims, complex_, half, large, nan in ranks(2, _refusals):
+        assert "changed from" in shape and "(2, 3)" in shape and "(3, 2)" in shape
+        assert "float64" in dtype and "float32" in dtype
+        assert "9 dimensions" in dims and "complex64" in complex_
+        assert "takes 0 and 1" in half and "256" in large and "nan" in nan
