@@ -361,24 +361,27 @@ class TrainingRun:
     # --- what a run leaves behind
 
     def _statistics(self) -> dict[str, float]:
-        """Spike statistics, memory, and per iteration time and traffic, since the last log line; collective.
-
-        Traffic is that of the writing rank.
-        """
+        """Spike statistics, memory, time and traffic per iteration of all ranks, since the last log line; collective."""
         state = self.state
         layers = self.spikes.reduce(state.data.handle, state.tensor.handle, state.pipeline.handle)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
-        traffic = {name: statistics.total(name) for name in ("tensor", "data", "pipeline", "backward")}
-        iterations = max(self.iteration - self._counted_from, 1)
-        self._counted_from = self.iteration
-        statistics.reset()
         return {
             **spike_scalars(layers),
             **{f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)},
             **{f"time/{name}_ms": mean for name, mean in self.timers.mean_ms().items()},
-            **{f"communication/{name}_mb": t.bytes / 1e6 / iterations for name, t in traffic.items()},
-            **{f"communication/{name}_mb_if_dense": t.dense_bytes / 1e6 / iterations for name, t in traffic.items()},
+            **self._traffic(),
         }
+
+    def _traffic(self) -> dict[str, float]:
+        """MB that all ranks together sent per iteration, by group, and what dense tensors would have been; collective."""
+        groups = ("tensor", "data", "pipeline", "backward")
+        mine = [statistics.total(group) for group in groups]
+        iterations = 1e6 * max(self.iteration - self._counted_from, 1)
+        self._counted_from = self.iteration
+        statistics.reset()
+        sums = self.engine.sum_over_ranks([t.bytes for t in mine] + [t.dense_bytes for t in mine])
+        names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in groups]
+        return {name: value / iterations for name, value in zip(names, sums, strict=True)}
 
     def _count_skipped_samples(self) -> int | None:
         """Broken training samples replaced since this run began, over all replicas; None where that is not allowed."""
@@ -393,11 +396,13 @@ class TrainingRun:
             return
         assert self.reporter is not None
         totals = [0.0, 0.0, 0.0, 0.0]
+        statistics.enable(False)  # what is logged is the traffic of training
         limit = self.config.logging.eval_iters
         with self.reporter.pause(), closing(self._loader(training=False).batches(limit=limit)) as batches:
             for batch in batches:
                 totals = [a + b for a, b in zip(totals, self.engine.evaluate(self._inputs(batch)), strict=True)]
             loss, samples, top1, top5 = self.engine.total(totals)
+        statistics.enable()
         self.reporter.evaluation(
             EvaluationRecord(
                 self.iteration, self.consumed_samples, int(samples), loss / samples, top1 / samples, top5 / samples
