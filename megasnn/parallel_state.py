@@ -69,6 +69,7 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
         the device of this rank.
     Raises:
         ValueError: CUDA or NCCL asked for where there is none for this rank.
+        ConnectionError: the other ranks did not come in time.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -83,7 +84,13 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
         torch.cuda.set_device(chosen)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         name = ("nccl" if kind == "cuda" else "gloo") if backend == "auto" else backend
-        dist.init_process_group(name, timeout=datetime.timedelta(minutes=timeout_minutes))
+        try:
+            dist.init_process_group(name, timeout=datetime.timedelta(minutes=timeout_minutes))
+        except dist.DistError as error:
+            raise ConnectionError(
+                f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
+                f"{timeout_minutes:g}: did one of them end before, with an error of its own? ({error})"
+            ) from error
     return chosen
 
 
