@@ -61,6 +61,11 @@ def raise_before_the_grid() -> None:
     mock.patch.object(training, "initialize_model_parallel", side_effect=error).start()
 
 
+def leave_before_joining() -> None:
+    """As a rank does whose program does not even start."""
+    mock.patch.object(training, "start_process_group", side_effect=SystemExit(0)).start()
+
+
 def raise_at_the_end() -> None:
     """When the other ranks have finished and wait."""
     mock.patch.object(training.TrainingRun, "close", side_effect=OSError("injected fault at the end")).start()
@@ -82,7 +87,14 @@ def nan_in_the_weights() -> None:
 
 FAULTS = {
     function.__name__: function
-    for function in (raise_in_step, stall_in_step, raise_before_the_grid, raise_at_the_end, nan_in_the_weights)
+    for function in (
+        raise_in_step,
+        stall_in_step,
+        raise_before_the_grid,
+        leave_before_joining,
+        raise_at_the_end,
+        nan_in_the_weights,
+    )
 }
 
 
