@@ -1,0 +1,68 @@
+"""Whole runs of the training loop inside the ranks of a test."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megasnn import training
+from megasnn.checkpoint import from_spikingjelly
+from megasnn.config import PretrainSpikformerConfig, parse, validate
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+
+TINY = (
+    "--image-size 8 --in-channels 1 --num-classes 10 --patch-size 4 --embed-dim 32 --depth 1 --num-heads 4 "
+    "--time-steps 2 --mlp-ratio 2 --micro-batch-size 4 --global-batch-size 10 --num-workers 0 --lr 1e-2 --eval-iters 2"
+).split()
+
+
+@dataclass
+class Outcome:
+    """What one rank knows at the end of a run: its parts of all tensors, and how far it came."""
+
+    iteration: int
+    consumed_samples: int
+    pieces: list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]] = field(default_factory=list)
+
+
+def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
+    """On every rank of an initialised world, or in a process by itself."""
+    os.environ["MEGASNN_CACHE"] = cache
+    config = parse(PretrainSpikformerConfig, [*TINY, *flags])
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    validate(config, world)
+    provider = training.ModelProvider(
+        describe_spikformer(config.model, training.neuron_spec(config)),
+        config.model.unit_of_layer(),
+        lambda weights: from_spikingjelly(weights, config.model.depth),
+    )
+    parallel = config.parallel
+    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    try:
+        run = training.TrainingRun(config, config.model, provider, state)
+        run.load()
+        if not only_load:
+            run.train()
+        run.close()
+        outcome = Outcome(run.iteration, run.consumed_samples)
+        for entry in run.engine.tensors:
+            parts = [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()]
+            outcome.pieces.append((entry.name, entry.shard.global_shape, parts))
+        return outcome
+    finally:
+        destroy_model_parallel()
+
+
+def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:
+    """Global tensors from all ranks' parts."""
+    tensors: dict[str, Tensor] = {}
+    for outcome in outcomes:
+        for name, shape, parts in outcome.pieces:
+            full = tensors.setdefault(name, torch.full(shape, -1, dtype=parts[0][1].dtype))
+            for offset, value in parts:
+                full[tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))] = value
+    return tensors
