@@ -361,7 +361,7 @@ class TrainingRun:
     # --- what a run leaves behind
 
     def _statistics(self) -> dict[str, float]:
-        """Spike statistics, memory, time and traffic per iteration of all ranks, since the last log line; collective."""
+        """Spikes, memory, and per iteration the time of the phases and the traffic, since the last log line; collective."""
         state = self.state
         layers = self.spikes.reduce(state.data.handle, state.tensor.handle, state.pipeline.handle)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
@@ -373,7 +373,7 @@ class TrainingRun:
         }
 
     def _traffic(self) -> dict[str, float]:
-        """MB that all ranks together sent per iteration, by group, and what dense tensors would have been; collective."""
+        """MB that all ranks together sent per iteration, by group, and what they were unpacked; collective."""
         groups = ("tensor", "data", "pipeline", "backward")
         mine = [statistics.total(group) for group in groups]
         iterations = 1e6 * max(self.iteration - self._counted_from, 1)

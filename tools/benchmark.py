@@ -1,7 +1,7 @@
 """Time a training step of MegaSNN's layouts and of SpikingJelly's own model, side by side in one run.
 
     python tools/benchmark.py
-    python tools/benchmark.py --model spikformer_cifar10 --rounds 4
+    python tools/benchmark.py --model spikformer_ti --rounds 6 --steps 4
     python tools/benchmark.py --rows megasnn megasnn:8 pp2 pp2:16 --global-batch-size 16
     python tools/benchmark.py --device cuda --precision bf16 --image-size 224 --global-batch-size 64
 

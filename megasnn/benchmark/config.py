@@ -19,7 +19,7 @@ IMAGE_SIZES = {"spikformer_cifar10": 32}
 class BenchmarkConfig:
     """The same model, batch and optimizer in every row; `check` says whether they go together."""
 
-    model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] = "spikformer_ti"
+    model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] = "spikformer_cifar10"
     """Model of SpikingJelly to take the dimensions from; the flags up to --num-classes win over it."""
     embed_dim: int | None = None
     """Channels of the blocks."""
@@ -60,9 +60,9 @@ class BenchmarkConfig:
     spikingjelly megasnn."""
     threads_all: int | None = None
     """Threads that @all stands for; by default all cores."""
-    rounds: int = 6
+    rounds: int = 3
     """How often each row has its turn."""
-    steps: int = 6
+    steps: int = 2
     """Timed steps of a turn; one untimed step comes before them."""
     warmup: int = 2
     """Untimed steps of each row before the first round."""

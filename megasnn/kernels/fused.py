@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def constants(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) 
     return _constants(spec, dtype, float(torch.sigmoid(w.detach().to(_TORCH_TYPES[dtype.name]))), learn)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> compiled.Constants:
     return _constants(spec, dtype, 0.0, learn)
 

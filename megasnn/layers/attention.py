@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megasnn.comm.codec import Wire, encode
+from megasnn.comm.collectives import join_columns
 from megasnn.comm.layout import from_rows, to_rows
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import ParallelNeuron
@@ -54,13 +58,40 @@ class SpikingSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
-        frames = qkv.shape[0] * qkv.shape[1]
-        rows = _exact(to_rows(qkv))
-        q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=frames, part=3, h=self.local_heads)
-        out = rearrange(q @ (k.transpose(-2, -1) @ v) * SCALE, "f h l d -> (f l) (h d)").to(x.dtype)
+        out = _Attend.apply(to_rows(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
 
 
-def _exact(spikes: Tensor) -> Tensor:
+class _Attend(torch.autograd.Function):
+    """Rows of q, k, v spikes `[frames * L, 3 * heads * d]` -> rows `[frames * L, heads * d]`; keeps a bit a spike."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, frames: int, heads: int) -> Tensor:
+        ctx.frames, ctx.heads, ctx.shape, ctx.dtype = frames, heads, rows.shape, rows.dtype
+        ctx.save_for_backward(encode(rows.reshape(-1), Wire.SPIKES))
+        q, k, v = _split(_exact(rows), frames, heads)
+        return _join(q @ (k.transpose(-2, -1) @ v) * SCALE).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        rows = join_columns([packed], Wire.SPIKES, ctx.shape, _exact(grad).dtype)
+        q, k, v = _split(rows, ctx.frames, ctx.heads)
+        grad_out = rearrange(_exact(grad) * SCALE, "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads)
+        grad_kv = q.transpose(-2, -1) @ grad_out
+        parts = grad_out @ (k.transpose(-2, -1) @ v).transpose(-2, -1), v @ grad_kv.transpose(-2, -1), k @ grad_kv
+        return torch.cat([_join(part) for part in parts], dim=1).to(ctx.dtype), None, None
+
+
+def _split(rows: Tensor, frames: int, heads: int) -> Tensor:
+    """q, k and v, each `[frames, heads, L, d]`."""
+    return rearrange(rows, "(f l) (part h d) -> part f h l d", f=frames, part=3, h=heads)
+
+
+def _join(tensor: Tensor) -> Tensor:
+    return rearrange(tensor, "f h l d -> (f l) (h d)")
+
+
+def _exact(values: Tensor) -> Tensor:
     """bfloat16 holds whole numbers up to 256 only; the attention's sums of spikes can be larger."""
-    return spikes.float() if spikes.dtype == torch.bfloat16 else spikes
+    return values.float() if values.dtype == torch.bfloat16 else values
