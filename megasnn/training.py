@@ -361,7 +361,7 @@ class TrainingRun:
     # --- what a run leaves behind
 
     def _statistics(self) -> dict[str, float]:
-        """Spikes, memory, and per iteration the time of the phases and the traffic, since the last log line; collective."""
+        """Spikes, memory, and per iteration time and traffic, since the last log line; collective."""
         state = self.state
         layers = self.spikes.reduce(state.data.handle, state.tensor.handle, state.pipeline.handle)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)

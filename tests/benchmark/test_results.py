@@ -23,7 +23,7 @@ def test_a_step_lasts_until_its_last_rank_has_finished() -> None:
 
 
 def measured() -> dict:
-    config = BenchmarkConfig(rows=("spikingjelly", "megasnn", "dp2"))
+    config = BenchmarkConfig(rows=("spikingjelly", "megasnn", "dp2"), global_batch_size=8)
     sj, one, dp2 = config.table_rows()
     # The machine is half as fast in the second round.
     alone = Preparation("", 2.3, {})
@@ -39,7 +39,7 @@ def measured() -> dict:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    sj, one, dp2 = figures(BenchmarkConfig(), measured())
+    sj, one, dp2 = figures(BenchmarkConfig(global_batch_size=8), measured())
     assert one["throughput_ratio"]["spikingjelly"] == pytest.approx(dict(median=1.5, q1=1.5, q3=1.5, min=1.5, max=1.5))
     assert dp2["throughput_ratio"]["megasnn"]["max"] == pytest.approx(2)
     assert dp2["memory_ratio"] == {"megasnn": 0.5, "spikingjelly": 0.25}
@@ -49,13 +49,13 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_weak_scaling_counts_samples_not_steps() -> None:
-    _, _, dp2 = figures(BenchmarkConfig(regime="weak"), measured())
+    _, _, dp2 = figures(BenchmarkConfig(regime="weak", global_batch_size=8), measured())
     assert dp2["throughput_ratio"]["megasnn"]["median"] == pytest.approx(4)
 
 
 def test_the_table_shows_the_change_since_the_latest_line_alike(tmp_path) -> None:
     log = tmp_path / "benchmark.jsonl"
-    lines = [{**line, "machine": {"cpu": "a"}} for line in figures(BenchmarkConfig(), measured())]
+    lines = [{**line, "machine": {"cpu": "a"}} for line in figures(BenchmarkConfig(global_batch_size=8), measured())]
     older = [{**line, "step_ms": {"median": 10 * line["step_ms"]["median"]}} for line in lines]
     slower = [{**line, "step_ms": {"median": 2 * line["step_ms"]["median"]}} for line in lines]
     elsewhere = [{**line, "machine": {"cpu": "b"}} for line in lines]
@@ -71,7 +71,7 @@ def test_the_table_shows_the_change_since_the_latest_line_alike(tmp_path) -> Non
 
 
 def test_the_summary_compares_one_rank_with_spikingjelly_and_layouts_with_one_rank() -> None:
-    said = brief(figures(BenchmarkConfig(), measured())).splitlines()
+    said = brief(figures(BenchmarkConfig(global_batch_size=8), measured())).splitlines()
     assert [line.split(" (")[0] for line in said] == [
         "one rank: 1.50 x the throughput of SpikingJelly in one process",
         "dp2: 2.00 x the throughput of one rank",
