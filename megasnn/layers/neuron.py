@@ -26,10 +26,17 @@ class ParallelNeuron(nn.Module):
         spec: what the neuron computes.
         v: the potential `[N, C_local, *space]` after the last step, with `carry_over`; otherwise None.
         observer: called with the spikes of every forward when set (spike statistics).
+    Raises:
+        ValueError: the description is of another kind of neuron.
     """
+
+    kind: str
 
     def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
         super().__init__()
+        if spec.kind != self.kind:
+            name = type(self).__name__
+            raise ValueError(f"{name} is a neuron of kind {self.kind!r}, the description says {spec.kind!r}")
         self.spec, self.backend, self.carry_over = spec, context.neuron_backend, carry_over
         self.v: Tensor | None = None
         self.observer: SpikeObserver | None = None
@@ -60,9 +67,13 @@ class ParallelNeuron(nn.Module):
 class ParallelLIF(ParallelNeuron):
     """Leaky integrate-and-fire (SpikingJelly's LIFNode)."""
 
+    kind = "lif"
+
 
 class ParallelIF(ParallelNeuron):
     """Integrate-and-fire without leak (SpikingJelly's IFNode)."""
+
+    kind = "if"
 
 
 class ParallelPLIF(ParallelNeuron):
@@ -71,6 +82,7 @@ class ParallelPLIF(ParallelNeuron):
     Every rank holds `w` whole and sees the gradient of its own channels: `partial_gradient` has it summed.
     """
 
+    kind = "plif"
     w: Tensor
 
     def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
@@ -89,7 +101,7 @@ class ParallelPLIF(ParallelNeuron):
         return self.w
 
 
-NEURONS: dict[str, type[ParallelNeuron]] = {"lif": ParallelLIF, "if": ParallelIF, "plif": ParallelPLIF}
+NEURONS: dict[str, type[ParallelNeuron]] = {cls.kind: cls for cls in (ParallelLIF, ParallelIF, ParallelPLIF)}
 
 
 def build_neuron(spec: NeuronSpec, context: BuildContext) -> ParallelNeuron:

@@ -15,6 +15,9 @@ class ConvNormNeuron(nn.Module):
 
     With `time_steps`, the input is one frame `[1, N, C, H, W]` shown at every step: convolution, norm and pool are
     computed once, which gives the same values and statistics as over the T equal frames.
+
+    Raises:
+        ValueError: a neuron that carries its potential over: the fused unit always starts at rest.
     """
 
     def __init__(
@@ -27,6 +30,8 @@ class ConvNormNeuron(nn.Module):
         time_steps: int | None = None,
     ) -> None:
         super().__init__()
+        if neuron.carry_over:
+            raise ValueError("a neuron with carry_over must stand alone: conv, norm and neuron as one start at rest")
         self.conv, self.norm, self.neuron = conv, norm, neuron
         self.pool, self.time_steps = pool, time_steps
 

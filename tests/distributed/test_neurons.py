@@ -1,0 +1,59 @@
+"""Neuron layers on real ranks: local channels only, state carried over or forgotten, against SpikingJelly's nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, neuron, surrogate
+
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelConv, ParallelIF, ParallelLIF
+from megasnn.layers.unit import ConvNormNeuron
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+
+
+def sequence(channels: int = 8) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return 2 * torch.rand(6, 2, channels, 5, generator=generator, dtype=torch.float64)
+
+
+def _carried_over_in_two_parts() -> tuple[torch.Tensor, tuple[int, ...], bool]:
+    state = initialize_model_parallel(2)
+    try:
+        layer = ParallelLIF(NeuronSpec(tau=1.7), BuildContext(state.tensor, torch.float64), carry_over=True)
+        x = sequence().chunk(2, dim=2)[state.tensor.rank]
+        spikes = torch.cat([layer(x[:4]), layer(x[4:])])
+        assert layer.v is not None
+        held = tuple(layer.v.shape)
+        layer.reset()
+        return spikes, held, layer.v is None
+    finally:
+        destroy_model_parallel()
+
+
+def test_state_is_local_and_carried_over_until_reset(ranks) -> None:
+    node = neuron.LIFNode(tau=1.7, surrogate_function=surrogate.Sigmoid(), detach_reset=True, step_mode="m")
+    expected = node(sequence())
+    parts = ranks(2, _carried_over_in_two_parts)
+    assert torch.equal(torch.cat([spikes for spikes, _, _ in parts], dim=2), expected)
+    assert all(held == (2, 4, 5) and forgotten for _, held, forgotten in parts)
+
+
+def test_without_carry_over_every_call_starts_at_rest() -> None:
+    layer, node = ParallelIF(NeuronSpec(kind="if"), BuildContext(dtype=torch.float64)), neuron.IFNode(step_mode="m")
+    for part in sequence().split(3):
+        functional.reset_net(node)
+        assert torch.equal(layer(part), node(part))
+    assert layer.v is None
+
+
+def test_a_description_of_another_neuron_is_refused() -> None:
+    with pytest.raises(ValueError, match="ParallelIF is a neuron of kind 'if', the description says 'lif'"):
+        ParallelIF(NeuronSpec(kind="lif"), BuildContext())
+
+
+def test_carry_over_inside_a_unit_is_refused() -> None:
+    context = BuildContext()
+    conv = ParallelConv(4, 4, 1, context, initialise=lambda tensor, generator: tensor.zero_())
+    with pytest.raises(ValueError, match="carry_over"):
+        ConvNormNeuron(conv, ParallelBatchNorm(4, context), ParallelLIF(NeuronSpec(), context, carry_over=True))
