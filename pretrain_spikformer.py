@@ -20,6 +20,12 @@ def main(argv: list[str]) -> int:
     try:
         config = parse(PretrainSpikformerConfig, argv, console_outputs=rank == 0)
         validate(config, world_size)
+    except SystemExit as end:
+        if end.code and world_size > 1:
+            if rank > 0:
+                sys.stderr.write(f"[rank {rank}] the command line is wrong; rank 0 says where\n")
+            time.sleep(3.0)  # torchrun stops the other ranks when the first one ends, and rank 0 may be slower
+        raise
     except ConfigError as error:
         sys.stderr.write(f"[rank {rank}] {error}\n")
         if world_size > 1:

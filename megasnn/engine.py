@@ -16,13 +16,13 @@ from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelNeuron
 from megasnn.losses import correct_predictions, cross_entropy_sum
 from megasnn.models.description import ModelDescription
+from megasnn.non_finite import NonFinite, NonFiniteWatch
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
 from megasnn.schedule import Schedule, build_schedule
 from megasnn.sharding import ShardedTensor, parameter_count
-from megasnn.telemetry.nan import NonFinite, NonFiniteWatch
 
 SampleLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -90,24 +90,32 @@ class Engine:
             if isinstance(module, ParallelNeuron)
         ]
 
-    def forward_backward(
-        self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int, most_micro_batches: int
-    ) -> float:
+    def forward_backward(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> float:
         """One step up to the gradients: mean over the global batch's samples, reduced over the replicas.
+
+        The norms' records of the step wait for `merge_statistics`; the next step drops what was not merged.
 
         Args:
             micro_batches: this replica's share.
             global_batch_size: samples over all replicas.
-            most_micro_batches: the largest number of micro-batches that any replica has.
         Returns:
             the global batch's loss, the same on every rank.
         """
         self._global_batch_size = global_batch_size
         self.data_parallel.zero()
+        for norm in self.norms:
+            norm.pending.clear()
         self._set_mode(training=True)
         loss = self._executor.train_step(self._schedule(len(micro_batches), False), micro_batches)
-        merge_running_statistics(self.norms, self.state.data, most_micro_batches)
         return self._over_all_replicas(loss.reshape(1))[0]
+
+    def merge_statistics(self, most_micro_batches: int) -> None:
+        """Takes the step's records into the norms' running statistics; collective over the replicas.
+
+        Args:
+            most_micro_batches: the largest number of micro-batches that any replica has.
+        """
+        merge_running_statistics(self.norms, self.state.data, most_micro_batches)
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
         """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, on the last stage."""

@@ -178,7 +178,7 @@ class _Hub:
                 connection.settimeout(HELLO_SECONDS)
                 link = _Link(connection)
                 hello = link.receive()
-                if hello is not None and hello.get("token") == self.token:
+                if isinstance(hello, dict) and hello.get("token") == self.token:
                     self._links[hello["rank"]] = link
                     link.wait_for_ever()
 

@@ -116,11 +116,6 @@ class Shard:
             piece.of_local(local).copy_(piece.of_global(full))
         return local
 
-    def paste(self, local: Tensor, full: Tensor) -> None:
-        """Writes this rank's part into its place in a global tensor."""
-        for piece in self.pieces():
-            piece.of_global(full).copy_(piece.of_local(local))
-
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return values[:dim] + (value,) + values[dim + 1 :]

@@ -27,6 +27,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.losses import cross_entropy_sum
 from megasnn.models.description import ModelDescription
+from megasnn.non_finite import earliest, first_non_finite
 from megasnn.optim import build_optimizer, learning_rate
 from megasnn.parallel_state import (
     ParallelState,
@@ -39,7 +40,6 @@ from megasnn.pipeline.costs import agreed_layer_costs, layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput, PipelineError
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.memory import gather_peak_memory_mb
-from megasnn.telemetry.nan import earliest, first_non_finite
 from megasnn.telemetry.reporter import Reporter
 from megasnn.telemetry.spikes import SpikeRecorder, spike_scalars
 from megasnn.telemetry.timers import Timers
@@ -83,6 +83,8 @@ def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -
         cause = error.__cause__ if isinstance(error, PipelineError) else error
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError))
         text = f"{type(error).__name__}: {error}" if mistake else traceback.format_exc()
+        if isinstance(error, KeyboardInterrupt):
+            text = "interrupted; what was saved before stays"
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if torch.distributed.is_initialized():
         # The other ranks may be gone: nothing that waits for them may run any more.
@@ -147,6 +149,7 @@ class TrainingRun:
         self.timers = Timers(partial(torch.cuda.synchronize, state.device) if state.device.type == "cuda" else None)
         self.reporter: Reporter | None = None
         self._saved_at: int | None = None
+        self._started_anew: str | None = None
         self._skipped_samples = 0
         self._counted_from = 0
         statistics.enable()
@@ -176,11 +179,7 @@ class TrainingRun:
             weights = self.provider.from_spikingjelly(checkpoint.read_state_dict(options.load_spikingjelly))
             checkpoint.load_globals_into(self.engine.tensors, weights, self.state.world.handle)
         elif options.load:
-            try:
-                self._load_checkpoint(options.load)
-            except checkpoint.NoCheckpointError:
-                if options.exit_on_missing_checkpoint or options.finetune or options.ckpt_step is not None:
-                    raise
+            self._load_checkpoint(options.load)
         resumed = (self.iteration, self.consumed_samples) if self.iteration else None
         logging = self.config.logging
         self.reporter = Reporter(
@@ -189,8 +188,11 @@ class TrainingRun:
         self._introduce(self.reporter)
 
     def _load_checkpoint(self, folder: str) -> None:
-        options = self.config.checkpoint
-        saved = checkpoint.read_metadata(checkpoint.find_checkpoint(Path(folder), options.ckpt_step))
+        options, world = self.config.checkpoint, self.state.world.handle
+        saved = checkpoint.saved_metadata(folder, options.ckpt_step, world, may_be_missing=self._may_begin_anew())
+        if saved is None:
+            self._started_anew = f"no checkpoint in {folder}: starting from the beginning"
+            return
         if not options.finetune:
             self._require_same_data(folder, saved.extra)
         loaded = checkpoint.load_checkpoint(
@@ -199,10 +201,16 @@ class TrainingRun:
             optimizer=None if options.finetune or options.no_load_optim else self.optimizer,
             config=None if options.finetune else self._identity,
             step=saved.iteration,
-            process_group=self.state.world.handle,
+            process_group=world,
         )
         if not options.finetune:
             self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
+
+    def _may_begin_anew(self) -> bool:
+        """A job that saves where it loads finds nothing there the first time; a folder named by mistake is refused."""
+        options = self.config.checkpoint
+        explicit = options.exit_on_missing_checkpoint or options.finetune or options.ckpt_step is not None
+        return not explicit and options.load == options.save
 
     def _require_same_data(self, folder: str, saved: Mapping[str, object]) -> None:
         differing = [
@@ -235,6 +243,10 @@ class TrainingRun:
             f"{engine.parameters:,} parameters on {self.state.grid}; "
             f"pipeline layout {layers_per_chunk(self.bounds)}: " + "; ".join(chunks)
         )
+        if self._started_anew:
+            reporter.line(self._started_anew)
+        if self.iteration >= self.iterations:
+            reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
         if self.iteration:
             reporter.line(f"continuing at iteration {self.iteration}, {self.consumed_samples} samples consumed")
         folder = config.checkpoint.save or config.logging.tensorboard_dir
@@ -262,7 +274,9 @@ class TrainingRun:
 
     def _iterate(self, batch: GlobalBatch) -> None:
         logging, options = self.config.logging, self.config.checkpoint
-        logs = (self.iteration + 1) % logging.log_interval == 0 or self.iteration + 1 == self.iterations
+        number = self.iteration + 1
+        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
+        logs = number % logging.log_interval == 0 or ends
         self.spikes.enabled = logs
         loss, norm, rate = self._step(batch)
         self.spikes.enabled = False
@@ -270,7 +284,7 @@ class TrainingRun:
         self.consumed_samples = batch.consumed_samples
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         assert self.reporter is not None
-        self.reporter.step(loss, skipped=not math.isfinite(norm))
+        self.reporter.step(loss, skipped=not (math.isfinite(norm) and math.isfinite(loss)))
         if logs:
             more = self._statistics()
             skipped = self._count_skipped_samples()
@@ -285,10 +299,12 @@ class TrainingRun:
         rate = learning_rate(optimizer, self.iteration, self.iterations)
         micro_batches = self._inputs(batch)
         with self.timers("forward_backward"):
-            loss = self.engine.forward_backward(micro_batches, batch.size, self._most_micro_batches(batch.size))
+            loss = self.engine.forward_backward(micro_batches, batch.size)
         with self.timers("optimizer"):
             norm = self.engine.gradient_norm()
-            if math.isfinite(norm):
+            # A skipped step leaves everything as it was: weights, optimizer state and running statistics.
+            if math.isfinite(norm) and math.isfinite(loss):
+                self.engine.merge_statistics(self._most_micro_batches(batch.size))
                 self.engine.gradient_norm.clip(norm, optimizer.clip_grad)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate

@@ -10,7 +10,7 @@ RUN=$(new_run spikformer_single)
 
 "$PYTHON" "$ROOT/pretrain_spikformer.py" \
     --data-path sample \
-    --image-size 32 \
+    --image-size 16 \
     --in-channels 1 \
     --num-classes 10 \
     --patch-size 4 \
@@ -20,8 +20,8 @@ RUN=$(new_run spikformer_single)
     --time-steps 4 \
     --micro-batch-size 16 \
     --global-batch-size 64 \
-    --train-iters 150 \
-    --lr 2e-3 \
+    --train-iters 200 \
+    --lr 3e-3 \
     --lr-decay-style cosine \
     --lr-warmup-iters 10 \
     --log-interval 10 \

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -40,6 +41,7 @@ class RankPool:
         while len(self._workers) < world_size:
             self._workers.append(self._start())
         self._jobs += 1
+        os.makedirs(self._folder, exist_ok=True)
         store = os.path.join(self._folder, f"store-{self._jobs}")
         for rank, (_, pipe) in enumerate(self._workers[:world_size]):
             pipe.send((rank, world_size, store, function, args))
@@ -82,6 +84,7 @@ class RankPool:
             process.kill()
             process.join()
         self._workers.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(pipe: Any) -> None:

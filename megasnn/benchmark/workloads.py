@@ -117,7 +117,9 @@ class MegaSNNStep:
         self._micro_batches = _local_micro_batches(model, state, samples, sizes)
 
     def forward_backward(self) -> float:
-        return self.engine.forward_backward(self._micro_batches, self._samples, self._most)
+        loss = self.engine.forward_backward(self._micro_batches, self._samples)
+        self.engine.merge_statistics(self._most)
+        return loss
 
     def update(self) -> None:
         self.engine.gradient_norm.clip(self.engine.gradient_norm(), OPTIMIZER.clip_grad)

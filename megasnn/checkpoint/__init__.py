@@ -14,6 +14,7 @@ from megasnn.checkpoint.io import (
     load_global_tensors,
     save_checkpoint,
     save_global_tensors,
+    saved_metadata,
 )
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "read_state_dict",
     "save_checkpoint",
     "save_global_tensors",
+    "saved_metadata",
     "to_spikingjelly",
 ]

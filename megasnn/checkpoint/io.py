@@ -28,7 +28,7 @@ import megasnn
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.agreement import all_do, first_decides, gather, is_first
 from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
-from megasnn.checkpoint.errors import CheckpointError, problem_list, raise_problems
+from megasnn.checkpoint.errors import CheckpointError, NoCheckpointError, problem_list, raise_problems
 from megasnn.checkpoint.folder import Metadata
 from megasnn.checkpoint.optimizer_state import PREFIX, States, allocate, describe
 from megasnn.checkpoint.planner import PieceLoadPlanner, PieceSavePlanner, PieceWriter
@@ -107,6 +107,26 @@ def save_checkpoint(
     except CheckpointError:
         if is_first(process_group):
             folders.discard(root, iteration)
+        raise
+
+
+def saved_metadata(
+    folder: PathLike, step: int | None = None, process_group: Group = None, may_be_missing: bool = False
+) -> Metadata | None:
+    """What the checkpoint of iteration `step`, or the latest, says of itself, as the first rank sees it.
+
+    Returns:
+        None when there is no checkpoint at all and `may_be_missing`; the same on every rank.
+    Raises:
+        NoCheckpointError, CheckpointError: on every rank, as for `load_checkpoint`.
+    """
+    try:
+        return first_decides(
+            process_group, lambda: folders.read_metadata(folders.find_checkpoint(Path(folder), step))
+        )
+    except NoCheckpointError:
+        if may_be_missing:
+            return None
         raise
 
 

@@ -22,7 +22,7 @@ def gather_columns(rows: Tensor, group: Group, wire: Wire, direction: str = "for
 
     The payloads (one per rank, packed by `wire`) are the cheapest exact copy of the result to keep for backward.
     """
-    payload = encode(rows.reshape(-1), wire)
+    payload = encode(rows.reshape(-1), wire, check=True)
     if group.size == 1:
         return rows, [payload]
     payloads = [encoded_like(rows.numel(), wire, rows.dtype, rows.device) for _ in range(group.size)]

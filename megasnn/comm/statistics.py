@@ -1,4 +1,4 @@
-"""Counts of collective calls and bytes, by group, operation and direction (FEATURES 0.1).
+"""Counts of collective calls and bytes, by group, operation and direction.
 
 The counters belong to the process. Bytes are what this rank hands to the transport: the payload of a send, the
 contribution to a collective, after the spikes have been packed.

@@ -19,8 +19,8 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Also save every so many iterations."""
     load: str | None = None
-    """Folder to continue from, at its latest checkpoint. Without one there, the run starts from the
-    beginning."""
+    """Folder to continue from, at its latest checkpoint. Without one there the run stops, unless --save is the
+    same folder: then it starts from the beginning, as the first run of a job that is restarted does."""
     ckpt_step: int | None = None
     """Continue from the checkpoint of this iteration instead of the latest."""
     finetune: bool = False
@@ -28,7 +28,7 @@ class CheckpointConfig:
     no_load_optim: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue with a new optimizer state."""
     exit_on_missing_checkpoint: bool = False
-    """Stop when --load holds no checkpoint."""
+    """Stop when --load holds no checkpoint, also when --save is the same folder."""
     load_spikingjelly: str | None = None
     """File with a state_dict of SpikingJelly's model to start from."""
 

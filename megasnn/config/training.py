@@ -21,9 +21,9 @@ class TrainingConfig:
     train_samples: int | None = None
     """Samples to train on, instead of --train-iters; only whole global batches are trained on."""
     exit_interval: int | None = None
-    """Save and stop at the next iteration that is a multiple of it."""
+    """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: float | None = None
-    """Save and stop after so many minutes."""
+    """Stop after so many minutes, and save if --save is given."""
     seed: int = 1234
     """Of initial weights, data order and augmentation."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"

@@ -7,6 +7,8 @@ from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Grid
 from megasnn.partition import layout_to_bounds
 
+FUSED_SURROGATES = ("sigmoid", "atan")  # of megasnn.kernels, which needs torch
+
 
 def validate(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError that lists every problem of the parts and between them, each with value and flag."""
@@ -25,7 +27,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _grid_problems(config, world_size)
     if not of_model and not of_parallel:
         problems += _partition_problems(config)
-    problems += _length_problems(config)
+    problems += _length_problems(config) + _evaluation_problems(config) + _kernel_problems(config)
     if problems:
         raise ConfigError(problems)
 
@@ -71,7 +73,32 @@ def _partition_problems(config: PretrainConfig) -> list[str]:
 def _length_problems(config: PretrainConfig) -> list[str]:
     """Warm-up against the length of the training."""
     warm_up = config.optimizer.lr_warmup_iters
-    iterations = config.training.train_iters
-    if iterations is not None and warm_up > iterations:
-        return [f"--lr-warmup-iters {warm_up} is more than --train-iters {iterations}"]
+    training = config.training
+    if (training.train_iters is None) == (training.train_samples is None) or training.global_batch_size < 1:
+        return []  # reported by TrainingConfig
+    if warm_up > training.iterations:
+        length = f"--train-iters {training.iterations}"
+        if training.train_iters is None:
+            length = f"the {training.iterations} iterations of --train-samples {training.train_samples}"
+        return [f"--lr-warmup-iters {warm_up} is more than {length}"]
+    return []
+
+
+def _evaluation_problems(config: PretrainConfig) -> list[str]:
+    """Evaluation that was asked for, without anything to evaluate on."""
+    data, logging = config.data, config.logging
+    if data.data_path == "sample" or data.valid_data_path is not None:
+        return []
+    asked = [("--eval-interval", logging.eval_interval), ("--eval-iters", logging.eval_iters)]
+    return [f"{name} {value} needs --valid-data-path" for name, value in asked if value]
+
+
+def _kernel_problems(config: PretrainConfig) -> list[str]:
+    """Fused kernels that do not exist."""
+    neuron = config.neuron
+    if neuron.neuron_backend == "fused" and neuron.surrogate not in FUSED_SURROGATES:
+        return [
+            f"--neuron-backend fused has the surrogates {' and '.join(FUSED_SURROGATES)}, not --surrogate "
+            f"{neuron.surrogate}; use auto or torch"
+        ]
     return []

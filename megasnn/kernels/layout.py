@@ -37,13 +37,6 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense ``[T, N, C, ...]`` tensor whose channels, dim 2, are fastest in memory."""
-    order = [dim for dim in range(len(shape)) if dim != 2] + [2]
-    sizes = row_major_strides([shape[dim] for dim in order])
-    return tuple(sizes[order.index(dim)] for dim in range(len(shape)))
-
-
 def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised dense tensor.
 

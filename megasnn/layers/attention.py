@@ -68,7 +68,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, frames: int, heads: int) -> Tensor:
         ctx.frames, ctx.heads, ctx.shape, ctx.dtype = frames, heads, rows.shape, rows.dtype
-        ctx.save_for_backward(encode(rows.reshape(-1), Wire.SPIKES))
+        ctx.save_for_backward(encode(rows.reshape(-1), Wire.SPIKES, check=True))
         q, k, v = _split(_exact(rows), frames, heads)
         return _join(q @ (k.transpose(-2, -1) @ v) * SCALE).to(rows.dtype)
 

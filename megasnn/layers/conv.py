@@ -49,7 +49,8 @@ class ParallelConv(nn.Module):
         style: see the module's text.
         whole_input: the input holds all channels on every rank (images): nothing is gathered, and no input
             gradient is summed. Only with style "column".
-        wire: what the input is known to hold; decides how it travels and how it is kept for backward.
+        wire: what the input is known to hold; decides how it travels and how it is kept for backward. Checked: a
+            value that does not fit raises ValueError in forward.
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
         padding_mode: as in torch; applied before the channels are gathered, since padding is per channel.
@@ -78,7 +79,7 @@ class ParallelConv(nn.Module):
         bias: bool = False,
         pointwise: bool = False,
         whole_input: bool = False,
-        wire: Wire = Wire.SPIKES,
+        wire: Wire = Wire.DENSE,
         blocks: int = 1,
     ) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ class _Convolve(torch.autograd.Function):
         if plan.gather:
             full, payloads = gather_columns(rows, plan.group, plan.wire)
         else:
-            full, payloads = rows, [encode(rows.reshape(-1), plan.wire)]
+            full, payloads = rows, [encode(rows.reshape(-1), plan.wire, check=True)]
         y = convolve(_as_images(full, x.shape), weight, plan.geometry).unflatten(0, x.shape[:2])
         ctx.plan, ctx.input_shape, ctx.row_shape = plan, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)

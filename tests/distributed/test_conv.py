@@ -115,7 +115,7 @@ def _run_chain(memory_format: str, frozen: tuple[str, ...]) -> list:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("memory_format", ["channels last", "contiguous"])
 def test_two_pairs_have_every_gradient_of_the_whole_model(ranks, size, memory_format) -> None:
-    """FEATURES, trap 1: without the backward sum, gradients before the last pair are wrong."""
+    """Without the backward sum, gradients before the last pair are wrong."""
     expected = _reference()
     assert all(value.abs().max() > 0.01 for value in expected.values())
     found = assemble(ranks(size, _run_chain, memory_format, ()))

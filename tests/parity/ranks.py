@@ -41,6 +41,7 @@ class RankStep:
     loss: float
     norm: float
     logits: list[Tensor] = field(default_factory=list)
+    spikes: int = 0
     gradients: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
     buffers: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
 
@@ -101,6 +102,9 @@ def one_step(
             )
             for i in mine
         ]
+        fired: list[int] = []
+        for _, neuron in engine.neurons():
+            neuron.observer = lambda spikes: fired.append(int(spikes.sum()))
         logits: list[Tensor] = []
         inner = engine.loss
 
@@ -110,9 +114,10 @@ def one_step(
 
         engine.loss = keeping
         most = max(len(micro_batches_of(len(sizes), state.data.size, r)) for r in range(state.data.size))
-        loss = engine.forward_backward(batches, len(labels), most)
+        loss = engine.forward_backward(batches, len(labels))
+        engine.merge_statistics(most)
         place = state.coordinates
-        result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits)
+        result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits, sum(fired))
         for entry in engine.tensors:
             if entry.is_parameter:
                 assert entry.tensor.grad is not None

@@ -24,6 +24,7 @@ class ReferenceStep:
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     firing: float
+    spikes: int
 
 
 def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -54,9 +55,9 @@ def step(model: Spikformer, images: Tensor, labels: Tensor, sizes: list[int]) ->
         for name, module in model.named_modules()
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
     ]
-    spikes: list[float] = []
+    spikes: list[tuple[int, int]] = []
     hooks += [
-        module.register_forward_hook(lambda _m, _a, out: spikes.append(out.mean().item()))
+        module.register_forward_hook(lambda _m, _a, out: spikes.append((int(out.sum()), out.numel())))
         for module in model.modules()
         if isinstance(module, neuron.BaseNode)
     ]
@@ -78,4 +79,6 @@ def step(model: Spikformer, images: Tensor, labels: Tensor, sizes: list[int]) ->
         buffers[f"{name}.running_var"] = 0.9 * before[f"{name}.running_var"] + 0.1 * values.var(1)
         buffers[f"{name}.num_batches_tracked"] = before[f"{name}.num_batches_tracked"] + 1
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return ReferenceStep(before, loss, logits, gradients, buffers, sum(spikes) / len(spikes))
+    fired = sum(count for count, _ in spikes)
+    firing = fired / sum(size for _, size in spikes)
+    return ReferenceStep(before, loss, logits, gradients, buffers, firing, fired)

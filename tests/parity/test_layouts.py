@@ -63,6 +63,7 @@ def logits_in_order(steps: list[RankStep]) -> list[Tensor]:
 
 def assert_equal_to_reference(steps: list[RankStep], expected: reference.ReferenceStep) -> None:
     assert all(step.loss == pytest.approx(expected.loss, rel=TOLERANCE) for step in steps)
+    assert sum(step.spikes for step in steps) == expected.spikes, "spikes flipped"
     for ours, theirs in zip(logits_in_order(steps), expected.logits, strict=True):
         assert error(ours, theirs) < TOLERANCE
     gradients, buffers = assemble(steps, "gradients"), assemble(steps, "buffers")

@@ -1,4 +1,4 @@
-"""Wrong answers seen in other systems (FEATURES, last list), each shown to be absent here."""
+"""Wrong answers seen in other systems and the tutorials of this field, each shown to be absent here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megasnn.losses import cross_entropy_sum
 from megasnn.models.spikformer import describe_spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.partition import balanced_bounds
+from megasnn.pipeline import costs
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.costs import agreed_layer_costs
 from tests.parity import spikingjelly_reference as reference
@@ -74,16 +75,16 @@ def test_initial_values_depend_on_the_name_and_not_on_the_layout(ranks) -> None:
 
 
 def _costs_with_one_slow_rank() -> list[float]:
+    monkeypatch = pytest.MonkeyPatch()
     state = initialize_model_parallel(1, 2)
     try:
         if state.rank == 1:
             # A rank that would measure something else if it were asked.
-            import megasnn.pipeline.costs as costs
-
-            costs.measure_layer_costs = lambda *_: [1.0] + [1000.0] * 9
+            monkeypatch.setattr(costs, "measure_layer_costs", lambda *_: [1.0] + [1000.0] * 9)
         model = describe_spikformer(model_config(), NeuronSpec())
         return agreed_layer_costs(model, 2, BuildContext(state.tensor), state.device, state.world)
     finally:
+        monkeypatch.undo()
         destroy_model_parallel()
 
 
@@ -104,7 +105,7 @@ def test_uneven_micro_batches_cover_the_batch_in_order(samples: int, size: int) 
 
 
 def test_the_loss_is_the_mean_over_samples_whatever_the_split(ranks) -> None:
-    """Trap 7, with norms out of the way: in float64 the sum of the shares is the loss of SpikingJelly's model."""
+    """Trap 7: in float64 the sum of uneven shares on two replicas is the loss of SpikingJelly's model."""
     images, labels = reference.data(5)
     expected = reference.step(reference.build(), images, labels, [4, 1])
     steps = ranks(2, one_step, Layout(data=2), expected.state_before, images, labels, 4)
@@ -140,7 +141,8 @@ def _statistics_before_and_after_evaluation() -> bool:
         engine = build_engine(state, "1f1b", torch.float64)
         images, labels = reference.data(6)
         batches = [MicroBatchInput(x, y, 3) for x, y in zip(images.split(3), labels.split(3), strict=True)]
-        engine.forward_backward(batches, 6, 2)
+        engine.forward_backward(batches, 6)
+        engine.merge_statistics(2)
         before = [e.tensor.clone() for e in engine.tensors]
         engine.evaluate(batches)
         engine.first_non_finite_output(batches)

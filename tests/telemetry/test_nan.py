@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.telemetry.nan import NonFinite, NonFiniteWatch, earliest, first_non_finite
+from megasnn.non_finite import NonFinite, NonFiniteWatch, earliest, first_non_finite
 
 
 def test_first_bad_tensor_with_its_counts():

@@ -1,0 +1,77 @@
+"""What a run must not do behind its user's back: keep a nan, start anew by mistake, pack what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megasnn.checkpoint import NoCheckpointError
+from megasnn.comm.codec import Wire
+from megasnn.layers import BuildContext, ParallelConv
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.sharding import materialise
+from tests.parity import spikingjelly_reference as reference
+from tests.parity.ranks import build_engine
+from tests.training.runs import train
+
+
+def test_a_step_that_is_not_merged_leaves_the_running_statistics_alone() -> None:
+    """A nan in the data: the step is skipped, and the next good one gives what it would have given without it."""
+    state = initialize_model_parallel()
+    try:
+        images, labels = reference.data(4)
+        good = [MicroBatchInput(images, labels, 4)]
+        bad = [MicroBatchInput(images * float("nan"), labels, 4)]
+        engine, untouched = (build_engine(state, "auto", torch.float64) for _ in range(2))
+        engine.forward_backward(bad, 4)
+        assert not engine.gradient_norm() < float("inf")
+        for each in (engine, untouched):
+            each.forward_backward(good, 4)
+            each.merge_statistics(1)
+        for ours, theirs in zip(engine.tensors, untouched.tensors, strict=True):
+            assert torch.equal(ours.tensor, theirs.tensor), ours.name
+    finally:
+        destroy_model_parallel()
+
+
+def test_a_run_with_a_broken_step_ends_with_finite_tensors(tmp_path_factory, monkeypatch) -> None:
+    from megasnn import training
+    from tests.training.runs import whole
+
+    inputs = training.TrainingRun._inputs
+
+    def with_nan(run: training.TrainingRun, batch) -> list[MicroBatchInput]:
+        made = inputs(run, batch)
+        if run.iteration == 1:
+            made[0].images[0, 0, 0, 0] = float("nan")
+        return made
+
+    monkeypatch.setattr(training.TrainingRun, "_inputs", with_nan)
+    outcome = train(str(tmp_path_factory.mktemp("cache")), "--train-iters", "3", "--eval-iters", "0")
+    tensors = whole([outcome])
+    assert all(torch.isfinite(value).all() for value in tensors.values())
+    assert tensors["patch_embed.stages.0.norm.num_batches_tracked"] == 2
+
+
+@pytest.mark.parametrize("value", [0.5, 300.0, -1.0])
+@pytest.mark.parametrize("wire", [Wire.SPIKES, Wire.COUNTS])
+def test_an_input_that_does_not_fit_its_wire_is_refused(wire: Wire, value: float) -> None:
+    context = BuildContext()
+    conv = ParallelConv(2, 4, 3, context, padding=1, wire=wire, initialise=lambda t, g: t.normal_(generator=g))
+    materialise([("conv", conv)], torch.device("cpu"), 0)
+    fits = torch.ones(1, 2, 2, 5, 5)
+    assert conv(fits).shape == (1, 2, 4, 5, 5)
+    fits[0, 1, 1, 2, 3] = value
+    with pytest.raises(ValueError):
+        conv(fits)
+
+
+def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(tmp_path_factory, tmp_path) -> None:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    with pytest.raises(NoCheckpointError, match="typo"):
+        train(cache, "--train-iters", "1", "--load", str(tmp_path / "typo"))
+    folder = str(tmp_path / "job")
+    first = train(cache, "--train-iters", "2", "--exit-interval", "1", "--load", folder, "--save", folder)
+    second = train(cache, "--train-iters", "2", "--load", folder, "--save", folder)
+    assert (first.iteration, second.iteration) == (1, 2)
