@@ -71,8 +71,9 @@ def test_every_size_is_valid_and_within_memory(
     chunks_per_rank = chunks if name == "interleaved" else None
     schedule = generate(name, stages, micro_batches, chunks_per_rank, costs_of)
     validate(schedule, promised(name, stages, micro_batches))
-    stage_work = [sum(cost.forward + cost.backward for cost in costs_of(tuple(range(stages)))) * micro_batches]
-    assert sum(simulate(schedule, costs_of(schedule.placement)).busy) == pytest.approx(sum(stage_work))
+    whole = costs_of(tuple(range(stages)))
+    work = sum(cost.forward + cost.backward for cost in whole) * micro_batches
+    assert sum(simulate(schedule, costs_of(schedule.placement)).busy) == pytest.approx(work)
 
 
 @settings(max_examples=15, deadline=None)
