@@ -70,7 +70,7 @@ def find_best(
 ) -> Schedule:
     """The schedule of least simulated makespan that keeps the limit; among equals the one that holds least.
 
-    Tried are all named ones, and the V schedules with every memory they could use and shorter gaps filled, so
+    Tried are all named ones, filled by these costs and by equal ones, and the V schedules with every memory they could use and shorter gaps filled, so
     that it is never slower than a named one that fits.
 
     Raises ValueError when none keeps the limit.
@@ -100,6 +100,8 @@ def _candidates(stages: int, micro_batches: int, costs_of: CostsOf, chunks_per_r
         for name in NAMES:
             if _possible_chunks(name, count):
                 found.append(_order(name, stages, micro_batches, count, costs_of))
+                if name in ZERO_BUBBLE:  # the others do not look at costs
+                    found.append(_order(name, stages, micro_batches, count, equal_costs(stages)))
     if 2 in counts:
         costs = costs_of(v_placement(stages))
         for limit in range(1, min(2 * stages, micro_batches) + 1):
