@@ -11,7 +11,7 @@ from megasnn.schedule.interleaved import interleaved
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.simulate import ChunkCost, chunk_costs, simulate
 from megasnn.schedule.validate import ROUNDING, validate
-from megasnn.schedule.zero_bubble import best_v, v_half, v_min, zb1p, zb2p, zbv
+from megasnn.schedule.zero_bubble import best_v, half_limit, min_limit, v_half, v_min, zb1p, zb2p, zbv
 
 CostsOf = Callable[[tuple[int, ...]], Sequence[ChunkCost]]  # placement -> cost of each chunk
 
@@ -20,7 +20,7 @@ ZERO_BUBBLE = {"zb1p": zb1p, "zb2p": zb2p, "zbv": zbv, "v-half": v_half, "v-min"
 V_NAMES = ("zbv", "v-half", "v-min")
 NAMES = (*ONE_CHUNK, "interleaved", *ZERO_BUBBLE)
 GENERATED_NAMES = (*NAMES, "auto")
-GAPS = (1.0, 0.5, 0.25)  # parts of a weight gradient's time that a rank waits at least before it takes one in
+GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
 
 
 def equal_costs(stages: int) -> CostsOf:
@@ -70,7 +70,7 @@ def find_best(
 ) -> Schedule:
     """The schedule of least simulated makespan that keeps the limit; among equals the one that holds least.
 
-    Tried are all named ones, filled by these costs and by equal ones, and the V schedules with every memory they could use and shorter gaps filled, so
+    Tried are all named ones, filled by these costs and by equal ones, and the V schedules with several memory limits and shorter gaps filled, so
     that it is never slower than a named one that fits.
 
     Raises ValueError when none keeps the limit.
@@ -104,7 +104,7 @@ def _candidates(stages: int, micro_batches: int, costs_of: CostsOf, chunks_per_r
                     found.append(_order(name, stages, micro_batches, count, equal_costs(stages)))
     if 2 in counts:
         costs = costs_of(v_placement(stages))
-        for limit in range(1, min(2 * stages, micro_batches) + 1):
+        for limit in {min_limit(stages), half_limit(stages), stages, stages + stages // 2, 2 * stages}:
             for gap in GAPS:
                 schedule = best_v("auto", stages, micro_batches, costs, limit, gap)
                 found += [schedule] if schedule is not None else []
