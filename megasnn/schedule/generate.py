@@ -11,7 +11,7 @@ from megasnn.schedule.interleaved import interleaved
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.simulate import ChunkCost, chunk_costs, simulate
 from megasnn.schedule.validate import ROUNDING, validate
-from megasnn.schedule.zero_bubble import best_v, half_limit, min_limit, v_half, v_min, zb1p, zb2p, zbv
+from megasnn.schedule.zero_bubble import best_v, half_limit, min_limit, short_of_memory, v_half, v_min, zb1p, zb2p, zbv
 
 CostsOf = Callable[[tuple[int, ...]], Sequence[ChunkCost]]  # placement -> cost of each chunk
 
@@ -70,8 +70,9 @@ def find_best(
 ) -> Schedule:
     """The schedule of least simulated makespan that keeps the limit; among equals the one that holds least.
 
-    Tried are all named ones, filled by these costs and by equal ones, and the V schedules with several memory limits and shorter gaps filled, so
-    that it is never slower than a named one that fits.
+    Tried are all named ones, filled by these costs and by equal ones, 1F1B's order with every smaller memory,
+    and the V schedules with several memory limits and shorter gaps filled. It is never slower than a named one
+    that fits, and with one chunk a rank there is always one that holds a single micro-batch.
 
     Raises ValueError when none keeps the limit.
     """
@@ -102,6 +103,11 @@ def _candidates(stages: int, micro_batches: int, costs_of: CostsOf, chunks_per_r
                 found.append(_order(name, stages, micro_batches, count, costs_of))
                 if name in ZERO_BUBBLE:  # the others do not look at costs
                     found.append(_order(name, stages, micro_batches, count, equal_costs(stages)))
+    if 1 in counts:
+        costs = costs_of(loop_placement(stages))
+        for limit in range(1, stages):
+            schedule = short_of_memory("auto", stages, micro_batches, costs, limit)
+            found += [schedule] if schedule is not None else []
     if 2 in counts:
         costs = costs_of(v_placement(stages))
         for limit in {min_limit(stages), half_limit(stages), stages, stages + stages // 2, 2 * stages}:

@@ -47,6 +47,14 @@ def zb1p(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedul
     return fill("zb1p", loop_placement(stages), micro_batches, order, costs, stages)
 
 
+def short_of_memory(
+    name: str, stages: int, micro_batches: int, costs: Sequence[ChunkCost], limit: int
+) -> Schedule | None:
+    """One chunk a rank and 1F1B's order, with no more than `limit` micro-batches' activations."""
+    order = _one_chunk_order(stages, micro_batches, 1, limit - 1)
+    return fill(name, loop_placement(stages), micro_batches, order, costs, limit)
+
+
 def zb2p(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
     """Twice the warm-up and the memory of 1F1B; at equal costs no rank waits between its first and last action."""
     order = _one_chunk_order(stages, micro_batches, 2)
@@ -68,11 +76,11 @@ def v_min(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedu
     return best_v("v-min", stages, micro_batches, costs, min_limit(stages))
 
 
-def _one_chunk_order(stages: int, micro_batches: int, pace: int) -> Order:
-    """Warm-up of `pace` forwards for each rank that follows, then a forward and an input gradient in turn."""
+def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | None = None) -> Order:
+    """Warm-up of `pace` forwards for each rank that follows, `most` at most, then a forward and an input gradient in turn."""
     rows = []
     for rank in range(stages):
-        ahead = min(pace * (stages - rank - 1), micro_batches)
+        ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
         row = [Action(rank, Kind.FORWARD, m) for m in range(ahead)]
         for m in range(micro_batches):
             if ahead + m < micro_batches:

@@ -76,7 +76,7 @@ def test_every_size_is_valid_and_within_memory(
     assert sum(simulate(schedule, costs_of(schedule.placement)).busy) == pytest.approx(work)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 10), st.floats(1, 8), st.data())
 def test_auto_is_never_worse_than_a_named_schedule_that_fits(
     stages: int, micro_batches: int, limit: float, data: st.DataObject
