@@ -77,7 +77,8 @@ def v_min(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedu
 
 
 def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | None = None) -> Order:
-    """Warm-up of `pace` forwards for each rank that follows, `most` at most, then a forward and an input gradient in turn."""
+    """Warm-up of `pace` forwards for each rank that follows, `most` at most; then a forward and an input gradient
+    in turn."""
     rows = []
     for rank in range(stages):
         ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
