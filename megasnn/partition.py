@@ -70,6 +70,19 @@ def _best_cuts(
     return best[layers], cuts if parts else []
 
 
+def loop_placement(ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:
+    """The rank of each chunk, going round: rank r holds chunks r, ranks + r, 2 ranks + r, ..."""
+    return tuple(range(ranks)) * chunks_per_rank
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """The rank of each chunk, down and up again: rank r holds chunks r and 2 ranks - 1 - r.
+
+    The first and the last chunk then share a rank, and so do the two at the turn.
+    """
+    return (*range(ranks), *reversed(range(ranks)))
+
+
 def parse_layout(layout: str | Sequence[int]) -> tuple[int, ...]:
     """The number of units or layers in each chunk: "1|2|2|1", "1,2,2,1" or a list. Zeros are legal.
 

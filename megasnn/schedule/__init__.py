@@ -3,10 +3,12 @@
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.build import SCHEDULE_NAMES, build_schedule, resolve_schedule_name
 from megasnn.schedule.draw import format_actions
-from megasnn.schedule.simulate import ChunkCost, Simulation, simulate
+from megasnn.schedule.generate import GENERATED_NAMES, equal_costs, find_best, generate, per_stage
+from megasnn.schedule.simulate import ChunkCost, Simulation, chunk_costs, simulate
 from megasnn.schedule.validate import ScheduleError, validate
 
 __all__ = [
+    "GENERATED_NAMES",
     "SCHEDULE_NAMES",
     "Action",
     "ChunkCost",
@@ -15,7 +17,12 @@ __all__ = [
     "ScheduleError",
     "Simulation",
     "build_schedule",
+    "chunk_costs",
+    "equal_costs",
+    "find_best",
     "format_actions",
+    "generate",
+    "per_stage",
     "resolve_schedule_name",
     "simulate",
     "validate",

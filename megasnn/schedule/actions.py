@@ -1,7 +1,8 @@
 """What a pipeline schedule is made of: actions, and for every pipeline rank a list of them.
 
 An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
-of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, ``0SEND_F2`` sends what chunk
+of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, or
+in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``0SEND_F2`` sends what chunk
 0 computed from micro-batch 2, ``0SYNC`` reduces the gradients of chunk 0 over the data parallel replicas.
 
 A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
@@ -18,6 +19,8 @@ from enum import Enum
 class Kind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     SEND_FORWARD = "SEND_F"
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
@@ -26,7 +29,17 @@ class Kind(Enum):
 
     @property
     def is_compute(self) -> bool:
-        return self in (Kind.FORWARD, Kind.BACKWARD)
+        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+
+    @property
+    def propagates(self) -> bool:
+        """Whether it gives the gradient of the chunk's input, which the chunk before waits for."""
+        return self in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the chunk is done with the micro-batch after it, and lets its activations go."""
+        return self in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
     @property
     def is_send(self) -> bool:

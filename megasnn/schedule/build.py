@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only as forward_only_order
 from megasnn.schedule.basic import gpipe, one_f_one_b
+from megasnn.schedule.generate import GENERATED_NAMES
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.validate import validate
 
@@ -19,6 +20,11 @@ def resolve_schedule_name(name: str) -> str:
 
     Raises ValueError for an unknown name.
     """
+    if name in GENERATED_NAMES and name not in SCHEDULE_NAMES:
+        raise ValueError(
+            f"--pipeline-schedule {name} can be drawn and simulated (tools/draw_schedule.py) but not trained with "
+            f"yet: it splits the backward or has several chunks per rank; use one of {', '.join(SCHEDULE_NAMES)}"
+        )
     if name not in SCHEDULE_NAMES:
         raise ValueError(f"unknown --pipeline-schedule {name!r}; known: {', '.join(SCHEDULE_NAMES)}")
     return "1f1b" if name == "auto" else name

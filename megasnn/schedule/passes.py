@@ -6,24 +6,46 @@ That communication is added by a pass, and not by the generators, is the idea of
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import replace
 
 from megasnn.schedule.actions import Action, Kind, Schedule
+
+Link = tuple[int, int, Kind]  # (sending rank, receiving rank, kind of the send)
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
     """Adds a receive right before each computation that needs one and a send after each that has a taker.
 
-    Neighbouring chunks on the same rank hand their tensors over without a transfer.
+    Neighbouring chunks on the same rank hand their tensors over without a transfer. Receives on a link are in
+    the order of the sends: one whose turn comes before it is needed is received early.
     """
-    return replace(schedule, actions=tuple(_with_transfers(order, schedule) for order in schedule.actions))
+    sends: dict[Link, list[Action]] = defaultdict(list)
+    for rank, order in enumerate(schedule.actions):
+        for action in order:
+            for send in transfers_of(schedule, action)[1]:
+                sends[rank, schedule.placement[send.peer.chunk], send.kind].append(send)
+    waiting = {link: deque(order) for link, order in sends.items()}
+    return replace(
+        schedule,
+        actions=tuple(_with_transfers(rank, order, schedule, waiting) for rank, order in enumerate(schedule.actions)),
+    )
 
 
-def _with_transfers(order: tuple[Action, ...], schedule: Schedule) -> tuple[Action, ...]:
+def _with_transfers(
+    rank: int, order: tuple[Action, ...], schedule: Schedule, waiting: dict[Link, deque[Action]]
+) -> tuple[Action, ...]:
     result: list[Action] = []
+    received: set[Action] = set()
     for action in order:
-        received, sent = transfers_of(schedule, action)
-        result += [*received, action, *sent]
+        needed, sent = transfers_of(schedule, action)
+        for receive in needed:
+            link = waiting.get((schedule.placement[receive.peer.chunk], rank, receive.peer.kind), deque())
+            while link and receive not in received:
+                early = link.popleft().peer
+                received.add(early)
+                result.append(early)
+        result += [action, *sent]
     return tuple(result)
 
 
@@ -33,7 +55,7 @@ def transfers_of(schedule: Schedule, action: Action) -> tuple[list[Action], list
     previous, following = _lives_elsewhere(schedule, chunk, -1), _lives_elsewhere(schedule, chunk, +1)
     if action.kind is Kind.FORWARD:
         received, sent = (Kind.RECV_FORWARD, previous), (Kind.SEND_FORWARD, following)
-    elif action.kind is Kind.BACKWARD:
+    elif action.kind.propagates:
         received, sent = (Kind.RECV_BACKWARD, following), (Kind.SEND_BACKWARD, previous)
     else:
         return [], []
@@ -51,7 +73,7 @@ def insert_gradient_sync(schedule: Schedule) -> Schedule:
 
 
 def _with_sync(order: tuple[Action, ...]) -> tuple[Action, ...]:
-    last = {a.chunk: i for i, a in enumerate(order) if a.kind in (Kind.BACKWARD, Kind.SEND_BACKWARD)}
+    last = {a.chunk: i for i, a in enumerate(order) if a.kind.finishes or a.kind is Kind.SEND_BACKWARD}
     chunk_ending_at = {index: chunk for chunk, index in last.items()}
     result: list[Action] = []
     for index, action in enumerate(order):

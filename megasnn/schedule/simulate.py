@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megasnn.schedule.actions import Action, Kind, Schedule
+from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.validate import execution_order
 
 
@@ -16,15 +17,49 @@ class ChunkCost:
     """Costs of one chunk for one micro-batch, times in any one unit.
 
     Attributes:
-        forward, backward: time to compute.
+        forward, backward: time to compute. input_gradient, weight_gradient: that of a backward's two parts
+        where it is split; each half of `backward` when not given.
         transfer: time to move the chunk's output to the next chunk's rank, and that of its gradient back.
-        activation: what a forward holds until its backward; 1 counts micro-batches.
+        activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
     """
 
     forward: float
     backward: float
     transfer: float = 0.0
     activation: float = 1.0
+    input_gradient: float | None = None
+    weight_gradient: float | None = None
+
+    def time(self, kind: Kind) -> float:
+        """Of one computation. Raises KeyError for a kind that is none."""
+        half = self.backward / 2
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward,
+            Kind.INPUT_GRADIENT: half if self.input_gradient is None else self.input_gradient,
+            Kind.WEIGHT_GRADIENT: half if self.weight_gradient is None else self.weight_gradient,
+        }[kind]
+
+
+def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[ChunkCost]:
+    """Costs of chunks from those of whole stages, one for each rank: a chunk costs its share of its stage.
+
+    A transfer costs the same however small the chunks are: it carries the whole output of a layer.
+    """
+    costs = []
+    for rank, share in zip(placement, stage_shares(placement), strict=True):
+        stage = stages[rank]
+        costs.append(
+            ChunkCost(
+                stage.forward * share,
+                stage.backward * share,
+                stage.transfer,
+                stage.activation * share,
+                stage.time(Kind.INPUT_GRADIENT) * share,
+                stage.time(Kind.WEIGHT_GRADIENT) * share,
+            )
+        )
+    return costs
 
 
 @dataclass(frozen=True)
@@ -76,7 +111,7 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
         busy=tuple(busy),
         idle=tuple(makespan - time for time in busy),
         bubble=tuple(row[-1].end - row[0].start - time for row, time in zip(computed, busy, strict=True)),
-        peak_activations=tuple(_peak(row, costs) for row in computed),
+        peak_activations=tuple(_peak(schedule, rank, costs) for rank in range(schedule.ranks)),
     )
 
 
@@ -95,8 +130,7 @@ def _times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAct
             end = max(start, sent_at[action.peer], link_free[link]) + costs[_boundary(action)].transfer
             link_free[link] = end
         elif action.kind.is_compute:
-            cost = costs[action.chunk]
-            end = start + (cost.forward if action.kind is Kind.FORWARD else cost.backward)
+            end = start + costs[action.chunk].time(action.kind)
         timeline[rank].append(TimedAction(action, start, end))
     return timeline
 
@@ -106,14 +140,5 @@ def _boundary(receive: Action) -> int:
     return min(receive.chunk, receive.peer.chunk)
 
 
-def _peak(computed: Sequence[TimedAction], costs: Sequence[ChunkCost]) -> float:
-    held = peak = 0.0
-    keeps = any(timed.action.kind is Kind.BACKWARD for timed in computed)
-    for timed in computed:
-        activation = costs[timed.action.chunk].activation
-        if timed.action.kind is Kind.FORWARD:
-            held += activation
-            peak = max(peak, held)
-        if timed.action.kind is Kind.BACKWARD or not keeps:
-            held -= activation
-    return peak
+def _peak(schedule: Schedule, rank: int, costs: Sequence[ChunkCost]) -> float:
+    return max(activations_held(schedule, rank, [cost.activation for cost in costs]), default=0.0)

@@ -4,13 +4,14 @@ hang."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.draw import Place, format_actions
-from megasnn.schedule.passes import transfers_of
+from megasnn.schedule.memory import activations_held
+from megasnn.schedule.passes import Link, transfers_of
 
-Link = tuple[int, int, Kind]  # (sending rank, receiving rank, kind of the send)
+ROUNDING = 1e-9  # thirds of a stage do not sum to a whole one
 
 
 class ScheduleError(ValueError):
@@ -25,12 +26,14 @@ class ScheduleError(ValueError):
         )
 
 
-def validate(schedule: Schedule) -> None:
+def validate(schedule: Schedule, memory_limit: float | None = None, activation: Sequence[float] | None = None) -> None:
     """Raises ScheduleError for a complete schedule (with transfers and gradient sync) that is wrong.
 
     Every action is there exactly once and on the right rank; everything an action uses is there before it;
     a chunk's backwards are in ascending order, so that every schedule accumulates gradients alike; receives
-    on a link are in the order of the sends; and no rank waits for ever.
+    on a link are in the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is
+    either whole (B) or in two parts (I and W). With a `memory_limit`, no rank ever holds more activations than
+    that; see `activations_held` for what is counted, and `activation` for how much each chunk's are.
     """
     _check_placement(schedule)
     for rank in range(schedule.ranks):
@@ -39,6 +42,16 @@ def validate(schedule: Schedule) -> None:
     _check_links(schedule)
     for _ in execution_order(schedule):
         pass
+    if memory_limit is not None:
+        _check_memory(schedule, memory_limit, activation)
+
+
+def _check_memory(schedule: Schedule, limit: float, activation: Sequence[float] | None) -> None:
+    for rank in range(schedule.ranks):
+        for index, held in enumerate(activations_held(schedule, rank, activation)):
+            if held > limit + ROUNDING:
+                problem = f"{held:g} activations are held where --pipeline-memory-limit allows {limit:g}"
+                raise ScheduleError(schedule, problem, [(rank, index)])
 
 
 def execution_order(schedule: Schedule) -> Iterator[Place]:
@@ -77,15 +90,22 @@ def _check_placement(schedule: Schedule) -> None:
 def expected_actions(schedule: Schedule, rank: int) -> list[Action]:
     """What a rank has to do, in no useful order."""
     expected = []
+    present = set(schedule.actions[rank])
     for chunk in schedule.chunks_of(rank):
         for m in range(schedule.micro_batches):
-            for kind in (Kind.FORWARD,) if schedule.forward_only else (Kind.FORWARD, Kind.BACKWARD):
+            for kind in (Kind.FORWARD,) if schedule.forward_only else (Kind.FORWARD, *_parts(present, chunk, m)):
                 action = Action(chunk, kind, m)
                 before, after = transfers_of(schedule, action)
                 expected += [*before, action, *after]
         if not schedule.forward_only:
             expected.append(Action(chunk, Kind.SYNC_GRADIENTS))
     return expected
+
+
+def _parts(present: set[Action], chunk: int, micro_batch: int) -> tuple[Kind, ...]:
+    """The kinds of a backward: split as soon as one of its parts is there."""
+    split = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+    return split if any(Action(chunk, kind, micro_batch) in present for kind in split) else (Kind.BACKWARD,)
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
@@ -104,33 +124,44 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
 
 
 def _check_dependencies(schedule: Schedule, rank: int) -> None:
+    present = set(schedule.actions[rank])
     done: set[Action] = set()
     for index, action in enumerate(schedule.actions[rank]):
-        for needed in _needed_on_rank(schedule, action):
+        for needed in _needed_on_rank(schedule, action, present):
             if needed not in done:
                 raise ScheduleError(schedule, f"{action} needs {needed} before it", [(rank, index)])
         done.add(action)
 
 
-def _needed_on_rank(schedule: Schedule, action: Action) -> Iterator[Action]:
+def _needed_on_rank(schedule: Schedule, action: Action, present: set[Action]) -> Iterator[Action]:
     """The actions of the same rank that must come first; what comes from other ranks arrives by a receive."""
     chunk, m = action.chunk, action.micro_batch
-    if action.kind is Kind.SYNC_GRADIENTS:
-        yield Action(chunk, Kind.BACKWARD, schedule.micro_batches - 1)  # the others are before it, being ascending
+
+    def input_gradient(of_chunk: int, micro_batch: int) -> Action:
+        return Action(of_chunk, _parts(present, of_chunk, micro_batch)[0], micro_batch)
+
+    def finish(micro_batch: int) -> Action:
+        return Action(chunk, _parts(present, chunk, micro_batch)[-1], micro_batch)
+
+    if m is None:  # gradient sync
+        yield finish(schedule.micro_batches - 1)  # the others are before it, being ascending
         return
     received, _ = transfers_of(schedule, action)
     if action.kind is Kind.SEND_FORWARD:
         yield Action(chunk, Kind.FORWARD, m)
     elif action.kind is Kind.SEND_BACKWARD:
-        yield Action(chunk, Kind.BACKWARD, m)
+        yield input_gradient(chunk, m)
     elif action.kind is Kind.FORWARD:
         yield from received or ([Action(chunk - 1, Kind.FORWARD, m)] if chunk > 0 else [])
-    elif action.kind is Kind.BACKWARD:
-        assert m is not None
+    elif action.kind.propagates:
         yield Action(chunk, Kind.FORWARD, m)
-        yield from received or ([Action(chunk + 1, Kind.BACKWARD, m)] if chunk + 1 < schedule.chunks else [])
+        yield from received or ([input_gradient(chunk + 1, m)] if chunk + 1 < schedule.chunks else [])
         if m > 0:
-            yield Action(chunk, Kind.BACKWARD, m - 1)
+            yield input_gradient(chunk, m - 1)
+    elif action.kind is Kind.WEIGHT_GRADIENT:
+        yield input_gradient(chunk, m)
+    if action.kind.finishes and m > 0:
+        yield finish(m - 1)
 
 
 def _check_links(schedule: Schedule) -> None:

@@ -1,0 +1,45 @@
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megasnn.schedule import equal_costs, generate, simulate
+from megasnn.schedule.gantt import draw_grid, write_chart
+from tools.draw_schedule import main
+
+
+def test_the_grid_in_the_terminal() -> None:
+    schedule = generate("zb1p", 2, 2)
+    result = simulate(schedule, equal_costs(2)(schedule.placement))
+    assert draw_grid(schedule, result).splitlines() == [
+        "rank 0 |F0 F1 ...I0 W0 I1 W1 |",
+        "rank 1 |...F0 I0 F1 I1 W0 W1 |",
+    ]
+
+
+def test_the_tool_prints_what_the_simulation_says(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["zbv", "--stages", "4", "--micro-batches", "8"])
+    printed = capsys.readouterr().out
+    assert "makespan 25.5\n" in printed
+    assert printed.count("between first and last action 0), peak activations 4,") == 4
+
+
+def test_a_chart_has_a_bar_for_every_computation(tmp_path: Path) -> None:
+    main(["v-half", "--stages", "2", "--micro-batches", "3", "--output", str(tmp_path / "g.svg")])
+    titles = [element.text for element in ElementTree.parse(tmp_path / "g.svg").iter() if element.tag.endswith("title")]
+    assert sorted(map(str, titles)) == sorted(f"{c}{k}{m}" for c in range(4) for k in "FIW" for m in range(3))
+
+
+def test_a_picture_can_be_opened(tmp_path: Path) -> None:
+    from PIL import Image
+
+    schedule = generate("1f1b", 2, 2)
+    write_chart(schedule, simulate(schedule, equal_costs(2)(schedule.placement)), tmp_path / "g.png")
+    with Image.open(tmp_path / "g.png") as image:
+        assert image.width > 1000
+        assert len(image.getcolors(maxcolors=1 << 20) or []) > 3
+
+
+def test_another_suffix_is_refused() -> None:
+    with pytest.raises(ValueError, match="--output g.gif"):
+        main(["1f1b", "--output", "g.gif"])

@@ -1,0 +1,152 @@
+"""Every named schedule: the figures of the field's reference table, and validity over sizes and costs."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasnn.schedule import (
+    Action,
+    ChunkCost,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    equal_costs,
+    generate,
+    per_stage,
+    simulate,
+    validate,
+)
+from megasnn.schedule.generate import NAMES, V_NAMES, CostsOf
+from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
+from megasnn.schedule.zero_bubble import half_limit, min_limit
+
+seconds = st.integers(1, 8).map(lambda quarter: quarter / 4)
+
+
+@st.composite
+def costs(draw: st.DrawFn, stages: int) -> CostsOf:
+    def stage() -> ChunkCost:
+        forward, inputs, weights = draw(seconds), draw(seconds), draw(seconds)
+        transfer = draw(st.sampled_from([0.0, 0.25]))
+        return ChunkCost(forward, inputs + weights, transfer, 1.0, inputs, weights)
+
+    return per_stage([stage() for _ in range(stages)])
+
+
+@pytest.mark.parametrize(
+    ("name", "makespan", "bubble", "peak"),
+    [
+        ("1f1b", 33, 9, 4),
+        ("zb1p", 27, 3, 4),
+        ("zb2p", 27, 0, 8),
+        ("zbv", 25.5, 0, 4),
+        ("v-half", 26.5, 2.5, 3),
+        ("v-min", 29.5, 5.5, 2),
+        ("interleaved", 28.5, 4.5, 5.5),
+    ],
+)
+def test_reference_values(name: str, makespan: float, bubble: float, peak: float) -> None:
+    """Four stages, eight micro-batches, forward, input and weight gradient one each."""
+    schedule = generate(name, 4, 8)
+    result = simulate(schedule, equal_costs(4)(schedule.placement))
+    assert result.makespan == makespan
+    assert max(result.bubble) == bubble
+    assert max(result.peak_activations) == peak
+    assert result.busy == (24,) * 4
+
+
+def promised(name: str, stages: int, micro_batches: int) -> float:
+    """The activations a schedule may hold, in whole stages' micro-batches."""
+    limits = {"1f1b": stages, "zb1p": stages, "zb2p": 2 * stages, "zbv": stages}
+    limits |= {"v-half": half_limit(stages), "v-min": min_limit(stages)}
+    return min(limits.get(name, micro_batches), micro_batches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NAMES), st.integers(1, 8), st.integers(1, 32), st.integers(1, 4), st.data())
+def test_every_size_is_valid_and_within_memory(
+    name: str, stages: int, micro_batches: int, chunks: int, data: st.DataObject
+) -> None:
+    costs_of = data.draw(costs(stages))
+    chunks_per_rank = chunks if name == "interleaved" else None
+    schedule = generate(name, stages, micro_batches, chunks_per_rank, costs_of)
+    validate(schedule, promised(name, stages, micro_batches))
+    whole = costs_of(tuple(range(stages)))
+    work = sum(cost.forward + cost.backward for cost in whole) * micro_batches
+    assert sum(simulate(schedule, costs_of(schedule.placement)).busy) == pytest.approx(work)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 10), st.floats(1, 8), st.data())
+def test_auto_is_never_worse_than_a_named_schedule_that_fits(
+    stages: int, micro_batches: int, limit: float, data: st.DataObject
+) -> None:
+    costs_of = data.draw(costs(stages))
+    fitting = []
+    for name in NAMES:
+        schedule = generate(name, stages, micro_batches, costs_of=costs_of)
+        result = simulate(schedule, costs_of(schedule.placement))
+        if max(result.peak_activations) <= limit:
+            fitting.append(result.makespan)
+    best = generate("auto", stages, micro_batches, costs_of=costs_of, memory_limit=limit)
+    validate(best, limit)
+    assert simulate(best, costs_of(best.placement)).makespan <= min(fitting, default=float("inf"))
+
+
+@pytest.mark.parametrize("name", V_NAMES)
+def test_first_and_last_chunk_of_a_v_share_a_rank(name: str) -> None:
+    assert generate(name, 3, 4).placement == (0, 1, 2, 2, 1, 0)
+
+
+def test_a_split_backward_on_one_rank() -> None:
+    assert " ".join(map(str, generate("zb1p", 1, 2).actions[0])) == "0F0 0I0 0W0 0F1 0I1 0W1 0SYNC"
+
+
+def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
+    rows = ("0F0 2F0 0F1 2F1", "1F0 1F1 3F0 3F1")
+    orders = tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
+    schedule = insert_transfers(Schedule("loop", (0, 1, 0, 1), 2, orders, forward_only=True))
+    validate(schedule)
+    assert " ".join(map(str, schedule.actions[1])) == (
+        "1RECV_F0 1F0 1SEND_F0 3RECV_F0 1RECV_F1 1F1 1SEND_F1 3F0 3RECV_F1 3F1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("0F0 0W0 0I0", "0W0 needs 0I0 before it"),
+        ("0F0 0I0", "lacks 0W0"),
+        ("0F0 0I0 0B0 0W0", "0B0 does not belong here"),
+        ("0F0 0F1 0I0 0I1 0W1 0W0", "0W1 needs 0W0 before it"),
+        ("0F0 0F1 0I1 0I0 0W0 0W1", "0I1 needs 0I0 before it"),
+    ],
+)
+def test_a_wrong_split_is_seen(row: str, problem: str) -> None:
+    actions = tuple(Action.parse(text) for text in row.split())
+    micro_batches = 1 + max(action.micro_batch or 0 for action in actions)
+    schedule = insert_gradient_sync(Schedule("wrong", (0,), micro_batches, (actions,)))
+    with pytest.raises(ScheduleError, match=problem):
+        validate(schedule)
+
+
+def test_too_much_memory_is_marked() -> None:
+    schedule = generate("gpipe", 2, 4)
+    with pytest.raises(ScheduleError, match="--pipeline-memory-limit allows 3") as error:
+        validate(schedule, 3)
+    assert ">0F3<" in str(error.value)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 3: --pipeline-schedule zbv"):
+        generate("zbv", 2, 4, 3)
+    with pytest.raises(ValueError, match="unknown --pipeline-schedule 'zigzag'"):
+        generate("zigzag", 2, 4)
+    with pytest.raises(ValueError, match="--pipeline-memory-limit 0.5: no schedule .* the least found is 1"):
+        generate("auto", 1, 4, memory_limit=0.5)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb1p", "zb2p", "zbv", "v-half", "v-min"])
+def test_training_refuses_what_the_executor_cannot_run(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--pipeline-schedule {name} can be drawn .* not trained"):
+        build_schedule(name, 2, 4)

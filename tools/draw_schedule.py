@@ -1,0 +1,94 @@
+"""Show a pipeline schedule: how long it takes, how long each rank waits, what it holds, and who does what when.
+
+    python tools/draw_schedule.py zbv --stages 4 --micro-batches 8
+    python tools/draw_schedule.py auto --stages 4 --micro-batches 8 --weight-grad 0.8 --memory-limit 3 --output g.svg
+
+Costs are for a whole stage and one micro-batch, in any unit of time; with v chunks on a rank a chunk costs a
+v-th, a transfer always as much as given. Activations count whole stages' micro-batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megasnn.schedule import ChunkCost, format_actions, generate, per_stage, simulate
+from megasnn.schedule.gantt import draw_grid, write_chart
+
+
+@dataclass(frozen=True)
+class Options:
+    """Draw a pipeline schedule."""
+
+    schedule: Annotated[str, tyro.conf.Positional]
+    """gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, v-half, v-min or auto."""
+    stages: int = 4
+    """pipeline ranks."""
+    micro_batches: int = 8
+    """micro-batches of a step."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """chunks on each rank; the schedule's own number when not given, 2 for interleaved."""
+    forward: float = 1.0
+    """time of a stage's forward."""
+    input_grad: float = 1.0
+    """time of a stage's input gradient."""
+    weight_grad: float = 1.0
+    """time of a stage's weight gradient."""
+    transfer: float = 0.0
+    """time of a transfer between two ranks."""
+    memory_limit: float | None = None
+    """activations a rank may hold; what needs more is refused, auto searches within it."""
+    actions: bool = False
+    """also list every rank's actions, transfers included."""
+    output: Path | None = None
+    """write a Gantt chart here, .svg or .png."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = tyro.cli(Options, args=arguments)
+    if min(options.forward, options.input_grad, options.weight_grad, options.transfer) < 0:
+        raise ValueError("--forward, --input-grad, --weight-grad and --transfer must not be negative")
+    if options.output is not None and options.output.suffix not in (".svg", ".png"):
+        raise ValueError(f"--output {options.output}: the name must end in .svg or .png")
+    whole = ChunkCost(
+        options.forward,
+        options.input_grad + options.weight_grad,
+        options.transfer,
+        input_gradient=options.input_grad,
+        weight_gradient=options.weight_grad,
+    )
+    costs_of = per_stage([whole] * options.stages)
+    schedule = generate(
+        options.schedule,
+        options.stages,
+        options.micro_batches,
+        options.num_virtual_stages_per_pipeline_rank,
+        costs_of,
+        options.memory_limit,
+    )
+    result = simulate(schedule, costs_of(schedule.placement))
+    print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
+    print(f"makespan {result.makespan:g}")
+    for rank in range(schedule.ranks):
+        print(
+            f"rank {rank}: idle {result.idle[rank]:g} (between first and last action {result.bubble[rank]:g}), "
+            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.chunks_of(rank))}"
+        )
+    print(draw_grid(schedule, result))
+    if options.actions:
+        print(format_actions(schedule.actions))
+    if options.output is not None:
+        write_chart(schedule, result, options.output)
+        print(f"drawn: {options.output}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"draw_schedule: {error}")
