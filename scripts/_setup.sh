@@ -4,6 +4,29 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+# A small Spikformer on scikit-learn's handwritten digits: the same model in every script that trains on them.
+# shellcheck disable=SC2034  # used by the scripts that source this file
+DIGITS=(
+    --data-path sample
+    --image-size 16
+    --in-channels 1
+    --num-classes 10
+    --patch-size 4
+    --embed-dim 64
+    --depth 2
+    --num-heads 4
+    --time-steps 4
+    --micro-batch-size 16
+    --global-batch-size 64
+    --train-iters 200
+    --lr 3e-3
+    --lr-decay-style cosine
+    --lr-warmup-iters 10
+    --log-interval 10
+    --eval-interval 50
+    --save-interval 50
+)
+
 say() { printf '%s\n' "$*" >&2; }
 
 prepare_python() {

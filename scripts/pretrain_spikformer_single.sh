@@ -9,24 +9,7 @@ prepare_python
 RUN=$(new_run spikformer_single)
 
 "$PYTHON" "$ROOT/pretrain_spikformer.py" \
-    --data-path sample \
-    --image-size 16 \
-    --in-channels 1 \
-    --num-classes 10 \
-    --patch-size 4 \
-    --embed-dim 64 \
-    --depth 2 \
-    --num-heads 4 \
-    --time-steps 4 \
-    --micro-batch-size 16 \
-    --global-batch-size 64 \
-    --train-iters 200 \
-    --lr 3e-3 \
-    --lr-decay-style cosine \
-    --lr-warmup-iters 10 \
-    --log-interval 10 \
-    --eval-interval 50 \
-    --save-interval 50 \
+    "${DIGITS[@]}" \
     --save "$RUN/checkpoints" \
     --tensorboard-dir "$RUN/tensorboard" \
     "$@"

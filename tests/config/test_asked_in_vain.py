@@ -25,4 +25,4 @@ def test_refused(flags: str, problem: str) -> None:
 
 def test_the_same_with_an_effect_is_accepted() -> None:
     flags = "--train-iters 10 --data-path x.tar --valid-data-path y.tar --eval-interval 5 --surrogate erf"
-    validate(parse(PretrainSpikformerConfig, flags.split()), 1)
+    assert validate(parse(PretrainSpikformerConfig, flags.split()), 1) is None
