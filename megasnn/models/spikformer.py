@@ -37,7 +37,7 @@ STEM_STAGES = 4
 
 def describe_spikformer(config: SpikformerConfig, neuron: NeuronSpec) -> ModelDescription:
     """The layers of a resolved configuration: four stem stages, positional encoding, each block's two halves, head."""
-    dim, hidden = config.embed_dim, int(config.embed_dim * config.mlp_ratio)
+    dim, hidden = config.embed_dim, config.mlp_dim
     layers = [
         LayerDescription(
             f"patch_embed.stages.{stage}", "patch_embed", partial(_stem_stage, config, neuron, stage), Wire.SPIKES
