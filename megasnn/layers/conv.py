@@ -30,6 +30,7 @@ from megasnn.comm.group import Group
 from megasnn.comm.layout import from_rows, to_rows
 from megasnn.layers.context import BuildContext
 from megasnn.layers.convolution import Geometry, add_weight_gradient, convolve, input_gradient
+from megasnn.layers.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, Shard, declare_parameter
 
@@ -56,10 +57,14 @@ class ParallelConv(nn.Module):
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
         padding_mode: as in torch; applied before the channels are gathered, since padding is per channel.
-        initialise: fills the global weight; the bias starts at zero.
+        pool: average pooling (this many pixels square, without overlap) of the input, first of all. The input as it is
+            travels and is kept, so that spikes stay spikes; the input gradient travels pooled.
+        initialise: fills the global weight.
+        initialise_bias: fills the global bias, with zeros by default.
 
     Raises:
-        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode.
+        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode,
+            pooling together with a padding mode that pads first.
     """
 
     weight: Tensor
@@ -83,9 +88,13 @@ class ParallelConv(nn.Module):
         whole_input: bool = False,
         wire: Wire = Wire.DENSE,
         blocks: int = 1,
+        pool: int = 1,
+        initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
         group = context.tensor
+        if pool > 1 and padding_mode != "zeros":
+            raise ValueError(f"pool {pool} comes before padding, and padding_mode {padding_mode!r} pads first")
         _check(in_channels, out_channels, kernel_size, groups, group, style, padding_mode, pointwise, whole_input)
         shape = (out_channels, in_channels // groups, *((1,) if pointwise else (kernel_size, kernel_size)))
         cut = 1 if style == "row" and groups == 1 else 0
@@ -93,7 +102,7 @@ class ParallelConv(nn.Module):
         declare_parameter(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias:
-            shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=_zeros)
+            shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=initialise_bias or _zeros)
             declare_parameter(self, "bias", shard, context.dtype)
         self.padding, self.padding_mode = padding, padding_mode
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
@@ -107,16 +116,18 @@ class ParallelConv(nn.Module):
                 padding=padding if padding_mode == "zeros" else 0,
                 groups=groups if groups == 1 else groups // group.size,
             ),
+            pool=pool,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        """Without `add_bias`, what the bias would be added to."""
         if self.padding_mode != "zeros" and self.padding:
             mode = PADDING_MODES[self.padding_mode]
             x = F.pad(x.flatten(0, 1), (self.padding,) * 4, mode).unflatten(0, x.shape[:2])
         owed = self.weight_gradients.of(self.weight)
         y = _Convolve.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
-        return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
+        return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
 
 def _check(
@@ -162,6 +173,7 @@ class _Plan:
     scatter: bool
     wire: Wire
     geometry: Geometry
+    pool: int
 
 
 class _Convolve(torch.autograd.Function):
@@ -177,7 +189,8 @@ class _Convolve(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.wire)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.wire, check=True)]
-        y = convolve(_as_images(full, x.shape), _kernel(weight, x.dtype), plan.geometry).unflatten(0, x.shape[:2])
+        images = average_pool(_as_images(full, x.shape), plan.pool)
+        y = convolve(images, _kernel(weight, x.dtype), plan.geometry).unflatten(0, x.shape[:2])
         ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
         if plan.scatter and plan.group.size > 1:
@@ -195,23 +208,32 @@ class _Convolve(torch.autograd.Function):
         finish = None
         if ctx.needs_input_grad[0]:
             kernel = _kernel(weight, grad.dtype)
-            finish = _start_input_gradient(grad_images, kernel, plan, ctx.input_shape[3:])
+            finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
         if ctx.leave is not None:
             add = partial(_add_weight_gradient, plan, payloads, ctx.row_shape, ctx.input_shape, grad_images)
             ctx.leave(add)
-        return None if finish is None else from_rows(finish(), ctx.input_shape), None, None, None, None
+        return None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool), None, None, None, None
 
 
 def _add_weight_gradient(
     plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, input_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
     rows = join_columns(payloads, plan.wire, row_shape, grad.dtype)
-    add_weight_gradient(_kernel(total, total.dtype), grad, _as_images(rows, input_shape), plan.geometry)
+    images = average_pool(_as_images(rows, input_shape), plan.pool)
+    add_weight_gradient(_kernel(total, total.dtype), grad, images, plan.geometry)
 
 
 def _kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Two-dimensional, in the type that is computed in."""
     return (weight if weight.ndim == 4 else weight.unsqueeze(-1)).to(dtype)
+
+
+def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
+    """Rows of the gradient of the pooled input as the gradient of the input, which has this `shape`."""
+    if pool == 1:
+        return from_rows(rows, shape)
+    images = _as_images(rows, torch.Size((*shape[:3], *pooled_space(shape[3:], pool))))
+    return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
 
 
 def _start_input_gradient(grad: Tensor, weight: Tensor, plan: _Plan, space: torch.Size) -> Callable[[], Tensor]:
