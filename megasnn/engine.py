@@ -37,6 +37,7 @@ class Engine:
         loss: (logits, labels) -> the sum of the samples' losses.
 
     Attributes:
+        context: what the layers were built with.
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank.
         parameters: number of elements of the whole model's parameters.
@@ -54,7 +55,7 @@ class Engine:
         seed: int = 0,
         loss: SampleLoss = cross_entropy_sum,
     ) -> None:
-        self.model, self.state, self.loss = model, state, loss
+        self.model, self.state, self.context, self.loss = model, state, context, loss
         self._schedule_name = schedule
         placement = tuple(range(len(bounds)))
         self.chunks: dict[int, PipelineChunk] = {
