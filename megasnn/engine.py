@@ -41,6 +41,7 @@ class Engine:
         tensors: parameters and buffers of this rank.
         parameters: number of elements of the whole model's parameters.
         gradient_norm: of the whole model, see megasnn.optim.
+        executor: works off the schedules; its `observer` sees every action.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Engine:
         self.parameters = parameter_count(whole)
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
         self._global_batch_size = 1
-        self._executor = PipelineExecutor(self.chunks, placement, state, self._micro_batch_loss, self.data_parallel)
+        self.executor = PipelineExecutor(self.chunks, placement, state, self._micro_batch_loss, self.data_parallel)
         self._schedule = lru_cache(maxsize=None)(self._build_schedule)
 
     def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:
@@ -106,7 +107,7 @@ class Engine:
         for norm in self.norms:
             norm.pending.clear()
         self._set_mode(training=True)
-        loss = self._executor.train_step(self._schedule(len(micro_batches), False), micro_batches)
+        loss = self.executor.train_step(self._schedule(len(micro_batches), False), micro_batches)
         return self._over_all_replicas(loss.reshape(1))[0]
 
     def merge_statistics(self, most_micro_batches: int) -> None:
@@ -128,7 +129,7 @@ class Engine:
 
         self._set_mode(training=False)
         if micro_batches:
-            self._executor.evaluate(self._schedule(len(micro_batches), True), micro_batches, consume)
+            self.executor.evaluate(self._schedule(len(micro_batches), True), micro_batches, consume)
         return totals
 
     def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> NonFinite | None:
@@ -141,7 +142,7 @@ class Engine:
         named = [pair for chunk in self.chunks.values() for pair in _leaves(chunk)]
         with NonFiniteWatch(named) as watch:
             schedule = self._schedule(len(micro_batches), True)
-            self._executor.evaluate(schedule, micro_batches, lambda logits, labels: None)
+            self.executor.evaluate(schedule, micro_batches, lambda logits, labels: None)
         return watch.found
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class GradientSync(Protocol):
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 # (logits, labels) in evaluation
 LogitsConsumer = Callable[[Tensor, Tensor], None]
+# (action, start, end) of every action, in seconds of `time.perf_counter`
+ActionObserver = Callable[[Action, float, float], None]
 
 
 @dataclass
@@ -74,6 +77,11 @@ class PipelineExecutor:
         placement: the pipeline rank of every chunk.
         loss: for training; called on the rank of the last chunk.
         sync: data parallelism; None where gradients are not reduced.
+        observer: called after each action, in training and in evaluation. A device that computes asynchronously is
+            not waited for.
+
+    Attributes:
+        observer: may be set and taken away between steps.
     """
 
     def __init__(
@@ -83,9 +91,10 @@ class PipelineExecutor:
         state: ParallelState,
         loss: LossFunction | None = None,
         sync: GradientSync | None = None,
+        observer: ActionObserver | None = None,
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
-        self._loss, self._sync = loss, sync
+        self._loss, self._sync, self.observer = loss, sync, observer
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: LogitsConsumer | None = None
         self._senders: dict[tuple[int, Kind], Sender] = {}
@@ -134,10 +143,13 @@ class PipelineExecutor:
         self._post_first_receives(run, actions)
         with torch.no_grad() if forward_only else nullcontext():
             for action in actions:
+                start = time.perf_counter()
                 try:
                     self._methods[action.kind](run, action)
                 except Exception as error:
                     raise PipelineError(self._place(action) + f": {type(error).__name__}: {error}") from error
+                if self.observer is not None:
+                    self.observer(action, start, time.perf_counter())
         for sender in self._senders.values():
             sender.wait()
         return run
