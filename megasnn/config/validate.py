@@ -27,7 +27,8 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _grid_problems(config, world_size)
     if not of_model and not of_parallel:
         problems += _partition_problems(config)
-    problems += _length_problems(config) + _evaluation_problems(config) + _kernel_problems(config) + _wire_problems(config)
+    problems += _length_problems(config) + _evaluation_problems(config)
+    problems += _kernel_problems(config) + _wire_problems(config)
     if problems:
         raise ConfigError(problems)
 

@@ -213,9 +213,7 @@ def test_every_option_against_torch(ranks, size) -> None:
         found = assemble([rank[index] for rank in everyone])
         assert found.keys() == expected.keys() - ({"x"} if dict(one.options).get("whole_input") else set())
         for name, value in found.items():
-            torch.testing.assert_close(
-                value, expected[name], **CLOSE, msg=lambda text, at=(one, name): f"{at}: {text}"
-            )
+            torch.testing.assert_close(value, expected[name], **CLOSE, msg=lambda text, at=(one, name): f"{at}: {text}")
 
 
 @pytest.mark.parametrize(
