@@ -12,7 +12,6 @@ from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.validate import execution_order
 
-
 Boundary = tuple[int, bool, int | None]  # (chunk whose output or its gradient crosses, whether it is the output, m)
 
 
