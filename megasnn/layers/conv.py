@@ -29,6 +29,7 @@ from megasnn.comm.group import Group
 from megasnn.comm.layout import from_rows, to_rows
 from megasnn.layers.context import BuildContext
 from megasnn.layers.convolution import Geometry, convolve, input_gradient, weight_gradient
+from megasnn.layers.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.sharding import Initialiser, Shard, declare_parameter
 
 Style = Literal["column", "row"]
@@ -54,10 +55,14 @@ class ParallelConv(nn.Module):
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
         padding_mode: as in torch; applied before the channels are gathered, since padding is per channel.
-        initialise: fills the global weight; the bias starts at zero.
+        pool: average pooling (this many pixels square, without overlap) of the input, first of all. The input as it is
+            travels and is kept, so that spikes stay spikes; the input gradient travels pooled.
+        initialise: fills the global weight.
+        initialise_bias: fills the global bias, with zeros by default.
 
     Raises:
-        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode.
+        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode,
+            pooling together with a padding mode that pads first.
     """
 
     weight: Tensor
@@ -81,9 +86,13 @@ class ParallelConv(nn.Module):
         whole_input: bool = False,
         wire: Wire = Wire.DENSE,
         blocks: int = 1,
+        pool: int = 1,
+        initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
         group = context.tensor
+        if pool > 1 and padding_mode != "zeros":
+            raise ValueError(f"pool {pool} comes before padding, and padding_mode {padding_mode!r} pads first")
         _check(in_channels, out_channels, kernel_size, groups, group, style, padding_mode, pointwise, whole_input)
         shape = (out_channels, in_channels // groups, *((1,) if pointwise else (kernel_size, kernel_size)))
         cut = 1 if style == "row" and groups == 1 else 0
@@ -91,7 +100,7 @@ class ParallelConv(nn.Module):
         declare_parameter(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias:
-            shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=_zeros)
+            shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=initialise_bias or _zeros)
             declare_parameter(self, "bias", shard, context.dtype)
         self.padding, self.padding_mode = padding, padding_mode
         self.compute_dtype = context.compute_dtype
@@ -105,16 +114,18 @@ class ParallelConv(nn.Module):
                 padding=padding if padding_mode == "zeros" else 0,
                 groups=groups if groups == 1 else groups // group.size,
             ),
+            pool=pool,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        """Without `add_bias`, what the bias would be added to."""
         if self.padding_mode != "zeros" and self.padding:
             mode = PADDING_MODES[self.padding_mode]
             x = F.pad(x.flatten(0, 1), (self.padding,) * 4, mode).unflatten(0, x.shape[:2])
         weight = self.weight if self.weight.ndim == 4 else self.weight.unsqueeze(-1)
         y = _Convolve.apply(x.to(self.compute_dtype), weight.to(self.compute_dtype), self.plan)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
-        return y if self.bias is None else y + self.bias.to(y.dtype).view(-1, 1, 1)
+        return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
 
 def _check(
@@ -160,6 +171,7 @@ class _Plan:
     scatter: bool
     wire: Wire
     geometry: Geometry
+    pool: int
 
 
 class _Convolve(torch.autograd.Function):
@@ -172,7 +184,8 @@ class _Convolve(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.wire)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.wire, check=True)]
-        y = convolve(_as_images(full, x.shape), weight, plan.geometry).unflatten(0, x.shape[:2])
+        images = average_pool(_as_images(full, x.shape), plan.pool)
+        y = convolve(images, weight, plan.geometry).unflatten(0, x.shape[:2])
         ctx.plan, ctx.input_shape, ctx.row_shape = plan, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
         if plan.scatter and plan.group.size > 1:
@@ -189,12 +202,21 @@ class _Convolve(torch.autograd.Function):
         grad_images = _as_images(grad_rows, grad.shape)
         finish = None
         if ctx.needs_input_grad[0]:
-            finish = _start_input_gradient(grad_images, weight, plan, ctx.input_shape[3:])
+            finish = _start_input_gradient(grad_images, weight, plan, pooled_space(ctx.input_shape[3:], plan.pool))
         grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = join_columns(payloads, plan.wire, ctx.row_shape, weight.dtype)
-            grad_weight = weight_gradient(grad_images, _as_images(rows, ctx.input_shape), weight, plan.geometry)
-        return None if finish is None else from_rows(finish(), ctx.input_shape), grad_weight, None
+            images = average_pool(_as_images(rows, ctx.input_shape), plan.pool)
+            grad_weight = weight_gradient(grad_images, images, weight, plan.geometry)
+        return None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool), grad_weight, None
+
+
+def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
+    """Rows of the gradient of the pooled input as the gradient of the input, which has this `shape`."""
+    if pool == 1:
+        return from_rows(rows, shape)
+    images = _as_images(rows, torch.Size((*shape[:3], *pooled_space(shape[3:], pool))))
+    return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
 
 
 def _start_input_gradient(grad: Tensor, weight: Tensor, plan: _Plan, space: torch.Size) -> Callable[[], Tensor]:

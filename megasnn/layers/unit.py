@@ -16,6 +16,9 @@ class ConvNormNeuron(nn.Module):
     With `time_steps`, the input is one frame `[1, N, C, H, W]` shown at every step: convolution, norm and pool are
     computed once, which gives the same values and statistics as over the T equal frames.
 
+    A convolution's bias cancels against the batch's mean: it is not added while the norm uses that, only counted in the
+    mean, and its gradient is exactly zero.
+
     Raises:
         ValueError: a neuron that carries its potential over: the fused unit always starts at rest.
     """
@@ -37,12 +40,13 @@ class ConvNormNeuron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm, neuron = self.norm, self.neuron
-        y = self.conv(x)
+        constant = self.conv.bias if norm.uses_batch_statistics else None
+        y = self.conv(x, add_bias=constant is None)
         steps = y.shape[0] if self.time_steps is None else self.time_steps
         spikes, mean, variance = norm_pool_neuron(
             y,
             norm.weight,
-            norm.bias,
+            norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant,
             norm.running_mean,
             norm.running_var,
             spec=neuron.spec,
@@ -56,5 +60,6 @@ class ConvNormNeuron(nn.Module):
         if norm.uses_batch_statistics:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
             repeats = steps // y.shape[0]
+            mean = mean if constant is None else mean + constant.detach()
             norm.record(mean, variance, repeats * y.numel() // y.shape[2])
         return neuron.observed(spikes)
