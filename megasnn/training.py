@@ -467,3 +467,4 @@ def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[st
     model.pop("variant", None)
     neuron.pop("neuron_backend")
     return {"model": model, "neuron": neuron}
+
