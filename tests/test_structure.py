@@ -9,7 +9,7 @@ import pytest
 
 LAYERS = [
     ["grid", "batching", "random", "partition", "fault", "telemetry", "kernels", "schedule"],
-    ["config", "sharding", "losses", "non_finite"],
+    ["config", "sharding", "losses", "non_finite", "events"],
     ["comm"],
     ["parallel_state", "layers"],
     ["models", "data", "checkpoint"],
