@@ -17,7 +17,7 @@ from megasnn.comm.group import Group
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.p2p import Receiver, Sender
+from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 
 
@@ -81,6 +81,7 @@ class PipelineExecutor:
         sync: data parallelism; None where gradients are not reduced.
         observer: called after each action, in training and in evaluation. A device that computes asynchronously is
             not waited for.
+        wires: how tensors travel between stages.
 
     Attributes:
         observer: may be set and taken away between steps.
@@ -94,9 +95,10 @@ class PipelineExecutor:
         loss: LossFunction | None = None,
         sync: GradientSync | None = None,
         observer: ActionObserver | None = None,
+        wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
-        self._loss, self._sync, self.observer = loss, sync, observer
+        self._loss, self._sync, self.observer, self._wires = loss, sync, observer, wires
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: LogitsConsumer | None = None
         self._senders: dict[tuple[int, Kind], Sender] = {}
@@ -277,7 +279,8 @@ class PipelineExecutor:
         link = peer, kind = self._link(action)
         if link not in self._senders:
             direction = "forward" if kind is Kind.SEND_FORWARD else "backward"
-            self._senders[link] = Sender(self._global_rank(peer), self._group(kind), direction, self._state.device)
+            peer_rank, group = self._global_rank(peer), self._group(kind)
+            self._senders[link] = Sender(peer_rank, group, direction, self._state.device, self._wires)
         return self._senders[link]
 
     def _link(self, action: Action) -> tuple[int, Kind]:

@@ -32,8 +32,10 @@ def _gather(dtypes: list[torch.dtype]) -> None:
                 whole = [_values(wire, rows, columns, seed, dtype) for seed in range(group.size)]
                 full, payloads = gather_columns(whole[group.rank], group, wire)
                 assert full.dtype == dtype and torch.equal(full, torch.cat(whole, dim=1)), (rows, columns, wire)
-                bits = rows * columns if wire is Wire.SPIKES else 8 * rows * columns * (
-                    1 if wire is Wire.COUNTS else dtype.itemsize
+                bits = (
+                    rows * columns
+                    if wire is Wire.SPIKES
+                    else 8 * rows * columns * (1 if wire is Wire.COUNTS else dtype.itemsize)
                 )
                 assert len(payloads) == group.size and all(p.nbytes == -(-bits // 8) for p in payloads)
 
