@@ -56,7 +56,7 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> R
     words = _event_words(data, packets)
     overflow = np.repeat(np.array([packet.overflow for packet in packets], np.int64) << 31, numbers)
     address = words["address"].astype(np.uint32)
-    t = words["t"] | overflow
+    t = words["t"].astype(np.int64) | overflow
     valid = address & 1 != 0
     kept = None if valid.all() else np.flatnonzero(valid)
     if kept is not None:
