@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megasnn.benchmark.rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
 from megasnn.config.checks import ConfigError, above, at_least, refusal
 from megasnn.config.model import SpikformerConfig
+from megasnn.config.parallel import ScheduleName
 from megasnn.schedule.build import chunks_of_schedule
 
 IMAGE_SIZES = {"spikformer_cifar10": 32}
@@ -49,7 +50,7 @@ class BenchmarkConfig:
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
     neuron_backend: Literal["auto", "torch", "fused"] = "auto"
     """Of MegaSNN's rows."""
-    pipeline_schedule: str = "auto"
+    pipeline_schedule: ScheduleName = "auto"
     """Of rows with a pipeline; auto is what pretrain takes."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda needs a GPU for each rank of a row."""

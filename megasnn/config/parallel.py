@@ -9,6 +9,8 @@ from megasnn.config.checks import above, at_least, refusal
 from megasnn.partition import parse_layout
 from megasnn.schedule.build import chunks_of_schedule
 
+ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", "v-half", "v-min"]
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -24,9 +26,7 @@ class ParallelConfig:
     pipeline_model_parallel_layout: str | None = None
     """Units (patch stem, each block, head) or single layers in each chunk, as "1|2|2|1". By default the
     cost of each layer is measured and balanced."""
-    pipeline_schedule: Literal[
-        "auto", "gpipe", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", "v-half", "v-min"
-    ] = "auto"
+    pipeline_schedule: ScheduleName = "auto"
     """Order of forwards and backwards; auto is the fastest found for the measured costs of the layers."""
     pipeline_memory_limit: float | None = None
     """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
@@ -46,11 +46,12 @@ class ParallelConfig:
     @property
     def chunks_per_rank(self) -> int | None:
         """None where auto may choose. Raises ValueError for what the schedule cannot place."""
-        asked = self.num_virtual_stages_per_pipeline_rank
-        if asked is None and self.layout is not None and self.pipeline_schedule == "auto":
-            asked = max(1, len(self.layout) // self.pipeline_model_parallel_size)
-        if asked is None and self.pipeline_schedule == "auto" and self.pipeline_model_parallel_size == 1:
-            asked = 1
+        asked, stages = self.num_virtual_stages_per_pipeline_rank, self.pipeline_model_parallel_size
+        if asked is None and self.pipeline_schedule == "auto":
+            if stages == 1:
+                asked = 1
+            elif self.layout is not None:
+                asked = max(1, len(self.layout) // stages)
         return chunks_of_schedule(self.pipeline_schedule, asked)
 
     @property

@@ -43,11 +43,10 @@ class SchedulePlan:
 
     def training(self, micro_batches: int) -> Schedule:
         """Validated, with transfers and gradient sync. Raises ValueError where it cannot keep the memory limit."""
+        stages, chunks, limit = self.stages, self.chunks_per_rank, self.memory_limit
         if self.name == "auto":
-            arguments = self.stages, micro_batches, self._costs_of, self.memory_limit, self.chunks_per_rank
-            return find_best(*arguments, placement=self.placement)
-        arguments = self.stages, micro_batches, self.chunks_per_rank, self._costs_of, self.memory_limit
-        return generate(self.name, *arguments)
+            return find_best(stages, micro_batches, self._costs_of, limit, chunks, self.placement)
+        return generate(self.name, stages, micro_batches, chunks, self._costs_of, limit)
 
     def evaluation(self, micro_batches: int) -> Schedule:
         """Forwards only, validated, with transfers."""
@@ -112,7 +111,8 @@ def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
     fixed = 2 if name in V_NAMES else 1
     if asked not in (None, fixed):
         raise ValueError(
-            f"{FLAG} {asked}: --pipeline-schedule {name} computes {fixed} chunk(s) per pipeline rank; leave the flag out"
+            f"{FLAG} {asked}: --pipeline-schedule {name} computes {fixed} chunk(s) per pipeline rank; "
+            f"leave the flag out"
         )
     return fixed
 

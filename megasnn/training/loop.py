@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from megasnn.batching import micro_batches_of
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig, describe, to_json
 from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets
@@ -40,7 +41,8 @@ class TrainingRun:
         _, image_size, _ = model.input_shape
         self.datasets: Datasets = open_datasets(config.data, image_size, model.input_shape[0], model.num_classes)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend)
-        self.bounds, plan = cut_into_chunks(model, config, context, state, provider.unit_of_layer)
+        size, count = training.micro_batch_size, len(micro_batches_of(training.micro_batches, state.data.size, 0))
+        self.bounds, plan = cut_into_chunks(model, parallel, size, count, context, state, provider.unit_of_layer)
         loss = partial(cross_entropy_sum, label_smoothing=training.label_smoothing)
         self.engine = Engine(model, state, context, self.bounds, plan, training.seed, loss)
         self.watch = Watch(self.engine, state)
