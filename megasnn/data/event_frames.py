@@ -41,8 +41,9 @@ class EventFormat:
             return make_frames(sample, self.settings)
         if len(sample) != self.settings.time_steps:
             raise FormatMismatch(
-                f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set --time-steps "
-                f"{len(sample)}, or run tools/preprocess_data.py again (with --keep-events, any number goes)"
+                f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
+                f"--time-steps {len(sample)}, or run tools/preprocess_data.py again (with --keep-events, any "
+                f"number goes)"
             )
         size = self.settings.size
         return sample if size is None or sample.shape[2:] == (size, size) else resize_frames(sample, size)

@@ -19,10 +19,7 @@ _FOLDER = "digits-v2"  # change it when the bytes change
 def sample_shards() -> tuple[Path, Path]:
     """The train and the validation shard, written on first use. Safe when many processes call it at once."""
     folder = cache_folder() / _FOLDER
-    train, valid = (
-        build_once(folder / f"{split}-00000.tar", partial(_write, split))
-        for split in ("train", "valid")
-    )
+    train, valid = (build_once(folder / f"{split}-00000.tar", partial(_write, split)) for split in ("train", "valid"))
     return train, valid
 
 

@@ -25,10 +25,7 @@ def sample_event_shards() -> tuple[Path, Path]:
     any number of time steps can be made of them.
     """
     folder = cache_folder() / _FOLDER
-    train, valid = (
-        build_once(folder / f"{split}-00000.tar", partial(_write, split))
-        for split in ("train", "valid")
-    )
+    train, valid = (build_once(folder / f"{split}-00000.tar", partial(_write, split)) for split in ("train", "valid"))
     return train, valid
 
 

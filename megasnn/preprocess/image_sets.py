@@ -71,7 +71,8 @@ class CopyImage:
             return {suffix: data}
         scale = self.size / min(image.size)
         width, height = (max(self.size, round(side * scale)) for side in image.size)
-        image = image.convert("RGB" if image.mode not in ("L", "RGB") else None).resize((width, height), Image.Resampling.BILINEAR)
+        image = image if image.mode in ("L", "RGB") else image.convert("RGB")
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
         return {"jpg": _encode(image, "JPEG", quality=_QUALITY)} if suffix != "png" else {"png": _encode(image, "PNG")}
 
 
