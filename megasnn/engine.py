@@ -72,6 +72,8 @@ class Engine:
         self.data_parallel = BucketedDataParallel(
             [(index, chunk.sharded_tensors()) for index, chunk in self.chunks.items()], state.data, state.tensor
         )
+        for chunk in self.chunks.values():
+            chunk.weight_gradients.observer = self.data_parallel.accumulated
         whole = describe_tensors(model, BuildContext())
         self.parameters = parameter_count(whole)
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
@@ -109,7 +111,7 @@ class Engine:
             the global batch's loss, the same on every rank.
         """
         self._global_batch_size = global_batch_size
-        self.data_parallel.zero()
+        self.data_parallel.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
         self._set_mode(training=True)
