@@ -37,8 +37,7 @@ class TrainingRun:
         self.iteration = self.consumed_samples = 0
         self._started = time.monotonic()
         model, training, parallel = provider.description, config.training, config.parallel
-        _, image_size, _ = model.input_shape
-        self.datasets: Datasets = open_datasets(config.data, image_size, model.input_shape[0], model.num_classes)
+        self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend)
         self.bounds = cut_into_chunks(
             model, parallel, training.micro_batch_size, context, state, provider.unit_of_layer
@@ -152,6 +151,7 @@ class TrainingRun:
             num_workers=config.data.num_workers,
             skip_broken=config.data.skip_broken_samples,
             training=training,
+            pin_memory=state.device.type == "cuda",
         )
 
     def _should_exit(self) -> bool:
