@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 from typing import BinaryIO
 
 BLOCK = 1 << 20
@@ -108,7 +109,7 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-def file_checksum(path: str) -> int:
+def file_checksum(path: Path) -> int:
     """The CRC-32 of a whole file, read in blocks."""
     checksum = 0
     with open(path, "rb", buffering=0) as file:

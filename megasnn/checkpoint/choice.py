@@ -55,16 +55,15 @@ def _latest_first(folder: Path, found: dict[int, Path]) -> Choice:
     serials = {step: serial_of(path) for step, path in found.items()}
     remarks = [f"{found[step] / METADATA} is not legible" for step, serial in serials.items() if serial is None]
     newest = _not_given_up({step: serial for step, serial in serials.items() if serial is not None})
-    named = _named(folder / LATEST, found)
-    if isinstance(named, str):
-        remarks.append(f"{named}; taking the newest that is intact")
-        named = None
+    named, problem = _named(folder / LATEST, found)
+    if problem:
+        remarks.append(f"{problem}; taking the newest that is intact")
     elif newest and named != newest[0] and serials[named] is not None:
         remarks.append(
             f"{folder / LATEST} names iteration {named}, though iteration {newest[0]} was saved later (--ckpt-step "
             f"{newest[0]} takes that one)"
         )
-    order = ([] if named is None else [named]) + [step for step in newest if step != named]
+    order = ([] if problem else [named]) + [step for step in newest if problem or step != named]
     return Choice(tuple(found[step] for step in order), tuple(remarks))
 
 
@@ -77,15 +76,15 @@ def _not_given_up(serials: dict[int, int]) -> list[int]:
     return kept
 
 
-def _named(latest: Path, found: Iterable[int]) -> int | str:
-    """The iteration that `latest` names, or what is wrong with it."""
+def _named(latest: Path, found: Iterable[int]) -> tuple[int, str]:
+    """The iteration that `latest` names, and what is wrong with it ("" when nothing is)."""
     try:
         text = latest.read_bytes().decode(errors="replace").strip()
     except OSError as error:
-        return f"cannot read {latest}: {error}"
+        return -1, f"cannot read {latest}: {error}"
     if not (text.isascii() and text.isdecimal()):
-        return f"{latest} should hold an iteration, found {text[:40]!r}"
-    return int(text) if int(text) in found else f"{latest} names iteration {text}, which is not there"
+        return -1, f"{latest} should hold an iteration, found {text[:40]!r}"
+    return int(text), "" if int(text) in found else f"{latest} names iteration {text}, which is not there"
 
 
 def _there(steps: Iterable[int]) -> str:

@@ -89,7 +89,7 @@ def _write(stream: ChecksummedFile, name: str, item: WriteItem, tensor: Tensor |
         values = values.clone()  # torch.save would write the whole tensor that this is a part of
     offset = stream.position
     stream.begin_piece()
-    with serialization.patch({"save.compute_crc32": False}):
+    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
         torch.save(values, stream)  # type: ignore[arg-type]
     data = stream.largest_write() if values.nbytes > BLOCK else None
     piece = SavedPiece(name, offset, stream.position - offset, stream.checksums(), data)
@@ -193,7 +193,7 @@ class PieceReader:
         stop = min(piece.length, end + -end % BLOCK)
         if self._buffer.numel() < stop - start:
             self._buffer = torch.empty(stop - start, dtype=torch.uint8)
-        memory = memoryview(self._buffer.numpy())
+        memory = memoryview(self._buffer.numpy().data)
         stream.seek(piece.offset + start)
         for at in range(start, stop, BLOCK):
             block = memory[at - start : min(at + BLOCK, stop) - start]

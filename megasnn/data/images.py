@@ -62,9 +62,7 @@ class ImageFormat:
 
     def to_float(self, batch: np.ndarray) -> np.ndarray:
         """uint8 `[n, size, size, channels]` -> normalised float32 of the same shape."""
-        mean, deviation = (
-            np.array(values, dtype=np.float32) for values in NORMALISATIONS[self.normalisation]
-        )
+        mean, deviation = (np.array(values, dtype=np.float32) for values in NORMALISATIONS[self.normalisation])
         values = batch.astype(np.float32)
         values *= 1 / (255 * deviation)
         values -= mean / deviation

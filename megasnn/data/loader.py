@@ -176,9 +176,7 @@ class BatchLoader:
         if self._need_labels:
             labels = torch.from_numpy(self.dataset.labels[samples])
         ids = [slot.sample for slot in plan.slots]
-        skipped = tuple(
-            self.dataset.describe(due) for due, used in zip(ids, samples, strict=True) if due != used
-        )
+        skipped = tuple(self.dataset.describe(due) for due, used in zip(ids, samples, strict=True) if due != used)
         return MicroBatch(plan.index, plan.start, len(ids), torch.tensor(ids), images, labels, skipped)
 
     def _fetch(self, slot: Slot) -> tuple[int, np.ndarray | None]:
@@ -194,9 +192,7 @@ class BatchLoader:
                 return sample, self._image(slot, sample)
             except BrokenSample:
                 continue
-        raise ValueError(
-            f"none of the {len(self.dataset)} samples can be decoded, {self.dataset.describe(0)} for one"
-        )
+        raise ValueError(f"none of the {len(self.dataset)} samples can be decoded, {self.dataset.describe(0)} for one")
 
     def _image(self, slot: Slot, sample: int) -> np.ndarray:
         """uint8 `[H, W, C]`; augmented by the slot's own key, also where another sample stands in."""

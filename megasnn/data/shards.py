@@ -95,9 +95,7 @@ def _scan(tar: Path, source: Path, suffixes: tuple[str, ...]) -> dict[str, np.nd
             _check_end(file, archive.offset, source)
             return _columns(file, samples, source, suffixes)
     except tarfile.TarError as error:
-        raise ValueError(
-            f"shard {source} is cut or is not a tar file ({error}); copy or download it again"
-        ) from error
+        raise ValueError(f"shard {source} is cut or is not a tar file ({error}); copy or download it again") from error
 
 
 def _check_end(file: BinaryIO, offset: int, source: Path) -> None:

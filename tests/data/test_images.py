@@ -60,9 +60,7 @@ def test_normalisation_is_mean_and_deviation_of_the_unit_range():
 
 def test_augmentation_shifts_by_up_to_four_and_mirrors_half():
     framed = np.pad(noise, ((4, 4), (4, 4), (0, 0)))
-    windows = {
-        (framed[y : y + 32, x : x + 32]).tobytes(): (y, x, False) for y in range(9) for x in range(9)
-    } | {
+    windows = {(framed[y : y + 32, x : x + 32]).tobytes(): (y, x, False) for y in range(9) for x in range(9)} | {
         (framed[y : y + 32, x : x + 32][:, ::-1]).tobytes(): (y, x, True) for y in range(9) for x in range(9)
     }
     drawn = [windows[crop_and_flip(noise, 1, epoch, 5).tobytes()] for epoch in range(1500)]

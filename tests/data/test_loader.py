@@ -56,10 +56,7 @@ def test_a_run_continues_where_it_was_on_any_layout(dataset):
 
 def test_every_sample_once_an_epoch_with_its_own_label(dataset):
     flat = [
-        pair
-        for batch in sequence(dataset, 2, batches=23)
-        for _, _, *both in batch
-        for pair in zip(*both, strict=True)
+        pair for batch in sequence(dataset, 2, batches=23) for _, _, *both in batch for pair in zip(*both, strict=True)
     ]
     for epoch in range(10):
         assert sorted(number for number, _ in flat[23 * epoch : 23 * (epoch + 1)]) == list(range(23))
@@ -68,10 +65,7 @@ def test_every_sample_once_an_epoch_with_its_own_label(dataset):
 
 def test_no_shuffle_is_file_order(dataset):
     flat = [
-        number
-        for batch in sequence(dataset, 1, 3, shuffle=False)
-        for _, _, samples, _ in batch
-        for number in samples
+        number for batch in sequence(dataset, 1, 3, shuffle=False) for _, _, samples, _ in batch for number in samples
     ]
     assert flat == [*range(23), *range(7)]
 
@@ -125,9 +119,7 @@ def test_training_without_a_micro_batch_for_a_rank_is_refused(dataset):
 
 
 def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
-    noise = torch.randint(
-        0, 256, (12, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    noise = torch.randint(0, 256, (12, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     samples = numbered(range(12))
     for files, pixels in zip(samples.values(), noise.numpy(), strict=True):
         files["png"] = image_file(pixels)
@@ -135,9 +127,7 @@ def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
 
     def images(dp_size, consumed, limit, **changes):
         parts = [
-            loader(dataset, augment="cifar", dp_size=dp_size, dp_rank=rank, **changes).batches(
-                consumed, limit
-            )
+            loader(dataset, augment="cifar", dp_size=dp_size, dp_rank=rank, **changes).batches(consumed, limit)
             for rank in range(dp_size)
         ]
         return torch.cat(

@@ -60,9 +60,7 @@ def _open_in_a_process(barrier, folder, results):
 def test_ranks_that_start_together_make_the_sample_once(cache):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(3), context.SimpleQueue()
-    ranks = [
-        context.Process(target=_open_in_a_process, args=(barrier, str(cache), results)) for _ in range(3)
-    ]
+    ranks = [context.Process(target=_open_in_a_process, args=(barrier, str(cache), results)) for _ in range(3)]
     for rank in ranks:
         rank.start()
     found = {results.get() for _ in ranks}
@@ -87,9 +85,7 @@ def test_a_file_that_cannot_be_finished_leaves_nothing(cache):
 
 def test_training_and_validation_paths(tmp_path):
     write_shards(tmp_path, samples=6, per_shard=3)
-    both = DataConfig(
-        data_path=f"{tmp_path}/train-{{00000..00001}}.tar", valid_data_path=f"{tmp_path}/train-00001.tar"
-    )
+    both = DataConfig(data_path=f"{tmp_path}/train-{{00000..00001}}.tar", valid_data_path=f"{tmp_path}/train-00001.tar")
     datasets = open_datasets(both, image_size=8, in_channels=1, num_classes=3)
     assert (len(datasets.train), len(datasets.valid)) == (6, 3)
     alone = open_datasets(DataConfig(data_path=f"{tmp_path}/train-00000.tar"), 8, 1, 3)

@@ -136,9 +136,7 @@ def test_a_label_out_of_range_is_named_before_anything_is_read(tmp_path, label):
     samples = numbered(range(2, 4))
     samples["s003"]["cls"] = str(label).encode()
     write_shard(paths[1], samples)
-    with pytest.raises(
-        ValueError, match=rf"{label} of sample 's003' of shard {paths[1]}.*--num-classes \(now 3\)"
-    ):
+    with pytest.raises(ValueError, match=rf"{label} of sample 's003' of shard {paths[1]}.*--num-classes \(now 3\)"):
         open_all(paths)
 
 
