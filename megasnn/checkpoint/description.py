@@ -107,7 +107,7 @@ def _damage(file: Path, size: int) -> str | None:
 
 
 def serial_of(path: Path) -> int | None:
-    """`serial` of the checkpoint in this folder, taken from its first bytes unchecked; None when they are not legible."""
+    """`serial` of the checkpoint in this folder, from its first bytes, unchecked; None when not legible."""
     try:
         with open(path / METADATA, "rb") as file:
             found = _SERIAL.search(file.read(200))

@@ -48,80 +48,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     """The iterations of all complete checkpoints in a folder, ascending; empty without such a folder."""
-<<<<<<< HEAD
     return list(checkpoints(Path(folder)))
-=======
-    found = (_STEP_FOLDER.fullmatch(path.parent.name) for path in Path(folder).glob(f"iter_*/{METADATA}"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The folder of one checkpoint: of iteration `step`, or the latest.
-
-    Raises:
-        NoCheckpointError: there is none at all.
-        CheckpointError: this one is not there, or `latest` cannot be followed; says which exist.
-    """
-    if not folder.is_dir():
-        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check --load")
-    steps = list_checkpoints(folder)
-    if step is None:
-        step = _latest_step(folder, steps)
-    elif step not in steps:
-        raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); {_there(steps)}")
-    return step_folder(folder, step)
-
-
-def _latest_step(folder: Path, steps: list[int]) -> int:
-    latest = folder / LATEST
-    try:
-        text = latest.read_text().strip()
-    except FileNotFoundError:
-        if not steps:
-            raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check --load") from None
-        raise CheckpointError(f"{folder} has no {LATEST}; {_there(steps)}") from None
-    if not text.isdecimal():
-        raise CheckpointError(f"{latest} should hold an iteration, found {text[:40]!r}; {_there(steps)}")
-    if int(text) not in steps:
-        raise CheckpointError(f"{latest} names iteration {text}, which is not there; {_there(steps)}")
-    return int(text)
-
-
-def _there(steps: list[int]) -> str:
-    if not steps:
-        return "there is no complete checkpoint; check --load"
-    return f"complete checkpoints: {', '.join(map(str, steps))}; choose one with --ckpt-step"
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Reads `metadata.json` of one checkpoint (`.../iter_0000100`), and sees that its files are there.
-
-    Raises:
-        CheckpointError: it is unreadable or of another format, or a file is missing or of another size.
-    """
-    try:
-        values = json.loads((path / METADATA).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path / METADATA}: {error}") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        written = values.get("format") if isinstance(values, dict) else None
-        raise CheckpointError(f"{path / METADATA} is of format {written}, this megasnn reads format {FORMAT}")
-    missing = {field.name for field in fields(Metadata)} - values.keys()
-    if missing:
-        raise CheckpointError(f"{path / METADATA} lacks {', '.join(sorted(missing))}")
-    metadata = Metadata(**{field.name: values[field.name] for field in fields(Metadata)})
-    damage = (_damage(path / name, told["bytes"]) for name, told in metadata.files.items())
-    if damaged := [problem for problem in damage if problem]:
-        raise CheckpointError(*damaged)
-    return metadata
-
-
-def _damage(file: Path, size: int) -> str | None:
-    if not file.is_file():
-        return f"{file} is missing"
-    actual = file.stat().st_size
-    return None if actual == size else f"{file} has {actual} bytes, was written with {size}"
->>>>>>> main
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -165,7 +92,7 @@ def discard(folder: Path, step: int) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """While a checkpoint is read nobody prunes it, as far as the file system has locks. Raises DamagedError without it."""
+    """While a checkpoint is read nobody removes it, as far as the file system has locks. Raises DamagedError."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
