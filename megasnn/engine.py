@@ -78,7 +78,9 @@ class Engine:
         self.parameters = parameter_count(whole)
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
         self._global_batch_size = 1
-        self.executor = PipelineExecutor(self.chunks, placement, state, self._micro_batch_loss, self.data_parallel)
+        self.executor = PipelineExecutor(
+            self.chunks, placement, state, self._micro_batch_loss, self.data_parallel, wires=wires
+        )
         self._schedule = lru_cache(maxsize=None)(self._build_schedule)
 
     def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:

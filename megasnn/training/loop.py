@@ -17,7 +17,7 @@ from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.saving import Saves
-from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks
+from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks, wire_options
 from megasnn.training.step import TrainingStep
 from megasnn.training.watch import Watch
 
@@ -43,7 +43,8 @@ class TrainingRun:
             model, parallel, training.micro_batch_size, context, state, provider.unit_of_layer
         )
         loss = partial(cross_entropy_sum, label_smoothing=training.label_smoothing)
-        self.engine = Engine(model, state, context, self.bounds, parallel.pipeline_schedule, training.seed, loss)
+        wires = wire_options(parallel)
+        self.engine = Engine(model, state, context, self.bounds, parallel.pipeline_schedule, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         dataset, layout = self.datasets.train.fingerprint(), layers_per_chunk(self.bounds)
@@ -62,7 +63,7 @@ class TrainingRun:
         )
         self._introduce(self.reporter, begin.notice)
 
-    def _introduce(self, reporter: Reporter, notice: str | None) -> None:
+    def _introduce(self, reporter: Reporter, notice: str) -> None:
         config, engine = self.config, self.engine
         table = describe(config)
         reporter.line(table)
@@ -119,7 +120,14 @@ class TrainingRun:
             more = self.watch.since_last(self.iteration)
             skipped = self._count_skipped_samples()
             self.reporter.log(
-                self.iteration, self.consumed_samples, result.rate, batch.size, result.norm, more, skipped
+                self.iteration,
+                self.consumed_samples,
+                result.rate,
+                batch.size,
+                result.norm,
+                more,
+                skipped,
+                self.watch.between_stages(more),
             )
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
