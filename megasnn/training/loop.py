@@ -18,7 +18,7 @@ from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.saving import Saves
-from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks
+from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks, wire_options
 from megasnn.training.step import TrainingStep
 from megasnn.training.watch import Watch
 
@@ -38,13 +38,13 @@ class TrainingRun:
         self.iteration = self.consumed_samples = 0
         self._started = time.monotonic()
         model, training, parallel = provider.description, config.training, config.parallel
-        _, image_size, _ = model.input_shape
-        self.datasets: Datasets = open_datasets(config.data, image_size, model.input_shape[0], model.num_classes)
+        self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend)
         size, count = training.micro_batch_size, len(micro_batches_of(training.micro_batches, state.data.size, 0))
         self.bounds, plan = cut_into_chunks(model, parallel, size, count, context, state, provider.unit_of_layer)
         loss = partial(cross_entropy_sum, label_smoothing=training.label_smoothing)
-        self.engine = Engine(model, state, context, self.bounds, plan, training.seed, loss)
+        wires = wire_options(parallel)
+        self.engine = Engine(model, state, context, self.bounds, plan, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         dataset, layout = self.datasets.train.fingerprint(), layers_per_chunk(self.bounds)
@@ -63,7 +63,7 @@ class TrainingRun:
         )
         self._introduce(self.reporter, begin.notice)
 
-    def _introduce(self, reporter: Reporter, notice: str | None) -> None:
+    def _introduce(self, reporter: Reporter, notice: str) -> None:
         config, engine = self.config, self.engine
         table = describe(config)
         reporter.line(table)
@@ -120,7 +120,14 @@ class TrainingRun:
             more = self.watch.since_last(self.iteration)
             skipped = self._count_skipped_samples()
             self.reporter.log(
-                self.iteration, self.consumed_samples, result.rate, batch.size, result.norm, more, skipped
+                self.iteration,
+                self.consumed_samples,
+                result.rate,
+                batch.size,
+                result.norm,
+                more,
+                skipped,
+                self.watch.between_stages(more),
             )
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
@@ -144,6 +151,7 @@ class TrainingRun:
             num_workers=config.data.num_workers,
             skip_broken=config.data.skip_broken_samples,
             training=training,
+            pin_memory=state.device.type == "cuda",
         )
 
     def _should_exit(self) -> bool:

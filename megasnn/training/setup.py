@@ -17,10 +17,12 @@ from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
 from megasnn.partition import layout_to_bounds, placed_bounds
 from megasnn.pipeline.costs import agreed_layer_costs
+from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, SchedulePlan, plan_schedule
 from megasnn.schedule.memory import stage_shares
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ImportWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
@@ -57,6 +59,12 @@ def build_context(tensor: Group, precision: str, neuron_backend: str) -> BuildCo
     """
     dtype = DTYPES[precision]
     return BuildContext(tensor, dtype, torch.bfloat16 if precision == "bf16" else dtype, neuron_backend)
+
+
+def wire_options(parallel: ParallelConfig) -> WireOptions:
+    """How tensors travel between stages."""
+    asked = parallel.pipeline_gradient_dtype
+    return WireOptions(parallel.strict_wire, None if asked is None else WIRE_DTYPES[asked])
 
 
 def cut_into_chunks(

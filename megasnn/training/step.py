@@ -77,7 +77,7 @@ class TrainingStep:
         device, dtype = self._state.device, self._dtype()
         return [
             MicroBatchInput(
-                None if micro.images is None else micro.images.to(device, dtype),
+                None if micro.images is None else micro.images.to(device, dtype, non_blocking=True),
                 None if micro.labels is None else micro.labels.to(device),
                 micro.size,
             )

@@ -9,6 +9,7 @@ import torch
 from megasnn.comm.statistics import statistics
 from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
+from megasnn.telemetry.logline import StageTraffic
 from megasnn.telemetry.memory import gather_peak_memory_mb
 from megasnn.telemetry.spikes import SpikeRecorder, spike_scalars
 from megasnn.telemetry.timers import Timers
@@ -46,10 +47,30 @@ class Watch:
             **self._traffic(iterations),
         }
 
+    def between_stages(self, scalars: dict[str, float]) -> StageTraffic | None:
+        """The pipeline's part of `since_last`; None without a pipeline."""
+        if self._state.pipeline.size == 1:
+            return None
+        part = {name.removeprefix("communication/"): value for name, value in scalars.items()}
+        return StageTraffic(
+            part["pipeline_mb"],
+            part["pipeline_mb_if_dense"],
+            part["backward_mb"],
+            part["backward_mb_if_dense"],
+            int(part["unfit_tensors"]),
+        )
+
     def _traffic(self, iterations: int) -> dict[str, float]:
-        """MB that all ranks together sent per iteration, by group, and what they were unpacked; collective."""
+        """MB that all ranks together sent per iteration, by group, and what they were unpacked; collective.
+
+        "pipeline" is what stages hand on in forward, "backward" the gradients that come back. Also the number of
+        tensors, since the last call, that did not fit their packed format.
+        """
         mine = [statistics.total(group) for group in GROUPS]
+        unfit_here = float(statistics.total(operation="send_unfit").calls)
         statistics.reset()
-        sums = self._engine.sum_over_ranks([t.bytes for t in mine] + [t.dense_bytes for t in mine])
+        volumes = [float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine]
+        *sums, unfit = self._engine.sum_over_ranks([*volumes, unfit_here])
         names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in GROUPS]
-        return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}
+        per_iteration = {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}
+        return {**per_iteration, "communication/unfit_tensors": unfit}
