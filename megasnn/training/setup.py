@@ -19,6 +19,7 @@ from megasnn.partition import layout_to_bounds, placed_bounds
 from megasnn.pipeline.costs import agreed_layer_costs
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, SchedulePlan, plan_schedule
+from megasnn.schedule.generate import LOOK_AT_COSTS
 from megasnn.schedule.memory import stage_shares
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -91,6 +92,9 @@ def cut_into_chunks(
     limit = parallel.pipeline_memory_limit
     if stages == chunks_per_rank == 1:
         return [range(len(model.layers))], plan_schedule(name, 1, 1, micro_batches, None, limit)
+    if parallel.layout is not None and name not in LOOK_AT_COSTS:
+        plan = plan_schedule(name, stages, chunks_per_rank, micro_batches, None, limit)
+        return layout_to_bounds(parallel.layout, unit_of_layer), plan
     seconds = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
 
     def bounds_of(placement: tuple[int, ...]) -> list[range]:
