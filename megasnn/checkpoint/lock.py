@@ -40,7 +40,7 @@ class FolderLock:
         self._path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
         except OSError as error:
             raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
         self.holds = self._acquire(time.monotonic() + (_PATIENCE_SECONDS if patient else 0.0))
@@ -50,7 +50,7 @@ class FolderLock:
     def _acquire(self, deadline: float) -> bool:
         while True:
             try:
-                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -63,7 +63,7 @@ class FolderLock:
 
     def _refusal(self) -> CheckpointError:
         holder = self._read("holder")
-        os.close(self._handle)
+        self._file.close()
         who = ", ".join(f"{name} {value}" for name, value in holder.items()) or "unknown"
         return CheckpointError(
             f"another run ({who}) saves its checkpoints in {self._path.parent}: end it, or choose another --save"
@@ -71,7 +71,7 @@ class FolderLock:
 
     def _read(self, part: str = "note") -> dict[str, Any]:
         try:
-            return dict(json.loads(os.pread(self._handle, 65536, 0))[part])
+            return dict(json.loads(os.pread(self._file.fileno(), 65536, 0))[part])
         except (ValueError, KeyError, TypeError):
             return {}
 
@@ -80,8 +80,8 @@ class FolderLock:
         self.note = note
         holder = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         content = json.dumps({"holder": holder, "note": note}).encode()
-        os.pwrite(self._handle, content, 0)
-        os.ftruncate(self._handle, len(content))
+        os.pwrite(self._file.fileno(), content, 0)
+        os.ftruncate(self._file.fileno(), len(content))
 
     def release(self) -> None:
-        os.close(self._handle)
+        self._file.close()
