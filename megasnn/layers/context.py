@@ -17,9 +17,11 @@ class BuildContext:
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: "auto", "torch" or "fused" (see megasnn.kernels).
+        seed: of what layers draw in training (dropout).
     """
 
     tensor: Group = field(default_factory=lambda: alone("tensor"))
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     neuron_backend: str = "auto"
+    seed: int = 0
