@@ -9,8 +9,8 @@ import pytest
 
 LAYERS = [
     ["grid", "batching", "random", "partition", "fault", "telemetry", "kernels", "schedule"],
-    ["config", "sharding", "losses", "non_finite"],
-    ["comm"],
+    ["config", "sharding", "losses", "non_finite", "events"],
+    ["comm", "preprocess"],
     ["parallel_state", "layers"],
     ["models", "data", "checkpoint"],
     ["optim", "data_parallel", "pipeline"],

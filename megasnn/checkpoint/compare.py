@@ -65,9 +65,7 @@ def tensor_differences(
             problems.append(f"{entry.name}: saved with shape {told['shape']}, now {shape}")
         elif not _keeps_values(getattr(torch, told["dtype"]), entry.tensor.dtype):
             now = str(entry.tensor.dtype).removeprefix("torch.")
-            problems.append(
-                f"{entry.name}: saved as {told['dtype']}, {now} cannot hold it; check --precision"
-            )
+            problems.append(f"{entry.name}: saved as {told['dtype']}, {now} cannot hold it; check --precision")
     return names, problems
 
 

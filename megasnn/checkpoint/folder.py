@@ -81,9 +81,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     if step is None:
         step = _latest_step(folder, steps)
     elif step not in steps:
-        raise CheckpointError(
-            f"{folder} has no checkpoint of iteration {step} (--ckpt-step); {_there(steps)}"
-        )
+        raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); {_there(steps)}")
     return step_folder(folder, step)
 
 

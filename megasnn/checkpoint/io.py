@@ -121,9 +121,7 @@ def saved_metadata(
         NoCheckpointError, CheckpointError: on every rank, as for `load_checkpoint`.
     """
     try:
-        return first_decides(
-            process_group, lambda: folders.read_metadata(folders.find_checkpoint(Path(folder), step))
-        )
+        return first_decides(process_group, lambda: folders.read_metadata(folders.find_checkpoint(Path(folder), step)))
     except NoCheckpointError:
         if may_be_missing:
             return None

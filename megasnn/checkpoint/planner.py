@@ -79,9 +79,7 @@ class PieceSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
         items = (item for plan in all_plans for item in plan.items)
-        problems = [
-            f"{name}: no rank writes it" for name in self._names if name not in metadata.state_dict_metadata
-        ]
+        problems = [f"{name}: no rank writes it" for name in self._names if name not in metadata.state_dict_metadata]
         if problems := [*problems, *_disagreements(items, metadata), *_cover_problems(metadata)]:
             raise CheckpointError(*problems)
         return plans, metadata
@@ -127,9 +125,7 @@ class PieceLoadPlanner(LoadPlanner):
         self._views = {index: view for entry in self._entries for index, _, view in _boxes(entry)}
         self._metadata: Metadata | None = None
 
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megasnn.comm.group import Group, alone
+from megasnn.layers.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class BuildContext:
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: "auto", "torch" or "fused" (see megasnn.kernels).
         seed: of what layers draw in training (dropout).
+        weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
     """
 
     tensor: Group = field(default_factory=lambda: alone("tensor"))
@@ -25,3 +27,4 @@ class BuildContext:
     compute_dtype: torch.dtype = torch.float32
     neuron_backend: str = "auto"
     seed: int = 0
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)

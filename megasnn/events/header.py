@@ -1,0 +1,54 @@
+"""The lines of text at the beginning of AEDAT files: a version, then any number of lines that start with '#'."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megasnn.events.events import RecordingError
+
+# jAER and cAER close the header with such a line, after which a '#' is data.
+_LAST_LINE = re.compile(rb"#\s*(End Of ASCII Header|!END-HEADER)\s*$|#!END-HEADER\s*$", re.IGNORECASE)
+_VERSION = re.compile(rb"#!AER-DAT(\d+\.\d+)")
+
+
+@dataclass(frozen=True)
+class Header:
+    """Attributes: the lines without their line ends, and the first byte after them."""
+
+    lines: tuple[str, ...]
+    end: int
+
+    def value(self, key: str) -> str | None:
+        """What follows "# key:" in the first line that has it."""
+        pattern = re.compile(rf"#\s*{re.escape(key)}\s*:\s*(.*)", re.IGNORECASE)
+        return next((match[1].strip() for line in self.lines if (match := pattern.match(line))), None)
+
+
+def version_of(data: bytes) -> str | None:
+    """The version in the first line of an AEDAT file, such as "2.0"; None where there is none."""
+    match = _VERSION.match(data)
+    return match[1].decode() if match else None
+
+
+def read_header(data: bytes, name: str, version: str) -> Header:
+    """Reads lines while they start with '#', or up to the line that says that it is the last one.
+
+    Raises:
+        RecordingError: no version or another one, or a file that ends inside the header.
+    """
+    found = version_of(data)
+    if found != version:
+        has = f"is AEDAT {found}" if found else "does not begin with a version (#!AER-DAT...)"
+        raise RecordingError(name, f"{has}, not AEDAT {version}" if data else "is empty (0 bytes)")
+    lines, position = [], 0
+    while data[position : position + 1] == b"#":
+        end = data.find(b"\n", position)
+        if end < 0:
+            raise RecordingError(name, f"ends inside its header, in the line at byte {position}")
+        line = data[position:end].rstrip()
+        lines.append(line.decode("latin-1"))
+        position = end + 1
+        if _LAST_LINE.match(line):
+            break
+    return Header(tuple(lines), position)

@@ -1,0 +1,101 @@
+"""One way in for recordings of every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike, fspath
+from pathlib import Path
+
+from megasnn.events.aedat2 import decode_aedat2
+from megasnn.events.aedat3 import decode_aedat3
+from megasnn.events.aedat4 import read_aedat4
+from megasnn.events.arrays import decode_arrays
+from megasnn.events.atis import decode_atis
+from megasnn.events.events import Recording, RecordingError, SensorSize
+from megasnn.events.header import version_of
+
+FORMATS = ("aedat2", "aedat3", "aedat4", "atis", "numpy")
+"""AEDAT 2.0, 3.1 and 4; N-MNIST's 5 bytes an event; NumPy arrays."""
+
+SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy")
+"""Of files that `read_recording` recognises."""
+
+_DECODERS: dict[str, Callable[[bytes, str, SensorSize | None], Recording]] = {
+    "aedat2": decode_aedat2,
+    "aedat3": decode_aedat3,
+    "atis": decode_atis,
+    "numpy": decode_arrays,
+}
+_AEDAT_VERSIONS = {"2.0": "aedat2", "3.1": "aedat3", "4.0": "aedat4"}
+_HEAD_BYTES = 64
+
+
+def read_recording(
+    path: str | PathLike[str], format: str = "auto", sensor_size: tuple[int, int] | None = None
+) -> Recording:
+    """Reads and checks a recording.
+
+    Args:
+        path: of the file.
+        format: one of `FORMATS`; auto looks at how the file begins, and at its name for N-MNIST's .bin and .bs2, which
+            have nothing to recognise them by.
+        sensor_size: height and width, where the file does not say it or is wrong. By default that of the header; of
+            N-MNIST (34, 34) for .bin; of the DVS128 for AEDAT 2.0 without an AEChip line.
+
+    Returns:
+        Events in order of time, at least one, inside the sensor.
+
+    Raises:
+        RecordingError: the file is cut, empty, of another format or version, has no events, time that runs backwards or
+            coordinates outside the sensor. Names the file and the event or byte.
+        FileNotFoundError, PermissionError, ...: the file cannot be opened.
+        ModuleNotFoundError: an AEDAT 4 file without the package that reads it (pip install megasnn[events]).
+        ValueError: `format` is none of those above.
+    """
+    name = fspath(path)
+    sensor = SensorSize(*sensor_size) if sensor_size is not None else None
+    if format not in ("auto", *FORMATS):
+        raise ValueError(f"unknown format {format!r}; choose from auto, {', '.join(FORMATS)}")
+    if format == "auto":
+        with open(path, "rb") as file:
+            format = detect_format(file.read(_HEAD_BYTES), name)
+    if format == "aedat4":
+        return read_aedat4(name, sensor)
+    return decode_recording(Path(path).read_bytes(), name, format, sensor)
+
+
+def decode_recording(
+    data: bytes, name: str, format: str = "auto", sensor_size: tuple[int, int] | None = None
+) -> Recording:
+    """Like `read_recording` for bytes that are in memory already, such as a member of an archive; not for AEDAT 4.
+
+    Raises:
+        RecordingError: as above, naming `name`.
+    """
+    sensor = SensorSize(*sensor_size) if sensor_size is not None else None
+    format = detect_format(data[:_HEAD_BYTES], name) if format == "auto" else format
+    if format not in _DECODERS:
+        raise RecordingError(name, f"cannot be decoded in memory as {format}, only as {', '.join(_DECODERS)}")
+    return _DECODERS[format](data, name, sensor)
+
+
+def detect_format(head: bytes, name: str) -> str:
+    """The format of a file that begins with `head`.
+
+    Raises:
+        RecordingError: it is none of `FORMATS`.
+    """
+    if not head:
+        raise RecordingError(name, "is empty (0 bytes)")
+    if head.startswith((b"PK\x03\x04", b"\x93NUMPY")):
+        return "numpy"
+    version = version_of(head)
+    if version in _AEDAT_VERSIONS:
+        return _AEDAT_VERSIONS[version]
+    if version:
+        raise RecordingError(name, f"is AEDAT {version}; versions {', '.join(_AEDAT_VERSIONS)} are read")
+    if name.lower().endswith((".bin", ".bs2")):
+        return "atis"
+    raise RecordingError(
+        name, f"is no recording of a known format (begins with {head[:12]!r}); known: {', '.join(FORMATS)}"
+    )

@@ -1,0 +1,132 @@
+"""A simulated event camera in front of a moving image: recordings without a camera and without downloads.
+
+The pixel is that of Lichtsteiner et al. 2008: it remembers the logarithm of the light at its last event and sends the
+next one when the logarithm has risen (polarity 1) or fallen (0) by its threshold. Thresholds differ between pixels.
+Crossings between two rendered images are placed in time by linear interpolation, as ESIM does (Rebecq et al. 2018), and
+every pixel also sends noise at a constant rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasnn.events.events import Events, Recording, SensorSize
+from megasnn.events.movement import SACCADES, Path, positions
+from megasnn.random import keyed_seed
+
+
+@dataclass(frozen=True)
+class SimulatedSensor:
+    """A camera and the stage before it.
+
+    Attributes:
+        size: pixels of the sensor.
+        image_size: pixels of the sensor that the image's longer side covers.
+        path: corners of the way that the image takes, see `movement`.
+        reach: pixels that a path's unit is long.
+        duration: of the recording in microseconds.
+        frame_time: microseconds between two rendered images.
+        threshold: change of the natural logarithm of the light that makes an event.
+        mismatch: standard deviation of the threshold between pixels, as a share of it.
+        background: light where the image is 0; where it is 1 the light is 1.
+        noise_rate: events per second and pixel that nothing causes.
+        seed: of the pixels' thresholds: equal for all recordings of one camera.
+    """
+
+    size: SensorSize = SensorSize(34, 34)
+    image_size: int = 26
+    path: Path = SACCADES
+    reach: float = 6.0
+    duration: int = 300_000
+    frame_time: int = 5_000
+    threshold: float = 0.4
+    mismatch: float = 0.03
+    background: float = 0.1
+    noise_rate: float = 1.0
+    seed: int = 0
+
+
+def simulate_recording(image: NDArray, *key: int | str, sensor: SimulatedSensor | None = None) -> Recording:
+    """What the camera sends while an image moves before it; no events at all where neither moves nor makes noise.
+
+    Args:
+        image: [h, w], values from 0 (background) to 1.
+        key: of this recording's randomness, e.g. ("digits", seed, index); equal keys give equal recordings.
+        sensor: by default N-MNIST's size, movement and duration.
+
+    Returns:
+        A recording in order of time, some thousand events for a digit.
+    """
+    sensor = sensor or SimulatedSensor()
+    random = np.random.default_rng(keyed_seed("simulated recording", *key))
+    times = np.arange(0, sensor.duration + 1, sensor.frame_time)
+    light = _log_light(image, times, sensor)
+    signal = _threshold_crossings(light, times, sensor, random)
+    noise = _noise(sensor, random)
+    columns = [np.concatenate(pair) for pair in zip(signal, noise, strict=True)]
+    order = np.argsort(columns[0], kind="stable")
+    return Recording(Events.make(*(column[order] for column in columns)), sensor.size, "simulated")
+
+
+def _log_light(image: NDArray, times: NDArray, sensor: SimulatedSensor) -> NDArray:
+    """Logarithm of the light on each pixel at each time, [times, height * width]."""
+    dx, dy = positions(sensor.path, times / sensor.duration) * sensor.reach
+    scale = max(image.shape) / sensor.image_size
+    rows = _sampling(sensor.size.height, image.shape[0], scale, dy)
+    columns = _sampling(sensor.size.width, image.shape[1], scale, dx)
+    seen = rows @ np.asarray(image, np.float64) @ columns.transpose(0, 2, 1)
+    return np.log(sensor.background + (1 - sensor.background) * seen).reshape(len(times), -1)
+
+
+def _sampling(pixels: int, image_pixels: int, scale: float, shift: NDArray) -> NDArray:
+    """Linear interpolation as matrices [times, pixels, image_pixels]; nothing lies outside the image."""
+    place = (np.arange(pixels) - (pixels - 1) / 2 - shift[:, None]) * scale + (image_pixels - 1) / 2
+    return np.maximum(1 - np.abs(place[:, :, None] - np.arange(image_pixels)), 0)
+
+
+def _threshold_crossings(
+    light: NDArray, times: NDArray, sensor: SimulatedSensor, random: np.random.Generator
+) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """t, x, y, p of the events that the light causes, pixel by pixel within each time step."""
+    threshold = _thresholds(sensor)
+    # What came before the recording left each pixel somewhere between two of its levels.
+    reference = light[0] + threshold * random.uniform(-1, 1, light.shape[1])
+    start = np.empty_like(light[1:])
+    steps = np.empty(start.shape, np.int32)
+    for now, before, crossed in zip(light[1:], start, steps, strict=True):
+        before[:] = reference
+        crossed[:] = (now - reference) / threshold  # towards zero: whole thresholds only
+        reference = reference + crossed * threshold
+    step, pixel = np.nonzero(steps)
+    count = np.abs(steps[step, pixel])
+    which = np.repeat(np.arange(len(step)), count)
+    number = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + 1
+    step, pixel = step[which], pixel[which]
+    rising = steps[step, pixel] > 0
+    level = start[step, pixel] + np.where(rising, number, -number) * threshold[pixel]
+    past, now = light[step, pixel], light[step + 1, pixel]
+    t = times[step] + (level - past) / (now - past) * sensor.frame_time
+    y, x = np.divmod(pixel, sensor.size.width)
+    return t.astype(np.int64), x, y, rising
+
+
+def _thresholds(sensor: SimulatedSensor) -> NDArray:
+    """[height * width]; never below a tenth of the mean, so that no pixel fires without end."""
+    random = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", sensor.seed))
+    spread = 1 + sensor.mismatch * random.standard_normal(sensor.size.height * sensor.size.width)
+    return sensor.threshold * np.maximum(spread, 0.1)
+
+
+def _noise(sensor: SimulatedSensor, random: np.random.Generator) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    """t, x, y, p of events that nothing causes: a Poisson process on each pixel."""
+    height, width = sensor.size
+    count = random.poisson(sensor.noise_rate * sensor.duration / 1e6 * height * width)
+    return (
+        random.integers(0, sensor.duration, count),
+        random.integers(0, width, count),
+        random.integers(0, height, count),
+        random.integers(0, 2, count),
+    )
