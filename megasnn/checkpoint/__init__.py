@@ -7,6 +7,8 @@ from megasnn.checkpoint.interchange import (
     load_globals_into,
     read_state_dict,
     to_spikingjelly,
+    vgg_from_spikingjelly,
+    vgg_to_spikingjelly,
 )
 from megasnn.checkpoint.io import (
     LoadedState,
@@ -34,4 +36,6 @@ __all__ = [
     "save_global_tensors",
     "saved_metadata",
     "to_spikingjelly",
+    "vgg_from_spikingjelly",
+    "vgg_to_spikingjelly",
 ]
