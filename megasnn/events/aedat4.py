@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
+from megasnn.events.checks import Decoded
+from megasnn.events.events import Events, RecordingError, SensorSize
 
 MAGIC = b"#!AER-DAT4.0\r\n"
 
 
-def read_aedat4(path: str, sensor: SensorSize | None = None) -> Recording:
+def read_aedat4(path: str, sensor: SensorSize | None = None) -> Decoded:
     """Reads the event stream of an AEDAT 4 file; frames, triggers and the motion sensor's data are left out.
 
     Args:
@@ -21,8 +22,7 @@ def read_aedat4(path: str, sensor: SensorSize | None = None) -> Recording:
         sensor: by default what the file says.
 
     Raises:
-        RecordingError: cut, empty, another format, no event stream or more than one, coordinates outside the sensor, or
-            time that runs backwards.
+        RecordingError: cut, empty, another format, no event stream or more than one.
         ModuleNotFoundError: the package aedat is not installed.
     """
     try:
@@ -45,8 +45,7 @@ def read_aedat4(path: str, sensor: SensorSize | None = None) -> Recording:
     raw = np.concatenate(packets)
     events = Events.make(raw["t"], raw["x"], raw["y"], raw["on"])
     sensor = sensor or SensorSize(stream["height"], stream["width"])
-    check_events(path, events, sensor)
-    return Recording(events, sensor, "aedat4")
+    return Decoded(events, sensor, "aedat4")
 
 
 def _event_stream(streams: dict[int, dict[str, Any]], path: str) -> dict[str, Any]:

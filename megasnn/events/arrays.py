@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
+from megasnn.events.checks import Decoded
+from megasnn.events.events import Events, RecordingError, SensorSize
 
 NAMES = {
     "t": ("t", "ts", "timestamp"),
@@ -38,7 +39,7 @@ def save_events(file: str | PathLike[str] | IO[bytes], events: Events, sensor: S
     )
 
 
-def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> Recording:
+def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
     """Decodes the bytes of an .npz or .npy file.
 
     Fields may be called t, ts or timestamp; x; y; p, on or polarity. Polarity is 0 or 1, or -1 or 1.
@@ -49,8 +50,8 @@ def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         sensor: by default what the file says.
 
     Raises:
-        RecordingError: cut, empty, fields missing, of unequal length or not integers, no sensor size, coordinates
-            outside it, or time that runs backwards.
+        RecordingError: cut, empty, fields missing, of unequal length or not integers, values that the types of `Events`
+            cannot hold, or no sensor size.
     """
     loaded = _load(data, name)
     fields = {field: _field(loaded, field, name) for field in NAMES}
@@ -63,8 +64,7 @@ def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         _refuse(name, field, fields[field], fields[field] > np.iinfo(np.uint16).max, "is outside the sensor")
     _refuse(name, "p", fields["p"], ~np.isin(fields["p"], (-1, 0, 1)), "is no polarity: 0 or 1, or -1 or 1")
     events = Events.make(fields["t"], fields["x"], fields["y"], fields["p"] > 0)
-    check_events(name, events, sensor)
-    return Recording(events, sensor, "numpy")
+    return Decoded(events, sensor, "numpy")
 
 
 def _load(data: bytes, name: str) -> Mapping[str, np.ndarray]:

@@ -60,7 +60,7 @@ class TrainingRun:
         )
         self._introduce(self.reporter, begin.notice)
 
-    def _introduce(self, reporter: Reporter, notice: str | None) -> None:
+    def _introduce(self, reporter: Reporter, notice: str) -> None:
         config, engine = self.config, self.engine
         table = describe(config)
         reporter.line(table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,12 @@ class StartingPoint:
     """
     Attributes:
         iteration, consumed_samples: done before; 0 at the beginning.
-        notice: what the user should know about it; None where it is as asked for.
+        notice: what the user should know about it; "" where it is as asked for.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
-    notice: str | None = None
+    notice: str = ""
 
 
 class Saves:
@@ -69,21 +69,25 @@ class Saves:
         return StartingPoint()
 
     def _load_checkpoint(self, folder: str) -> StartingPoint:
-        options, world = self._options, self._state.world.handle
-        saved = checkpoint.saved_metadata(folder, options.ckpt_step, world, may_be_missing=self._may_begin_anew())
-        if saved is None:
+        options = self._options
+        try:
+            loaded = checkpoint.load_checkpoint(
+                folder,
+                tensors=self._engine.tensors,
+                optimizer=None if options.finetune or options.no_load_optim else self._optimizer,
+                config=None if options.finetune else self._identity,
+                step=options.ckpt_step,
+                process_group=self._state.world.handle,
+                refuse=self._other_data,
+            )
+        except checkpoint.NoCheckpointError:
+            if not self._may_begin_anew():
+                raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
-        if not options.finetune:
-            self._require_same_data(folder, saved.extra)
-        loaded = checkpoint.load_checkpoint(
-            folder,
-            tensors=self._engine.tensors,
-            optimizer=None if options.finetune or options.no_load_optim else self._optimizer,
-            config=None if options.finetune else self._identity,
-            step=saved.iteration,
-            process_group=world,
-        )
-        return StartingPoint() if options.finetune else StartingPoint(loaded.iteration, loaded.consumed_samples)
+        notice = "\n".join(f"WARNING: {remark}" for remark in loaded.remarks)
+        if options.finetune:
+            return StartingPoint(notice=notice)
+        return StartingPoint(loaded.iteration, loaded.consumed_samples, notice)
 
     def _may_begin_anew(self) -> bool:
         """A job that saves where it loads finds nothing there the first time; a folder named by mistake is refused."""
@@ -91,18 +95,16 @@ class Saves:
         explicit = options.exit_on_missing_checkpoint or options.finetune or options.ckpt_step is not None
         return not explicit and options.load == options.save
 
-    def _require_same_data(self, folder: str, saved: Mapping[str, object]) -> None:
-        differing = [
-            f"  {name}: {saved.get(name)} when it was saved, {value} now"
-            for name, value in self._data_identity.items()
-            if saved.get(name) != value
-        ]
-        if differing:
-            raise checkpoint.CheckpointError(
-                f"{folder} was trained on other data or in another order, where its place in the data means nothing "
-                "(--finetune takes its weights only):",
-                *differing,
-            )
+    def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
+        """Where the data or its order is not what the checkpoint's place in it refers to."""
+        if self._options.finetune:
+            return
+        for name, value in self._data_identity.items():
+            if saved.extra.get(name) != value:
+                yield (
+                    f"{name}: {saved.extra.get(name)} when it was saved, {value} now: in other data or another order "
+                    "its place in the data means nothing (--finetune takes its weights only)"
+                )
 
     def save(self, iteration: int, consumed_samples: int) -> Path | None:
         """Saves unless this iteration is saved already; the folder it is in. Collective."""

@@ -11,7 +11,7 @@ import pytest
 
 from megasnn.events import FORMATS, Events, RecordingError, decode_recording, read_recording
 from tests.events import files
-from tests.events.files import random_events, write
+from tests.events.files import equal, random_events, write
 
 EVENTS = random_events(40, 34, 34, longest_gap=9)
 BACKWARDS = Events(np.where(np.arange(40) == 30, 0, EVENTS.t + 1), EVENTS.x, EVENTS.y, EVENTS.p)
@@ -124,6 +124,14 @@ def test_no_version(tmp_path):
 def test_time_that_runs_backwards(tmp_path, name, make, byte):
     problem = refusal(tmp_path, name, make(BACKWARDS))
     assert problem == f"time runs backwards at event 30 (byte {byte}): 0 us comes after {BACKWARDS.t[29]} us"
+
+
+@pytest.mark.parametrize(("name", "make"), [("a.aedat", as_dvs128), ("a.aedat", as_aedat3), ("a.bin", files.atis)])
+def test_events_may_be_put_in_order_instead(tmp_path, name, make):
+    events = read_recording(write(tmp_path, name, make(BACKWARDS)), sort=True).events
+    order = [30, *range(30), *range(31, 40)]
+    assert events.t.tolist() == [0, *np.delete(EVENTS.t + 1, 30)]
+    assert equal(events, BACKWARDS[np.array(order)])
 
 
 @pytest.mark.parametrize(

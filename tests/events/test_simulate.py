@@ -18,7 +18,7 @@ from megasnn.events import (
     events_to_frames,
     simulate_recording,
 )
-from megasnn.events.events import check_events
+from megasnn.events.checks import Decoded, checked
 from tests.events.files import equal
 
 QUIET = SimulatedSensor(noise_rate=0.0, mismatch=0.0)
@@ -40,7 +40,7 @@ def test_equal_keys_give_equal_recordings_in_any_order():
 
 def test_a_recording_is_what_a_reader_would_give():
     recording = digit(3)
-    check_events("simulated", recording.events, recording.sensor)
+    checked("simulated", Decoded(recording.events, recording.sensor, recording.format))
     assert recording.sensor == (34, 34) and recording.format == "simulated"
     assert recording.events.t[0] >= 0 and recording.events.t[-1] <= 300_000
     assert set(np.unique(recording.events.p)) == {0, 1}
@@ -98,7 +98,7 @@ def test_mismatch_belongs_to_the_camera():
 def test_sensor_size_and_path_are_free():
     sensor = SimulatedSensor(SensorSize(48, 64), image_size=40, path=CLOSED_LOOP, reach=8.0, duration=100_000)
     recording = digit(5, sensor=sensor)
-    check_events("simulated", recording.events, recording.sensor)
+    checked("simulated", Decoded(recording.events, recording.sensor, recording.format))
     assert recording.sensor == (48, 64)
     assert recording.events.t[-1] > 95_000 and recording.events.x.max() >= 48
 
