@@ -142,6 +142,13 @@ def test_outside_the_sensor(tmp_path, name, make, byte):
     assert f"x = 200 at event 25 (byte {byte}) is outside the sensor of" in refusal(tmp_path, name, make(OUTSIDE))
 
 
+def test_the_last_row_and_column_are_inside(tmp_path):
+    path = write(tmp_path, "a.bin", files.atis(Events.make([0], [6], [4], [1])))
+    assert len(read_recording(path, sensor_size=(5, 7)).events) == 1
+    for size, field in (((4, 7), "y = 4"), ((5, 6), "x = 6")):
+        assert field in refusal(tmp_path, "a.bin", path.read_bytes(), sensor_size=size)
+
+
 def test_the_place_counts_what_was_left_out():
     address = files.davis_address(EVENTS)
     address[[0, 1]] |= np.uint32(1 << 31)
