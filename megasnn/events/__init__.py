@@ -1,6 +1,5 @@
 """Event cameras: recordings of every usual format, checked, as frames for a network; and a simulated camera."""
 
-from megasnn.events.arrays import save_events
 from megasnn.events.events import Events, Recording, RecordingError, SensorSize
 from megasnn.events.frames import FrameOptions, count_events, events_to_frames, frame_starts, normalize_frames
 from megasnn.events.movement import CLOSED_LOOP, SACCADES, STILL
@@ -28,6 +27,5 @@ __all__ = [
     "normalize_frames",
     "read_recording",
     "resize_frames",
-    "save_events",
     "simulate_recording",
 ]
