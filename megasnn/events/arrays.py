@@ -22,7 +22,17 @@ NAMES = {
     "y": ("y",),
     "p": ("p", "on", "polarity"),
 }
-_DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+ARRAY_FILE_ERRORS = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    NotImplementedError,  # a damaged version or compression in a zip file
+    RuntimeError,  # a damaged flag, which says that it is encrypted
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What NumPy raises for a damaged .npz or .npy."""
 
 
 def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
@@ -61,7 +71,7 @@ def _load(data: bytes, name: str) -> Mapping[str, np.ndarray]:
             return {field: loaded[field] for field in loaded.dtype.names or ()}
         with loaded:
             return {field: loaded[field] for field in loaded.files}
-    except _DAMAGE as error:
+    except ARRAY_FILE_ERRORS as error:
         raise RecordingError(name, f"cannot be read as a NumPy file of {len(data)} bytes ({error})") from error
 
 

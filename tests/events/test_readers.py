@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 
 import numpy as np
@@ -164,9 +163,8 @@ def test_polarity_may_be_a_sign_or_a_truth_value(tmp_path):
 
 
 def test_an_npz_may_say_its_sensors_size():
-    events, file = random_events(300, 34, 40), io.BytesIO()
-    np.savez(file, t=events.t, x=events.x, y=events.y, p=events.p, height=34, width=40)
-    recording = decode_recording(file.getvalue(), "a.events.npz")
+    events = random_events(300, 34, 40)
+    recording = decode_recording(files.npz(events, 34, 40), "a.events.npz")
     assert recording.sensor == (34, 40) and equal(recording.events, events)
 
 
