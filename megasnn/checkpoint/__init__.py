@@ -9,6 +9,8 @@ from megasnn.checkpoint.interchange import (
     load_globals_into,
     read_state_dict,
     to_spikingjelly,
+    vgg_from_spikingjelly,
+    vgg_to_spikingjelly,
 )
 from megasnn.checkpoint.loading import LoadedState, load_checkpoint
 from megasnn.checkpoint.saving import save_checkpoint
@@ -32,4 +34,6 @@ __all__ = [
     "save_global_tensors",
     "to_spikingjelly",
     "verify_checkpoint",
+    "vgg_from_spikingjelly",
+    "vgg_to_spikingjelly",
 ]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig, describe, to_json
 from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets
 from megasnn.engine import Engine
-from megasnn.losses import cross_entropy_sum
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.saving import Saves
-from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks, wire_options
+from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks, sample_loss, wire_options
 from megasnn.training.step import TrainingStep
 from megasnn.training.watch import Watch
 
@@ -38,12 +36,11 @@ class TrainingRun:
         self._started = time.monotonic()
         model, training, parallel = provider.description, config.training, config.parallel
         self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
-        context = build_context(state.tensor, training.precision, config.neuron.neuron_backend)
+        context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
         self.bounds = cut_into_chunks(
             model, parallel, training.micro_batch_size, context, state, provider.unit_of_layer
         )
-        loss = partial(cross_entropy_sum, label_smoothing=training.label_smoothing)
-        wires = wire_options(parallel)
+        loss, wires = sample_loss(training), wire_options(parallel)
         self.engine = Engine(model, state, context, self.bounds, parallel.pipeline_schedule, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)

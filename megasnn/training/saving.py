@@ -134,8 +134,10 @@ class Saves:
 
 
 def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[str, object]]:
-    """What makes two models the same: dimensions, whatever the variant is called, and neuron, whatever its backend."""
+    """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
+    neuron, whatever its backend."""
     model, neuron = dict(to_dict(model_config)), dict(to_dict(config.neuron))
-    model.pop("variant", None)
+    for choice in ("variant", "tensor_parallel_style"):
+        model.pop(choice, None)
     neuron.pop("neuron_backend")
     return {"model": model, "neuron": neuron}
