@@ -125,7 +125,8 @@ def test_no_version(tmp_path):
 )
 def test_time_that_runs_backwards(tmp_path, name, make, byte):
     problem = refusal(tmp_path, name, make(BACKWARDS))
-    assert problem == f"time runs backwards at event 30 (byte {byte}): 0 us comes after {BACKWARDS.t[29]} us"
+    place = f"time runs backwards at event 30 (byte {byte}): 0 us comes after {BACKWARDS.t[29]} us"
+    assert problem == f"{place}; sort=True (--sort-events) puts events in order"
 
 
 @pytest.mark.parametrize(("name", "make"), [("a.aedat", as_dvs128), ("a.aedat", as_aedat3), ("a.bin", files.atis)])
