@@ -27,6 +27,8 @@ def read_elements(path: Path, offset: int, count: int, dtype: torch.dtype) -> Te
 
 
 def write_elements(stream: BinaryIO, offset: int, values: Tensor) -> None:
+    """Writes all elements, in C order, from the byte `offset` of an unbuffered file on."""
     stream.seek(offset)
-    if values.numel():
-        stream.write(memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    memory = memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy()) if values.numel() else b""
+    while memory:
+        memory = memory[stream.write(memory) :]
