@@ -21,6 +21,7 @@ from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
+from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import Schedule, build_schedule
 from megasnn.sharding import ShardedTensor, parameter_count
 
@@ -35,8 +36,10 @@ class Engine:
         schedule: name of the pipeline schedule.
         seed: of the initial values.
         loss: (logits, labels) -> the sum of the samples' losses.
+        wires: how tensors travel between stages.
 
     Attributes:
+        context: what the layers were built with.
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank.
         parameters: number of elements of the whole model's parameters.
@@ -53,8 +56,9 @@ class Engine:
         schedule: str = "auto",
         seed: int = 0,
         loss: SampleLoss = cross_entropy_sum,
+        wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        self.model, self.state, self.loss = model, state, loss
+        self.model, self.state, self.context, self.loss = model, state, context, loss
         self._schedule_name = schedule
         placement = tuple(range(len(bounds)))
         self.chunks: dict[int, PipelineChunk] = {
@@ -68,11 +72,15 @@ class Engine:
         self.data_parallel = BucketedDataParallel(
             [(index, chunk.sharded_tensors()) for index, chunk in self.chunks.items()], state.data, state.tensor
         )
+        for chunk in self.chunks.values():
+            chunk.weight_gradients.observer = self.data_parallel.accumulated
         whole = describe_tensors(model, BuildContext())
         self.parameters = parameter_count(whole)
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
         self._global_batch_size = 1
-        self.executor = PipelineExecutor(self.chunks, placement, state, self._micro_batch_loss, self.data_parallel)
+        self.executor = PipelineExecutor(
+            self.chunks, placement, state, self._micro_batch_loss, self.data_parallel, wires=wires
+        )
         self._schedule = lru_cache(maxsize=None)(self._build_schedule)
 
     def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:
@@ -103,7 +111,7 @@ class Engine:
             the global batch's loss, the same on every rank.
         """
         self._global_batch_size = global_batch_size
-        self.data_parallel.zero()
+        self.data_parallel.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
         self._set_mode(training=True)

@@ -1,8 +1,8 @@
 """The global grid of ranks: one frozen object, with Megatron-LM's accessor names.
 
 `initialize_model_parallel` lays the ranks out (tensor fastest, then data, then pipeline), makes the process groups on a
-DeviceMesh and keeps them in one `ParallelState`. Constructors and training.py read it; everything below is passed the
-groups it needs. `destroy_model_parallel` frees the groups, after which another grid can be initialised.
+DeviceMesh and keeps them in one `ParallelState`. Constructors and megasnn.training read it; everything below is
+passed the groups it needs. `destroy_model_parallel` frees the groups, after which another grid can be initialised.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exit status 0 when this Python has megasnn and all that pyproject.toml asks for; else says what is missing.
 
-    python scripts/_installed.py [extra ...]
+python scripts/_installed.py [extra ...]
 """
 
 from __future__ import annotations

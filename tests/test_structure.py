@@ -10,7 +10,7 @@ import pytest
 LAYERS = [
     ["grid", "batching", "random", "partition", "fault", "telemetry", "kernels", "schedule"],
     ["config", "sharding", "losses", "non_finite", "events"],
-    ["comm"],
+    ["comm", "preprocess"],
     ["parallel_state", "layers"],
     ["models", "data", "checkpoint"],
     ["optim", "data_parallel", "pipeline"],

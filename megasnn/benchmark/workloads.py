@@ -14,16 +14,15 @@ from torch import Tensor
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.model import SpikformerConfig
 from megasnn.config.optimizer import OptimizerConfig
+from megasnn.config.parallel import ParallelConfig
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext
-from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer import describe_spikformer
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import ParallelState
-from megasnn.partition import balanced_bounds
-from megasnn.pipeline.costs import agreed_layer_costs, layers_per_chunk
+from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.training.setup import build_context, cut_into_chunks
 
 OPTIMIZER = OptimizerConfig()
 
@@ -104,10 +103,10 @@ class MegaSNNStep:
         neuron_backend: str,
         schedule: str,
     ) -> None:
-        compute = torch.bfloat16 if precision == "bf16" else torch.float32
-        context = BuildContext(state.tensor, torch.float32, compute, neuron_backend)
+        context = build_context(state.tensor, precision, neuron_backend)
         description = describe_spikformer(model, NeuronSpec())
-        bounds = _partition(description, state, context, micro_batch_size)
+        parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size)
+        bounds = cut_into_chunks(description, parallel, micro_batch_size, context, state)
         self.layout = layers_per_chunk(bounds) if len(bounds) > 1 else ""
         self.engine = Engine(description, state, context, bounds, schedule)
         self.optimizer = build_optimizer(self.engine.tensors, OPTIMIZER)
@@ -124,15 +123,6 @@ class MegaSNNStep:
     def update(self) -> None:
         self.engine.gradient_norm.clip(self.engine.gradient_norm(), OPTIMIZER.clip_grad)
         self.optimizer.step()
-
-
-def _partition(
-    model: ModelDescription, state: ParallelState, context: BuildContext, micro_batch_size: int
-) -> list[range]:
-    if state.pipeline.size == 1:
-        return [range(len(model.layers))]
-    costs = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
-    return balanced_bounds(costs, state.pipeline.size)
 
 
 def _local_micro_batches(

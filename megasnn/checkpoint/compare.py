@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megasnn.checkpoint.folder import Metadata
+from megasnn.checkpoint.description import Metadata
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.sharding import ShardedTensor
 
@@ -65,9 +65,7 @@ def tensor_differences(
             problems.append(f"{entry.name}: saved with shape {told['shape']}, now {shape}")
         elif not _keeps_values(getattr(torch, told["dtype"]), entry.tensor.dtype):
             now = str(entry.tensor.dtype).removeprefix("torch.")
-            problems.append(
-                f"{entry.name}: saved as {told['dtype']}, {now} cannot hold it; check --precision"
-            )
+            problems.append(f"{entry.name}: saved as {told['dtype']}, {now} cannot hold it; check --precision")
     return names, problems
 
 

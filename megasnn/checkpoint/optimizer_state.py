@@ -20,9 +20,7 @@ PREFIX = "optimizer."
 States = dict[Tensor, dict[str, Tensor]]
 
 
-def describe(
-    tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]
-) -> list[ShardedTensor]:
+def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]) -> list[ShardedTensor]:
     """An optimizer's `state`, by parameter, as tensors with a name and a shard.
 
     A state of None (SGD without momentum has that) is nothing to store.
@@ -79,15 +77,12 @@ def allocate(
         for parameter in group["params"]:
             entry = _entry(entry_of, parameter)
             states[parameter] = {
-                kind: _memory(entry, kind, saved, beside or kind != "step")
-                for kind in kinds_of.get(entry.name, [])
+                kind: _memory(entry, kind, saved, beside or kind != "step") for kind in kinds_of.get(entry.name, [])
             }
     return states
 
 
-def _memory(
-    entry: ShardedTensor, kind: str, saved: Mapping[str, Mapping[str, Any]], beside_parameter: bool
-) -> Tensor:
+def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, Mapping[str, Any]], beside_parameter: bool) -> Tensor:
     told = saved[f"{PREFIX}{kind}.{entry.name}"]
     device = entry.tensor.device if beside_parameter else torch.device("cpu")
     if kind == "step" or tuple(told["shape"]) != entry.shard.global_shape:
@@ -104,7 +99,5 @@ def _entries_by_parameter(tensors: Iterable[ShardedTensor]) -> dict[int, Sharded
 
 def _entry(entry_of: Mapping[int, ShardedTensor], parameter: Tensor) -> ShardedTensor:
     if id(parameter) not in entry_of:
-        raise CheckpointError(
-            f"the optimizer holds a parameter of shape {list(parameter.shape)} without a name"
-        )
+        raise CheckpointError(f"the optimizer holds a parameter of shape {list(parameter.shape)} without a name")
     return entry_of[id(parameter)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megasnn.comm.codec import Wire
-from megasnn.comm.collectives import all_reduce_sum, gather_columns, sum_and_scatter_columns
+from megasnn.comm.collectives import gather_columns, sum_and_scatter_columns
 from megasnn.comm.group import Group
 from megasnn.comm.layout import from_rows, to_rows
 
@@ -44,18 +44,6 @@ class _GatherAlike(torch.autograd.Function):
         return grad.narrow(2, ctx.group.rank * ctx.channels, ctx.channels), None
 
 
-class _ReduceFrom(torch.autograd.Function):
-    """Forward: sum over the ranks. Backward: identity (every rank goes on with the same values)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce_sum(x.contiguous().clone(), group, "forward")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def gather_channels(x: Tensor, group: Group, wire: Wire = Wire.DENSE) -> Tensor:
     """[T, N, C/size, *space] -> [T, N, C, *space]; `wire` says how the values travel in forward."""
     return x if group.size == 1 else _Gather.apply(x, group, wire)
@@ -64,8 +52,3 @@ def gather_channels(x: Tensor, group: Group, wire: Wire = Wire.DENSE) -> Tensor:
 def gather_alike(x: Tensor, group: Group) -> Tensor:
     """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
     return x if group.size == 1 else _GatherAlike.apply(x, group)
-
-
-def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of `x` over the group, on every rank."""
-    return x if group.size == 1 else _ReduceFrom.apply(x, group)

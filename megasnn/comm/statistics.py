@@ -44,11 +44,11 @@ class CommStatistics:
         """(group, operation, "forward" | "backward" | "step") -> traffic since the last reset."""
         return {key: Traffic(t.calls, t.bytes, t.dense_bytes) for key, t in self._traffic.items()}
 
-    def total(self, group: str | None = None) -> Traffic:
-        """All traffic, or that of one group."""
+    def total(self, group: str | None = None, operation: str | None = None) -> Traffic:
+        """All traffic, or that of one group, or of one operation."""
         total = Traffic()
-        for (name, _, _), traffic in self._traffic.items():
-            if group in (None, name):
+        for (name, kind, _), traffic in self._traffic.items():
+            if group in (None, name) and operation in (None, kind):
                 total.calls += traffic.calls
                 total.bytes += traffic.bytes
                 total.dense_bytes += traffic.dense_bytes

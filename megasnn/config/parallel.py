@@ -25,6 +25,11 @@ class ParallelConfig:
     cost of each layer is measured and balanced."""
     pipeline_schedule: Literal["auto", "gpipe", "1f1b"] = "auto"
     """Order of forward and backward; auto is 1f1b."""
+    strict_wire: bool = False
+    """Stop where a value does not fit the packed format of its boundary; otherwise that tensor goes dense."""
+    pipeline_gradient_dtype: Literal["fp32", "bf16"] | None = None
+    """Type in which gradients cross stages; by default that in which they are computed. bf16 halves the bytes and
+    rounds: results then depend on where the model is cut."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication; auto takes nccl on GPUs, gloo on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -52,6 +57,11 @@ class ParallelConfig:
         wrong = at_least(self, 1, *sizes) + above(self, 0, "distributed_timeout_minutes")
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
+        if self.pipeline_model_parallel_size == 1:
+            needed = "needs stages that send to each other: --pipeline-model-parallel-size 2 or more"
+            wrong += [f"--strict-wire {needed}"] * self.strict_wire
+            if self.pipeline_gradient_dtype is not None:
+                wrong.append(f"--pipeline-gradient-dtype {self.pipeline_gradient_dtype} {needed}")
         if self.num_virtual_stages_per_pipeline_rank > 1:
             wrong += refusal(refuse_chunks_per_rank, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
         if self.pipeline_model_parallel_layout is not None:

@@ -27,7 +27,8 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _grid_problems(config, world_size)
     if not of_model and not of_parallel:
         problems += _partition_problems(config)
-    problems += _length_problems(config) + _evaluation_problems(config) + _kernel_problems(config)
+    problems += _length_problems(config) + _evaluation_problems(config)
+    problems += _kernel_problems(config) + _wire_problems(config)
     if problems:
         raise ConfigError(problems)
 
@@ -102,3 +103,14 @@ def _kernel_problems(config: PretrainConfig) -> list[str]:
             f"{neuron.surrogate}; use auto or torch"
         ]
     return []
+
+
+def _wire_problems(config: PretrainConfig) -> list[str]:
+    """A type for travelling gradients that is not narrower than theirs."""
+    asked, precision = config.parallel.pipeline_gradient_dtype, config.training.precision
+    if asked is None or (asked, precision) in (("fp32", "fp32"), ("bf16", "fp32")):
+        return []
+    return [
+        f"--pipeline-gradient-dtype {asked} with --precision {precision}: gradients between stages are {precision} "
+        f"there; leave the flag out"
+    ]

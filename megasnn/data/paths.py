@@ -25,9 +25,7 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Path]:
     shards: list[Path] = []
     for part in data_path.split("::"):
         if "://" in part or part.startswith("pipe:"):
-            raise ValueError(
-                f"{flag} {part!r} is a URL; shards are read from files: copy or mount them first"
-            )
+            raise ValueError(f"{flag} {part!r} is a URL; shards are read from files: copy or mount them first")
         try:
             expanded = list(braceexpand(part))
         except ValueError as error:

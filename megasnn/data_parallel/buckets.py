@@ -21,13 +21,17 @@ BUCKET_BYTES = 8 * 1024 * 1024
 
 
 class _Bucket:
-    """Some parameters' gradients side by side in one tensor; `param.grad` are views of it."""
+    """Some parameters' gradients side by side in one tensor; `param.grad` are views of it.
 
-    def __init__(self, parameters: list[Tensor], partial: bool) -> None:
-        self.parameters, self.partial = parameters, partial
+    Attributes:
+        due: how many gradients are still to be added to each parameter that is not complete.
+    """
+
+    def __init__(self, chunk: int, parameters: list[Tensor], partial: bool) -> None:
+        self.chunk, self.parameters, self.partial = chunk, parameters, partial
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.waiting: set[int] = set()
+        self.due: dict[Tensor, int] = {}
         self.work: dist.Work | None = None
         offset = 0
         self.views = []
@@ -44,7 +48,9 @@ class BucketedDataParallel:
     """Gradient storage and reduction for the chunks of one rank, in every combination with TP and PP.
 
     Buckets are filled from the last parameter to the first, the order in which backward finishes them, and are reduced
-    in that order on every replica, each as soon as it and all before it are complete. A parameter with
+    in one order on every replica, from the last chunk to the first, each as soon as it and all before it are complete:
+    replicas with other numbers of micro-batches finish their chunks in another order, and their collectives must still
+    meet. A parameter is complete when as many gradients were added to it as the step has micro-batches. One with
     `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
 
     Args:
@@ -61,49 +67,56 @@ class BucketedDataParallel:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._data, self._tensor = data, tensor
-        self._buckets: dict[int, list[_Bucket]] = {}
-        self._next: dict[int, int] = {}
-        self._armed: set[int] = set()
-        for chunk, entries in tensors:
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._next = 0
+        for chunk, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             whole = [e.tensor for e in trained if not e.shard.partial_gradient]
             partial = [e.tensor for e in trained if e.shard.partial_gradient]
-            buckets = [_Bucket(group, False) for group in _packed(whole, bucket_bytes)]
+            self._buckets += [_Bucket(chunk, group, False) for group in _packed(whole, bucket_bytes)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
-            buckets += [_Bucket(partial, True)] if partial else []
-            self._buckets[chunk] = buckets
-            for index, bucket in enumerate(buckets):
-                for parameter in bucket.parameters:
-                    parameter.register_post_accumulate_grad_hook(self._hook(chunk, index))
+            self._buckets += [_Bucket(chunk, partial, True)] if partial else []
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                self._bucket_of[parameter] = bucket
+                parameter.register_post_accumulate_grad_hook(self.accumulated)
         self.zero()
 
-    def zero(self) -> None:
-        """Before each step: gradients to zero, in place."""
-        for chunk, buckets in self._buckets.items():
-            self._next[chunk] = 0
-            for bucket in buckets:
-                bucket.flat.zero_()
-                bucket.attach()
-                bucket.waiting = {id(parameter) for parameter in bucket.parameters}
-        self._armed.clear()
+    def zero(self, micro_batches: int = 1) -> None:
+        """Before each step of so many micro-batches: gradients to zero, in place."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.attach()
+            bucket.due = dict.fromkeys(bucket.parameters, micro_batches)
 
-    def arm(self, chunk: int) -> None:
-        """The coming backward of this chunk is the step's last one: what it completes can be reduced."""
-        self._armed.add(chunk)
+    def accumulated(self, parameter: Tensor) -> None:
+        """To be called when a micro-batch's gradient was added other than by autograd, whose hooks call it too."""
+        due = self._bucket_of[parameter].due
+        due[parameter] -= 1
+        if due[parameter] == 0:
+            del due[parameter]
+            self._reduce_complete()
 
-    def _hook(self, chunk: int, index: int):
-        def completed(parameter: Tensor) -> None:
-            if chunk in self._armed:
-                self._buckets[chunk][index].waiting.discard(id(parameter))
-                self._reduce_complete(chunk)
+    def finish(self, chunk: int) -> None:
+        """The chunk's gradients are done; a parameter that took no part in backward keeps a zero gradient."""
+        for bucket in self._buckets:
+            if bucket.chunk == chunk:
+                bucket.due.clear()
+        self._reduce_complete()
 
-        return completed
+    def wait(self) -> None:
+        """Until everything that could be reduced is."""
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
 
-    def _reduce_complete(self, chunk: int) -> None:
-        buckets = self._buckets[chunk]
-        while self._next[chunk] < len(buckets) and not buckets[self._next[chunk]].waiting:
-            self._reduce(buckets[self._next[chunk]])
-            self._next[chunk] += 1
+    def _reduce_complete(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].due:
+            self._reduce(self._buckets[self._next])
+            self._next += 1
 
     def _reduce(self, bucket: _Bucket) -> None:
         if bucket.partial:
@@ -111,17 +124,6 @@ class BucketedDataParallel:
         if self._data.size > 1:
             statistics.record(self._data.name, "all_reduce", "backward", bucket.flat.nbytes)
             bucket.work = dist.all_reduce(bucket.flat, group=self._data.handle, async_op=True)
-
-    def finish(self, chunk: int) -> None:
-        """Reduces what is left (parameters that took no part in backward keep a zero gradient) and waits for all."""
-        buckets = self._buckets[chunk]
-        for bucket in buckets[self._next[chunk] :]:
-            self._reduce(bucket)
-        self._next[chunk] = len(buckets)
-        for bucket in buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
 from megasnn.events.header import read_header
+from megasnn.events.sensors import DVS128, KNOWN, SENSORS, sensor_named
 
 EVENT_BYTES = 8
-DVS128 = SensorSize(128, 128)
-DAVIS_SENSORS = {"DAVIS240": SensorSize(180, 240), "DAVIS346": SensorSize(260, 346), "DAVIS640": SensorSize(480, 640)}
 
 _EVENT = np.dtype([("high", ">u2"), ("low", ">u2"), ("t", ">u4")])
 _DAVIS_EVENT = np.dtype([("address", ">u4"), ("t", ">u4")])
@@ -35,7 +34,8 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
     Args:
         data: the whole file.
         name: of the file, for messages.
-        sensor: by default what the header's AEChip line says, or a DVS128 where there is none.
+        sensor: one of `SENSORS`, which also says what addresses mean; by default that of the header's AEChip line, or a
+            DVS128 where there is none.
 
     Raises:
         RecordingError: cut, empty, another version, an unknown sensor, addresses that the sensor does not have, or time
@@ -49,7 +49,7 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
             f"is cut: {len(body)} bytes after the header are not a multiple of {EVENT_BYTES}; "
             f"the event at byte {header.end + len(body) // EVENT_BYTES * EVENT_BYTES} is not complete",
         )
-    sensor = sensor or _sensor_of(header.value("AEChip"), name)
+    sensor = _sensor(sensor, header.value("AEChip"), name)
     events, kept = _decode_dvs128(body, name, header.end) if sensor == DVS128 else _decode_davis(body)
 
     def place(index: int) -> str:
@@ -60,16 +60,13 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
     return Recording(events, sensor, "aedat2", skipped=len(body) // EVENT_BYTES - len(events))
 
 
-def _sensor_of(chip: str | None, name: str) -> SensorSize:
-    if chip is None or "DVS128" in chip.upper():
-        return DVS128
-    for known, sensor in DAVIS_SENSORS.items():
-        if known in chip.upper():
-            return sensor
-    known_names = ", ".join(["DVS128", *DAVIS_SENSORS])
-    raise RecordingError(
-        name, f"comes from the sensor {chip!r}, whose addresses are not known; known are {known_names}"
-    )
+def _sensor(asked: SensorSize | None, chip: str | None, name: str) -> SensorSize:
+    if asked is not None and asked not in SENSORS.values():
+        raise RecordingError(name, f"is AEDAT 2.0: addresses of a sensor of {asked} are not known; known: {KNOWN}")
+    sensor = asked or (DVS128 if chip is None else sensor_named(chip))
+    if sensor is None:
+        raise RecordingError(name, f"comes from the sensor {chip!r}, whose addresses are not known; known: {KNOWN}")
+    return sensor
 
 
 def _decode_dvs128(body: memoryview, name: str, start: int) -> tuple[Events, NDArray[np.intp] | None]:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megasnn.events.aedat2 import DAVIS_SENSORS, DVS128
 from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
 from megasnn.events.header import Header, read_header
+from megasnn.events.sensors import sensor_named
 
 POLARITY = 1
 EVENT_BYTES = 8
@@ -55,10 +55,14 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> R
     numbers = np.array([packet.number for packet in packets], np.int64)
     words = _event_words(data, packets)
     overflow = np.repeat(np.array([packet.overflow for packet in packets], np.int64) << 31, numbers)
-    kept = np.flatnonzero(words["address"] & 1)
-    address = words["address"][kept]
+    address = words["address"].astype(np.uint32)
+    t = words["t"].astype(np.int64) | overflow
+    valid = address & 1 != 0
+    kept = None if valid.all() else np.flatnonzero(valid)
+    if kept is not None:
+        address, t = address[kept], t[kept]
     events = Events(
-        t=(words["t"].astype(np.int64) | overflow)[kept],
+        t=t,
         x=(address >> 17).astype(np.uint16),
         y=(address >> 2 & 0x7FFF).astype(np.uint16),
         p=(address >> 1 & 1).astype(np.uint8),
@@ -66,7 +70,7 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> R
     first_of_packet = np.cumsum(numbers) - numbers
 
     def place(index: int) -> str:
-        number = int(kept[index])
+        number = index if kept is None else int(kept[index])
         packet = int(np.searchsorted(first_of_packet, number, side="right")) - 1
         byte = packets[packet].start + EVENT_BYTES * (number - int(first_of_packet[packet]))
         return f"event {number} (byte {byte})"
@@ -77,10 +81,10 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> R
 
 def _sensor_of(header: Header, name: str) -> SensorSize:
     source = next((line for line in header.lines if line.lower().startswith("#source")), "")
-    for known, sensor in {"DVS128": DVS128, **DAVIS_SENSORS}.items():
-        if known in source.upper():
-            return sensor
-    raise RecordingError(name, f"does not say which known sensor it comes from ({source!r}); pass its sensor size")
+    sensor = sensor_named(source)
+    if sensor is None:
+        raise RecordingError(name, f"does not say which known sensor it comes from ({source!r}); pass its sensor size")
+    return sensor
 
 
 def _packets(data: bytes, position: int, name: str) -> Iterator[_Packet]:

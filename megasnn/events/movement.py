@@ -1,7 +1,8 @@
 """Ways that an image takes before a simulated camera, as the recorded data sets moved theirs.
 
-A path is the corners it passes, each way between two of them equally long in time; (x, y) with x to the right and y
-down, in units that the simulated sensor's `reach` gives in pixels.
+A path is the corners it passes, (x, y) with x to the right and y down, in units that the simulated sensor's `reach`
+gives in pixels. Each way between two corners takes equally long; it begins and ends at rest, with the speed of half a
+wave of a sine between, as that of something with a mass that a motor turns.
 """
 
 from __future__ import annotations
@@ -24,5 +25,6 @@ STILL: Path = ((0.0, 0.0), (0.0, 0.0))
 def positions(path: Path, progress: NDArray) -> NDArray:
     """x and y, [2, N], at N times from 0 (beginning) to 1 (end)."""
     corners = np.array(path, np.float64)
-    at = np.linspace(0, 1, len(corners))
-    return np.stack([np.interp(progress, at, corners[:, axis]) for axis in (0, 1)])
+    way, part = np.divmod(np.asarray(progress) * (len(path) - 1), 1)
+    passed = way + (1 - np.cos(np.pi * part)) / 2
+    return np.stack([np.interp(passed, np.arange(len(path)), corners[:, axis]) for axis in (0, 1)])

@@ -50,9 +50,12 @@ def read_recording(
             coordinates outside the sensor. Names the file and the event or byte.
         FileNotFoundError, PermissionError, ...: the file cannot be opened.
         ModuleNotFoundError: an AEDAT 4 file without the package that reads it (pip install megasnn[events]).
+        ValueError: `format` is none of those above.
     """
     name = fspath(path)
     sensor = SensorSize(*sensor_size) if sensor_size is not None else None
+    if format not in ("auto", *FORMATS):
+        raise ValueError(f"unknown format {format!r}; choose from auto, {', '.join(FORMATS)}")
     if format == "auto":
         with open(path, "rb") as file:
             format = detect_format(file.read(_HEAD_BYTES), name)
@@ -72,7 +75,7 @@ def decode_recording(
     sensor = SensorSize(*sensor_size) if sensor_size is not None else None
     format = detect_format(data[:_HEAD_BYTES], name) if format == "auto" else format
     if format not in _DECODERS:
-        raise RecordingError(name, f"cannot be decoded as {format!r} in memory; choose from {', '.join(_DECODERS)}")
+        raise RecordingError(name, f"cannot be decoded in memory as {format}, only as {', '.join(_DECODERS)}")
     return _DECODERS[format](data, name, sensor)
 
 

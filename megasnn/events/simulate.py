@@ -42,7 +42,7 @@ class SimulatedSensor:
     reach: float = 6.0
     duration: int = 300_000
     frame_time: int = 5_000
-    threshold: float = 0.3
+    threshold: float = 0.4
     mismatch: float = 0.03
     background: float = 0.1
     noise_rate: float = 1.0

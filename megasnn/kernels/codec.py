@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,16 +38,17 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
     not dense is packed in row-major order.
 
     Raises:
-        ValueError: with ``check``, a value is neither 0 nor 1. Without it every non-zero value is a spike.
+        ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither). Without it every non-zero value is a
+            spike.
     """
     flat = flat_in_memory(x.detach())
     compiled = _compiled(flat)
     if compiled is None:
-        strange = check and not bool(((flat == 0) | (flat == 1)).all())
+        strange = check and not bool((((flat == 0) | (flat == 1)) & ~torch.signbit(flat)).all())
         packed = _pack_bits_plain(flat)
     else:
         packed = torch.empty(packed_size(flat.numel()), dtype=torch.uint8)
-        strange = _pack(compiled.pack_spikes, flat, packed, compiled.UNIT) and check
+        strange = _pack_spikes(compiled, _readable(flat), packed.numpy()) and check
     if strange:
         raise ValueError(_complaint("pack_bits takes 0 and 1", flat))
     return packed
@@ -90,16 +92,18 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     """Integers 0 to 255, in any dtype, as uint8 ``[numel]`` in memory order.
 
     Raises:
-        ValueError: with ``check``, a value is not an integer from 0 to 255. Without it the result is then undefined.
+        ValueError: with ``check``, a value is not an integer from 0 to 255 (-0 is not). Without it the result is then
+            undefined.
     """
     flat = flat_in_memory(x.detach())
     compiled = _compiled(flat)
     if compiled is None:
         packed = flat.to(torch.uint8)
-        strange = check and not torch.equal(packed.to(torch.float64), flat.to(torch.float64))
+        fits = (packed.to(torch.float64) == flat.to(torch.float64)) & ~torch.signbit(flat)
+        strange = check and not bool(fits.all())
     else:
         packed = torch.empty(flat.numel(), dtype=torch.uint8)
-        strange = _pack(compiled.pack_small, flat, packed, compiled.UNIT) and check
+        strange = _pack_counts(compiled, _readable(flat), packed.numpy()) and check
     if strange:
         raise ValueError(_complaint("pack_counts takes integers from 0 to 255", flat))
     return packed
@@ -120,14 +124,31 @@ def unpack_counts(
     return out
 
 
-def _pack(kernel: Callable[..., None], flat: Tensor, packed: Tensor, unit: int) -> bool:
-    """Runs a packing kernel; whether it met a value that the format cannot hold."""
+def _readable(flat: Tensor) -> np.ndarray:
+    return (flat if flat.dtype in _READ else flat.float()).numpy()
+
+
+def _pack_spikes(compiled: ModuleType, values: np.ndarray, packed: np.ndarray) -> bool:
+    """Whether it met a value that the format cannot hold."""
+    bits = values.view(f"uint{8 * values.itemsize}")
+    one = np.ones(1, values.dtype).view(bits.dtype)[0]
+    magnitude = np.array(np.iinfo(bits.dtype).max >> 1, bits.dtype)[()]
+    strangers = np.zeros(-(-bits.size // compiled.UNIT), np.bool_)
+    return _pack(compiled.pack_spikes, strangers, bits, packed, strangers, one, magnitude)
+
+
+def _pack_counts(compiled: ModuleType, values: np.ndarray, packed: np.ndarray) -> bool:
+    """Whether it met a value that the format cannot hold."""
+    strangers = np.zeros(-(-values.size // compiled.UNIT), np.bool_)
+    bits = values.view(f"int{8 * values.itemsize}")
+    return _pack(compiled.pack_small, strangers, values, bits, packed, strangers)
+
+
+def _pack(kernel: Callable[..., None], strangers: np.ndarray, *arguments: Any) -> bool:
     from megasnn.kernels.runtime import run
 
-    values = flat if flat.dtype in _READ else flat.float()
-    strangers = np.zeros(-(-values.numel() // unit), np.bool_)
-    if values.numel():
-        run(kernel, len(strangers), values.numpy(), packed.numpy(), strangers)
+    if strangers.size:
+        run(kernel, strangers.size, *arguments)
     return bool(strangers.any())
 
 

@@ -10,26 +10,30 @@ UNIT = 1 << 16
 
 
 @kernel
-def pack_spikes(values, packed, strangers, first, last):
-    """``values [M]`` -> ``packed [ceil(M / 8)]``; ``strangers [units]``: whether a unit holds neither 0 nor 1."""
+def pack_spikes(bits, packed, strangers, one, magnitude, first, last):
+    """``bits [M]`` -> ``packed [ceil(M / 8)]``; ``strangers [units]``: whether a unit holds neither 0 nor 1.
+
+    ``bits`` are the values as unsigned integers, so that -0 is no 0; ``one`` is how 1 looks among them, ``magnitude``
+    all bits but the sign.
+    """
     for unit in range(first, last):
-        low, high = unit * UNIT, min((unit + 1) * UNIT, values.size)
+        low, high = unit * UNIT, min((unit + 1) * UNIT, bits.size)
         whole = (high - low) // 8
         strange = False
-        piece, out = values[low:high], packed[low // 8 :]
+        piece, out = bits[low:high], packed[low // 8 :]
         for i in range(whole):
             byte = 0
             for k in range(8):
                 value = piece[8 * i + k]
-                byte |= (value != 0) << k
-                strange |= (value != 0) and (value != 1)
+                byte |= ((value & magnitude) != 0) << k
+                strange |= (value != 0) and (value != one)
             out[i] = byte
         if 8 * whole < high - low:
             byte = 0
             for k in range(high - low - 8 * whole):
                 value = piece[8 * whole + k]
-                byte |= (value != 0) << k
-                strange |= (value != 0) and (value != 1)
+                byte |= ((value & magnitude) != 0) << k
+                strange |= (value != 0) and (value != one)
             out[whole] = byte
         strangers[unit] = strange
 
@@ -69,15 +73,18 @@ def unpack_spike_rows(values, packed, columns, stride, zero, one, first, last):
 
 
 @kernel
-def pack_small(values, packed, strangers, first, last):
-    """``values [M]`` -> uint8 ``packed [M]``; ``strangers [units]``: whether a unit holds anything but 0, 1 ... 255."""
+def pack_small(values, bits, packed, strangers, first, last):
+    """``values [M]`` -> uint8 ``packed [M]``; ``strangers [units]``: whether a unit holds anything but 0, 1 ... 255.
+
+    ``bits`` are the values as signed integers: that of -0 is negative, and it is none of these.
+    """
     for unit in range(first, last):
         low, high = unit * UNIT, min((unit + 1) * UNIT, values.size)
-        piece, out = values[low:high], packed[low:high]
+        piece, signed, out = values[low:high], bits[low:high], packed[low:high]
         strange = False
         for i in range(piece.size):
             value = piece[i]
             byte = np.uint8(value if value >= 0 and value <= 255 else 0)  # out of range the conversion is undefined
             out[i] = byte
-            strange |= byte != value
+            strange |= (byte != value) | (signed[i] < 0)
         strangers[unit] = strange

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+ANNOUNCED_AFTER_S = 1.0
+
 _compiled: set[tuple[Any, Any]] = set()
+_announced = threading.Event()
 _threads: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
 
@@ -23,7 +28,7 @@ def run(kernel: Callable[..., None], units: int, first_array: Any, *args: Any) -
     """
     key = (kernel, first_array.dtype)
     if key not in _compiled:
-        with _one_process():
+        with _announced_when_slow(), _one_process():
             kernel(first_array, *args, 0, units)
         _compiled.add(key)
         return
@@ -43,6 +48,24 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     if workers not in _threads:
         _threads[workers] = ThreadPoolExecutor(workers, thread_name_prefix="megasnn-kernel")
     return _threads[workers]
+
+
+@contextlib.contextmanager
+def _announced_when_slow() -> Iterator[None]:
+    """Says, once and on the first rank, what a first start is waiting for."""
+    timer = threading.Timer(ANNOUNCED_AFTER_S, _announce)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _announce() -> None:
+    if os.environ.get("RANK", "0") == "0" and not _announced.is_set():
+        _announced.set()
+        sys.stderr.write("compiling the fused kernels for this processor: some 15 seconds, the first time only\n")
 
 
 @contextlib.contextmanager

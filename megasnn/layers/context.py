@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megasnn.comm.group import Group, alone
+from megasnn.layers.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,11 @@ class BuildContext:
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: "auto", "torch" or "fused" (see megasnn.kernels).
+        weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
     """
 
     tensor: Group = field(default_factory=lambda: alone("tensor"))
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     neuron_backend: str = "auto"
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)

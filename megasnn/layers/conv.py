@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,8 +29,9 @@ from megasnn.comm.collectives import gather_columns, join_columns, sum_and_scatt
 from megasnn.comm.group import Group
 from megasnn.comm.layout import from_rows, to_rows
 from megasnn.layers.context import BuildContext
-from megasnn.layers.convolution import Geometry, convolve, input_gradient, weight_gradient
+from megasnn.layers.convolution import Geometry, add_weight_gradient, convolve, input_gradient
 from megasnn.layers.pooling import average_pool, average_pool_gradient, pooled_space
+from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, Shard, declare_parameter
 
 Style = Literal["column", "row"]
@@ -103,7 +105,7 @@ class ParallelConv(nn.Module):
             shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=initialise_bias or _zeros)
             declare_parameter(self, "bias", shard, context.dtype)
         self.padding, self.padding_mode = padding, padding_mode
-        self.compute_dtype = context.compute_dtype
+        self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self.plan = _Plan(
             group=group,
             gather=style == "column" and groups == 1 and not whole_input,
@@ -122,8 +124,8 @@ class ParallelConv(nn.Module):
         if self.padding_mode != "zeros" and self.padding:
             mode = PADDING_MODES[self.padding_mode]
             x = F.pad(x.flatten(0, 1), (self.padding,) * 4, mode).unflatten(0, x.shape[:2])
-        weight = self.weight if self.weight.ndim == 4 else self.weight.unsqueeze(-1)
-        y = _Convolve.apply(x.to(self.compute_dtype), weight.to(self.compute_dtype), self.plan)
+        owed = self.weight_gradients.of(self.weight)
+        y = _Convolve.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
@@ -175,25 +177,28 @@ class _Plan:
 
 
 class _Convolve(torch.autograd.Function):
-    """Keeps the packed input, one bit a spike; exchanges the input gradient while it computes the weight's."""
+    """Keeps the packed input, one bit a spike, for the gradient of the weight, which backward leaves as a task.
+
+    Where that task runs at once, the input gradient is exchanged meanwhile.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: _Plan) -> Tensor:
         rows = to_rows(x)
         if plan.gather:
             full, payloads = gather_columns(rows, plan.group, plan.wire)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.wire, check=True)]
         images = average_pool(_as_images(full, x.shape), plan.pool)
-        y = convolve(images, weight, plan.geometry).unflatten(0, x.shape[:2])
-        ctx.plan, ctx.input_shape, ctx.row_shape = plan, x.shape, rows.shape
+        y = convolve(images, _kernel(weight, x.dtype), plan.geometry).unflatten(0, x.shape[:2])
+        ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
         if plan.scatter and plan.group.size > 1:
             y = from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         weight, *payloads = ctx.saved_tensors
         plan: _Plan = ctx.plan
         grad_rows = to_rows(grad)
@@ -202,13 +207,25 @@ class _Convolve(torch.autograd.Function):
         grad_images = _as_images(grad_rows, grad.shape)
         finish = None
         if ctx.needs_input_grad[0]:
-            finish = _start_input_gradient(grad_images, weight, plan, pooled_space(ctx.input_shape[3:], plan.pool))
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            rows = join_columns(payloads, plan.wire, ctx.row_shape, weight.dtype)
-            images = average_pool(_as_images(rows, ctx.input_shape), plan.pool)
-            grad_weight = weight_gradient(grad_images, images, weight, plan.geometry)
-        return None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool), grad_weight, None
+            kernel = _kernel(weight, grad.dtype)
+            finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
+        if ctx.leave is not None:
+            add = partial(_add_weight_gradient, plan, payloads, ctx.row_shape, ctx.input_shape, grad_images)
+            ctx.leave(add)
+        return None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool), None, None, None, None
+
+
+def _add_weight_gradient(
+    plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, input_shape: torch.Size, grad: Tensor, total: Tensor
+) -> None:
+    rows = join_columns(payloads, plan.wire, row_shape, grad.dtype)
+    images = average_pool(_as_images(rows, input_shape), plan.pool)
+    add_weight_gradient(_kernel(total, total.dtype), grad, images, plan.geometry)
+
+
+def _kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two-dimensional, in the type that is computed in."""
+    return (weight if weight.ndim == 4 else weight.unsqueeze(-1)).to(dtype)
 
 
 def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:

@@ -38,11 +38,26 @@ def input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torc
     return _convolution_backward(grad, images, weight, geometry, (True, False, False))[0]
 
 
-def weight_gradient(grad: Tensor, images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """The gradient of the weight, from the input and the gradient of the output."""
-    if _is_matrix_product(images, weight, geometry):
-        return (_rows(grad).t() @ _rows(images)).view_as(weight)
-    return _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
+def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: Geometry) -> None:
+    """Adds the gradient of the weight to `total` `[C_out, C_in / groups, k, k]`, which may be of higher precision.
+
+    Args:
+        grad: of the output. images: the input.
+    """
+    if _is_matrix_product(images, total, geometry):
+        add_product(total.flatten(1), _rows(grad).t(), _rows(images))
+        return
+    # Only the shape and type of the weight enter its gradient.
+    weight = total if total.dtype == grad.dtype else torch.empty_like(total, dtype=grad.dtype)
+    total += _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in one go where the types are the same."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry) -> bool:

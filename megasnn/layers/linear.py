@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.autograd import gather_alike, gather_channels, reduce_from_group
-from megasnn.comm.codec import Wire
+from megasnn.comm.autograd import gather_alike
+from megasnn.comm.codec import Wire, encode
+from megasnn.comm.collectives import all_reduce_sum, gather_columns, join_columns, sum_and_scatter_columns
+from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
+from megasnn.layers.convolution import add_product
+from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, Shard, declare_parameter
 
 
@@ -47,8 +54,8 @@ class ParallelLinear(nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size % group.size and (name == "in_features" or style == "column"):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
-        self.group, self.style, self.gather_output, self.wire = group, style, gather_output, wire
-        self.compute_dtype = context.compute_dtype
+        self.plan, self.gather_output = _Plan(group, style, wire), gather_output
+        self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
         shard = Shard((out_features, in_features), cut, rank=group.rank, size=group.size, initialise=initialise)
         declare_parameter(self, "weight", shard, context.dtype)
@@ -59,14 +66,59 @@ class ParallelLinear(nn.Module):
             declare_parameter(self, "bias", shard, context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(self.compute_dtype)
-        if self.style == "row":
-            y = reduce_from_group(F.linear(x.to(self.compute_dtype), weight), self.group)
-        else:
-            y = F.linear(gather_channels(x.to(self.compute_dtype), self.group, self.wire), weight)
+        owed = self.weight_gradients.of(self.weight)
+        y = _Multiply.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return gather_alike(y, self.group) if self.gather_output else y
+        return gather_alike(y, self.plan.group) if self.gather_output else y
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the forward and the backward of one layer have in common."""
+
+    group: Group
+    style: str
+    wire: Wire
+
+
+class _Multiply(torch.autograd.Function):
+    """Keeps the packed input for the gradient of the weight, which backward leaves as a task."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: _Plan) -> Tensor:
+        rows = x.flatten(0, -2)
+        if plan.style == "column":
+            full, payloads = gather_columns(rows, plan.group, plan.wire)
+        else:
+            full, payloads = rows, [encode(rows.reshape(-1), plan.wire, check=True)]
+        y = full @ weight.to(x.dtype).t()
+        if plan.style == "row":
+            y = all_reduce_sum(y, plan.group, "forward")
+        ctx.plan, ctx.leave, ctx.row_shape = plan, leave, rows.shape
+        ctx.save_for_backward(weight, *payloads)
+        return y.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        weight, *payloads = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        rows = grad.flatten(0, -2)
+        finish = None
+        if ctx.needs_input_grad[0]:
+            product = rows @ weight.to(grad.dtype)
+            # Each rank of style "column" used the whole input, and of style "row" its own features.
+            scatter = plan.style == "column"
+            finish = sum_and_scatter_columns(product, plan.group, "backward") if scatter else lambda: product
+        if ctx.leave is not None:
+            ctx.leave(partial(_add_weight_gradient, plan, payloads, ctx.row_shape, rows))
+        return None if finish is None else finish().unflatten(0, grad.shape[:-1]), None, None, None, None
+
+
+def _add_weight_gradient(
+    plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, grad: Tensor, total: Tensor
+) -> None:
+    add_product(total, grad.t(), join_columns(payloads, plan.wire, row_shape, grad.dtype))
 
 
 def _zeros(tensor: Tensor, generator: torch.Generator) -> None:

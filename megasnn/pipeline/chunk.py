@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
 from megasnn.layers.context import BuildContext
+from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
 
@@ -22,6 +24,7 @@ class PipelineChunk(nn.Module):
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
         output: what the last layer's output is known to hold.
+        weight_gradients: where its layers leave the second part of their backward.
     """
 
     def __init__(
@@ -31,6 +34,8 @@ class PipelineChunk(nn.Module):
         self.index = index
         self.is_first, self.is_last = index == 0, index == chunks - 1
         self.names = [description.name for description in descriptions]
+        self.weight_gradients = WeightGradients()
+        context = replace(context, weight_gradients=self.weight_gradients)
         self.layers = nn.ModuleList(description.build(context) for description in descriptions)
         self.output = output
 

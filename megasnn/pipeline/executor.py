@@ -14,9 +14,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
+from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.p2p import Receiver, Sender
+from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 
 
@@ -26,7 +27,7 @@ class PipelineError(RuntimeError):
 
 @dataclass(frozen=True)
 class MicroBatchInput:
-    """What the executor needs of a micro-batch; images only on the first stage, labels only on the last one.
+    """What the executor needs of a micro-batch; images only where the first chunk is, labels where the last one is.
 
     Attributes:
         images: `[n, C, H, W]` or `[T, n, C, H, W]`.
@@ -42,11 +43,11 @@ class MicroBatchInput:
 class GradientSync(Protocol):
     """What the executor asks of data parallelism."""
 
-    def arm(self, chunk: int) -> None:
-        """The next backward of this chunk is its last in this step: its gradients may be reduced as they are done."""
-
     def finish(self, chunk: int) -> None:
-        """Returns when the chunk's gradients are reduced."""
+        """The chunk's gradients of this step are complete. Does not wait for their reduction."""
+
+    def wait(self) -> None:
+        """Returns when all gradients are reduced."""
 
 
 # (logits [T, n, classes], labels) -> this micro-batch's share of the global batch's mean loss, a scalar
@@ -66,6 +67,7 @@ class _Run:
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     roots: dict[tuple[int, int], Tensor | GradientEdge] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    weight_gradients: dict[tuple[int, int], list[Task]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -79,6 +81,7 @@ class PipelineExecutor:
         sync: data parallelism; None where gradients are not reduced.
         observer: called after each action, in training and in evaluation. A device that computes asynchronously is
             not waited for.
+        wires: how tensors travel between stages.
 
     Attributes:
         observer: may be set and taken away between steps.
@@ -92,9 +95,10 @@ class PipelineExecutor:
         loss: LossFunction | None = None,
         sync: GradientSync | None = None,
         observer: ActionObserver | None = None,
+        wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
-        self._loss, self._sync, self.observer = loss, sync, observer
+        self._loss, self._sync, self.observer, self._wires = loss, sync, observer, wires
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: LogitsConsumer | None = None
         self._senders: dict[tuple[int, Kind], Sender] = {}
@@ -103,6 +107,8 @@ class PipelineExecutor:
         self._methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECV_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
@@ -152,6 +158,8 @@ class PipelineExecutor:
                     self.observer(action, start, time.perf_counter())
         for sender in self._senders.values():
             sender.wait()
+        if self._sync is not None and not forward_only:
+            self._sync.wait()
         return run
 
     def _place(self, action: Action) -> str:
@@ -207,11 +215,20 @@ class PipelineExecutor:
 
     def _backward(self, run: _Run, action: Action) -> None:
         key = _key(action)
-        if self._sync is not None and key[1] == len(run.micro_batches) - 1:
-            self._sync.arm(action.chunk)
         gradient, root = run.gradients.pop(key, None), run.roots.pop(key, None)
-        if root is not None:  # a first stage without layers has nothing to learn
+        if root is not None:  # a first chunk without layers has nothing to learn
             torch.autograd.backward(root, gradient)
+
+    def _input_gradient(self, run: _Run, action: Action) -> None:
+        with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
+            self._backward(run, action)
+        tasks.reverse()
+        run.weight_gradients[_key(action)] = tasks
+
+    def _weight_gradient(self, run: _Run, action: Action) -> None:
+        tasks = run.weight_gradients.pop(_key(action))
+        while tasks:
+            tasks.pop()()  # and its tensors are free
 
     def _sync_gradients(self, run: _Run, action: Action) -> None:
         if self._sync is not None:
@@ -262,7 +279,8 @@ class PipelineExecutor:
         link = peer, kind = self._link(action)
         if link not in self._senders:
             direction = "forward" if kind is Kind.SEND_FORWARD else "backward"
-            self._senders[link] = Sender(self._global_rank(peer), self._group(kind), direction, self._state.device)
+            peer_rank, group = self._global_rank(peer), self._group(kind)
+            self._senders[link] = Sender(peer_rank, group, direction, self._state.device, self._wires)
         return self._senders[link]
 
     def _link(self, action: Action) -> tuple[int, Kind]:

@@ -4,13 +4,17 @@ The receiver learns a tensor's shape, memory order, type and wire format from a 
 tensor of its kind. Boundaries differ only by the number of samples, which both ends know, so that later tensors of the
 same key need no descriptor. The memory order is restored as it was: a convolution may sum in another order on another
 memory format, and the pipeline must not change a bit.
+
+A packed message ends with a byte that says whether the values fitted. Receives are posted before that is known, with
+room for the packed message: where the values did not fit, a dense message follows on the same link, and nobody has to
+be asked.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -26,36 +30,66 @@ WIRES = tuple(Wire)
 
 
 @dataclass(frozen=True)
+class WireOptions:
+    """How tensors travel between stages.
+
+    Attributes:
+        strict: values that do not fit their wire format stop the run, where otherwise the tensor goes dense.
+        gradient_dtype: in which type gradients travel; None: in their own. A narrower one rounds them.
+    """
+
+    strict: bool = False
+    gradient_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class TensorDescriptor:
-    """Shape, memory order (dimensions from slowest to fastest), type and wire format of a tensor in transit."""
+    """Shape, memory order (dimensions from slowest to fastest), type and wire format of a tensor in transit.
+
+    `sent_as` is the type of dense values on the way.
+    """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
     wire: Wire
+    sent_as: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, wire: Wire) -> TensorDescriptor:
+    def of(cls, tensor: Tensor, wire: Wire, sent_as: torch.dtype | None = None) -> TensorDescriptor:
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-        return cls(tuple(tensor.shape), tuple(order), tensor.dtype, wire)
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype, wire, sent_as or tensor.dtype)
+
+    @property
+    def count(self) -> int:
+        return torch.Size(self.shape).numel()
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The values in memory order, as a 1-d tensor."""
         return tensor.permute(self.order).reshape(-1)
 
     def restore(self, payload: Tensor) -> Tensor:
-        """The tensor with its shape and memory order, from what came over the wire."""
-        sizes = [self.shape[dim] for dim in self.order]
+        """The tensor with its shape and memory order, from a packed or dense message."""
         if self.wire is Wire.DENSE:
-            values = payload
+            values = payload.to(self.dtype)
         else:
-            values = torch.empty(payload_count(self.shape), dtype=self.dtype, device=payload.device)
-            decode_into(payload, self.wire, values.view(-1, 1) if self.wire is Wire.COUNTS else values.view(1, -1))
+            values = torch.empty(self.count, dtype=self.dtype, device=payload.device)
+            rows = values.view(-1, 1) if self.wire is Wire.COUNTS else values.view(1, -1)
+            decode_into(payload[:-1], self.wire, rows)
+        sizes = [self.shape[dim] for dim in self.order]
         return values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
 
     def buffer(self, device: torch.device) -> Tensor:
-        return encoded_like(payload_count(self.shape), self.wire, self.dtype, device)
+        """Room for a message: the packed values and the byte behind them, or dense values."""
+        if self.wire is Wire.DENSE:
+            return torch.empty(self.count, dtype=self.sent_as, device=device)
+        packed = encoded_like(self.count, self.wire, self.dtype, device)
+        return packed.new_empty(len(packed) + 1)
+
+    def as_dense(self) -> TensorDescriptor:
+        """Of the message that follows where values did not fit."""
+        return replace(self, wire=Wire.DENSE)
 
     def to_header(self, device: torch.device) -> Tensor:
         """Raises ValueError for a tensor that a header cannot describe."""
@@ -65,45 +99,68 @@ class TensorDescriptor:
                 f"{MAX_DIMS} dimensions of {', '.join(map(str, DTYPES))}"
             )
         fill = [0] * (MAX_DIMS - len(self.shape))
-        head = [len(self.shape), DTYPES.index(self.dtype), WIRES.index(self.wire)]
+        head = [len(self.shape), DTYPES.index(self.dtype), WIRES.index(self.wire), DTYPES.index(self.sent_as)]
         return torch.tensor([*head, *self.shape, *fill, *self.order, *fill], dtype=torch.int64, device=device)
 
     @classmethod
     def from_header(cls, header: Tensor) -> TensorDescriptor:
-        dims, dtype, wire, *rest = header.tolist()
+        dims, dtype, wire, sent_as, *rest = header.tolist()
         shape, order = rest[:dims], rest[MAX_DIMS : MAX_DIMS + dims]
-        return cls(tuple(shape), tuple(order), DTYPES[dtype], WIRES[wire])
+        return cls(tuple(shape), tuple(order), DTYPES[dtype], WIRES[wire], DTYPES[sent_as])
 
 
-HEADER_LENGTH = 3 + 2 * MAX_DIMS
-
-
-def payload_count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+HEADER_LENGTH = 4 + 2 * MAX_DIMS
+FITS, DENSE_FOLLOWS = 0, 1  # the last byte of a packed message
 
 
 class Sender:
-    """The sending end of one link: a peer, a direction. Sends do not wait for the peer."""
+    """The sending end of one link: a peer, a direction ("forward", "backward"). Sends do not wait for the peer."""
 
-    def __init__(self, peer: int, group: Group, direction: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        peer: int,
+        group: Group,
+        direction: str,
+        device: torch.device,
+        options: WireOptions = WireOptions(),  # noqa: B008  (frozen)
+    ) -> None:
         self._peer, self._group, self._direction, self._device = peer, group, direction, device
+        self._strict = options.strict
+        self._sent_as = options.gradient_dtype if direction == "backward" else None
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, key: Hashable, tensor: Tensor, wire: Wire) -> None:
-        """Raises ValueError, before anything is sent, for values that the wire format cannot carry exactly, a tensor
-        that changed its shape, order or type under its key, and one that a descriptor cannot describe."""
-        descriptor = TensorDescriptor.of(tensor, wire)
+        """Starts sending. A tensor with values that its wire format cannot carry exactly goes dense.
+
+        Raises:
+            ValueError: before anything is sent, for a tensor that changed its shape, order or type under its key, one
+                that a descriptor cannot describe, and with strict wires, one whose values do not fit.
+        """
+        descriptor = TensorDescriptor.of(tensor, wire, self._sent_as)
         known = self._known.get(key, descriptor)
         if known != descriptor:
             raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
         header = None if key in self._known else descriptor.to_header(self._device)
-        payload = encode(descriptor.flatten(tensor), wire, check=True)
+        flat = descriptor.flatten(tensor)
+        messages = [flat.to(descriptor.sent_as)] if wire is Wire.DENSE else self._packed(flat, descriptor)
         if header is not None:
             self._known[key] = descriptor
             self._start(header)
-        statistics.record(self._group.name, "send", self._direction, payload.nbytes, tensor.nbytes)
-        self._start(payload)
+        for message, operation in zip(messages, ("send", "send_unfit"), strict=False):
+            dense = tensor.nbytes if operation == "send" else 0
+            statistics.record(self._group.name, operation, self._direction, message.nbytes, dense)
+            self._start(message)
+
+    def _packed(self, flat: Tensor, descriptor: TensorDescriptor) -> list[Tensor]:
+        """The packed message; where the values do not fit, one of the same size that says so, and the values."""
+        try:
+            packed = encode(flat, descriptor.wire, check=True)
+        except ValueError as error:
+            if self._strict:
+                raise ValueError(f"{error} (--strict-wire; without it the tensor goes dense)") from error
+            return [torch.full_like(descriptor.buffer(flat.device), DENSE_FOLLOWS), flat]
+        return [torch.cat([packed, packed.new_full((1,), FITS)])]
 
     def _start(self, payload: Tensor) -> None:
         work = dist.isend(payload, self._peer, group=self._group.handle)
@@ -120,28 +177,40 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of one link. `post` announces the next tensor early; `receive` waits for the oldest one."""
+    """The receiving end of one link. `post` announces the next tensor early, `receive` waits for it.
+
+    One at a time: whether a dense message follows is only known when the packed one is there.
+    """
 
     def __init__(self, peer: int, group: Group, device: torch.device) -> None:
         self._peer, self._group, self._device = peer, group, device
         self._known: dict[Hashable, TensorDescriptor] = {}
-        self._posted: deque[tuple[Hashable, dist.Work, Tensor]] = deque()
+        self._posted: tuple[Hashable, dist.Work, Tensor] | None = None
 
     def post(self, key: Hashable) -> None:
+        assert self._posted is None, f"{key} is posted before the tensor announced last was received"
         known = self._known.get(key)
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
         buffer = header if known is None else known.buffer(self._device)
-        self._posted.append((key, self._start(buffer), buffer))
+        self._posted = key, self._start(buffer), buffer
 
     def receive(self, key: Hashable) -> Tensor:
-        posted, work, buffer = self._posted.popleft()
-        assert posted == key, f"receive {key} while {posted} was posted: transfers on a link are first in, first out"
+        assert self._posted is not None and self._posted[0] == key, f"receive {key} while {self._posted} is announced"
+        (_, work, buffer), self._posted = self._posted, None
         work.wait()
         if key not in self._known:
             self._known[key] = TensorDescriptor.from_header(buffer)
-            buffer = self._known[key].buffer(self._device)
-            self._start(buffer).wait()
-        return self._known[key].restore(buffer)
+            buffer = self._fetch(self._known[key])
+        descriptor = self._known[key]
+        if descriptor.wire is not Wire.DENSE and buffer[-1] == DENSE_FOLLOWS:
+            descriptor = descriptor.as_dense()
+            buffer = self._fetch(descriptor)
+        return descriptor.restore(buffer)
+
+    def _fetch(self, descriptor: TensorDescriptor) -> Tensor:
+        buffer = descriptor.buffer(self._device)
+        self._start(buffer).wait()
+        return buffer
 
     def _start(self, buffer: Tensor) -> dist.Work:
         work = dist.irecv(buffer, self._peer, group=self._group.handle)

@@ -4,7 +4,7 @@ from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.build import SCHEDULE_NAMES, build_schedule, resolve_schedule_name
 from megasnn.schedule.draw import format_actions
 from megasnn.schedule.generate import GENERATED_NAMES, equal_costs, find_best, generate, per_stage
-from megasnn.schedule.simulate import ChunkCost, Simulation, chunk_costs, simulate
+from megasnn.schedule.simulate import ChunkCost, Simulation, Transfer, chunk_costs, simulate
 from megasnn.schedule.validate import ScheduleError, validate
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Simulation",
+    "Transfer",
     "build_schedule",
     "chunk_costs",
     "equal_costs",

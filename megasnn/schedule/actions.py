@@ -27,6 +27,8 @@ class Kind(Enum):
     RECV_BACKWARD = "RECV_B"
     SYNC_GRADIENTS = "SYNC"
 
+    __hash__ = object.__hash__  # members are single objects; Enum hashes their names, in Python
+
     @property
     def is_compute(self) -> bool:
         return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)

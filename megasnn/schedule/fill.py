@@ -7,7 +7,8 @@ is when weight gradients run: in gaps that are long enough, and when their memor
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.memory import stage_shares
@@ -15,6 +16,20 @@ from megasnn.schedule.simulate import ChunkCost
 
 ROUNDING = 1e-9
 Order = Sequence[Sequence[Action]]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """
+    Attributes:
+        schedule: computing alone.
+        makespan, bubble: when the last rank is done, and the longest that a rank waits between its first and last
+            action, if every receive were posted from the beginning.
+    """
+
+    schedule: Schedule
+    makespan: float
+    bubble: float
 
 
 def fill(
@@ -25,8 +40,8 @@ def fill(
     costs: Sequence[ChunkCost],
     limit: float,
     gap: float = 1.0,
-) -> Schedule | None:
-    """The schedule with weight gradients filled in; None if the order cannot keep the limit.
+) -> Filled | None:
+    """The schedule with weight gradients put in; None if the order cannot keep the limit.
 
     Args:
         order: forwards and input gradients of each rank.
@@ -36,39 +51,46 @@ def fill(
     """
     run = _Run(placement, order, costs, limit, gap)
     for _ in range(3 * len(placement) * micro_batches):
-        step = min((step for rank in range(len(order)) for step in run.possible(rank)), default=None)
+        step = min(filter(None, run.steps), default=None)
         if step is None:
             return None
         run.take(*step)
-    return Schedule(name, placement, micro_batches, tuple(map(tuple, run.rows)))
+    schedule = Schedule(name, placement, micro_batches, tuple(map(tuple, run.rows)))
+    return Filled(schedule, max(run.free), max(run.bubble))
 
 
 Step = tuple[float, bool, int]  # (start, whether it is a weight gradient, rank)
 
 
 class _Run:
+    """
+    Attributes:
+        rows: what each rank has done. free: until when. bubble: how long it has waited since its first action.
+        steps: what each rank would do next; None where it cannot do anything.
+    """
+
     def __init__(
         self, placement: tuple[int, ...], order: Order, costs: Sequence[ChunkCost], limit: float, gap: float
     ) -> None:
-        self.placement, self.order, self.costs, self.limit, self.gap = placement, order, costs, limit, gap
+        self.placement, self.order, self.limit = placement, order, limit
         self.shares = stage_shares(placement)
+        self.times = [cost.times() for cost in costs]
+        self.moved = {forward: _latencies(placement, costs, forward) for forward in (True, False)}
+        self.waits = [gap * times[Kind.WEIGHT_GRADIENT] - ROUNDING for times in self.times]
         ranks = len(order)
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self.at, self.free, self.held = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+        self.at, self.free, self.held, self.bubble = [0] * ranks, [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
         self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
         self.end: dict[tuple[int, Kind, int | None], float] = {}
+        self.steps = [self._next(rank) for rank in range(ranks)]
 
-    def possible(self, rank: int) -> Iterator[Step]:
-        """What a rank would do next, if it can do anything."""
-        start = self._start(rank)
-        free = self.free[rank]
+    def _next(self, rank: int) -> Step | None:
+        start, free = self._start(rank), self.free[rank]
         if self.pending[rank]:
-            wait = self.gap * self.costs[self.pending[rank][0].chunk].time(Kind.WEIGHT_GRADIENT)
-            if start is None or start - free >= wait - ROUNDING and start > free:
-                yield free, True, rank
-                return
-        if start is not None:
-            yield start, False, rank
+            wait = self.waits[self.pending[rank][0].chunk]
+            if start is None or start - free >= wait and start > free:
+                return free, True, rank
+        return None if start is None else (start, False, rank)
 
     def _start(self, rank: int) -> float | None:
         """When the next action in order can start; None while that is unknown or memory is lacking."""
@@ -81,14 +103,13 @@ class _Run:
                 return None
             if chunk == 0:
                 return self.free[rank]
-            needed, source = (chunk - 1, Kind.FORWARD, m), chunk - 1
+            needed, moved = (chunk - 1, Kind.FORWARD, m), self.moved[True][chunk - 1]
         elif chunk == len(self.placement) - 1:
-            needed, source = (chunk, Kind.FORWARD, m), chunk
+            needed, moved = (chunk, Kind.FORWARD, m), 0.0
         else:
-            needed, source = (chunk + 1, Kind.INPUT_GRADIENT, m), chunk + 1
+            needed, moved = (chunk + 1, Kind.INPUT_GRADIENT, m), self.moved[False][chunk]
         if needed not in self.end:
             return None
-        moved = 0.0 if self.placement[source] == rank else self.costs[min(chunk, source)].transfer
         return max(self.free[rank], self.end[needed] + moved)
 
     def take(self, start: float, weights: bool, rank: int) -> None:
@@ -102,7 +123,21 @@ class _Run:
                 self.held[rank] += self.shares[action.chunk]
             else:
                 self.pending[rank].append(Action(action.chunk, Kind.WEIGHT_GRADIENT, action.micro_batch))
-        self.free[rank] = self.end[action.chunk, action.kind, action.micro_batch] = start + self.costs[
-            action.chunk
-        ].time(action.kind)
+        if self.rows[rank]:
+            self.bubble[rank] += start - self.free[rank]
+        end = start + self.times[action.chunk][action.kind]
+        self.free[rank] = self.end[action.chunk, action.kind, action.micro_batch] = end
         self.rows[rank].append(action)
+        # Only this rank and those that may have waited for the result have something new to consider.
+        neighbours = self.placement[max(action.chunk - 1, 0) : action.chunk + 2]
+        for changed in {rank, *neighbours}:
+            self.steps[changed] = self._next(changed)
+
+
+def _latencies(placement: Sequence[int], costs: Sequence[ChunkCost], forward: bool) -> list[float]:
+    """From the end of a chunk's computing until its output, or the gradient of it, is ready on the other side."""
+    ways = [cost.way(forward) for cost in costs[:-1]]
+    return [
+        0.0 if placement[chunk] == placement[chunk + 1] else way.send + way.time + way.receive
+        for chunk, way in enumerate(ways)
+    ]

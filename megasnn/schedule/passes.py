@@ -7,6 +7,7 @@ That communication is added by a pass, and not by the generators, is the idea of
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megasnn.schedule.actions import Action, Kind, Schedule
@@ -20,29 +21,30 @@ def insert_transfers(schedule: Schedule) -> Schedule:
     Neighbouring chunks on the same rank hand their tensors over without a transfer. Receives on a link are in
     the order of the sends: one whose turn comes before it is needed is received early.
     """
-    sends: dict[Link, list[Action]] = defaultdict(list)
-    for rank, order in enumerate(schedule.actions):
-        for action in order:
-            for send in transfers_of(schedule, action)[1]:
-                sends[rank, schedule.placement[send.peer.chunk], send.kind].append(send)
-    waiting = {link: deque(order) for link, order in sends.items()}
-    return replace(
-        schedule,
-        actions=tuple(_with_transfers(rank, order, schedule, waiting) for rank, order in enumerate(schedule.actions)),
-    )
+    surrounded = [[(action, *transfers_of(schedule, action)) for action in order] for order in schedule.actions]
+    waiting: dict[Link, deque[Action]] = defaultdict(deque)  # receives, in the order of the sends
+    for rank, order in enumerate(surrounded):
+        for _, _, sent in order:
+            for send in sent:
+                receive = send.peer
+                waiting[rank, schedule.placement[receive.chunk], send.kind].append(receive)
+    actions = tuple(_with_transfers(rank, order, schedule, waiting) for rank, order in enumerate(surrounded))
+    return replace(schedule, actions=actions)
 
 
 def _with_transfers(
-    rank: int, order: tuple[Action, ...], schedule: Schedule, waiting: dict[Link, deque[Action]]
+    rank: int,
+    order: Sequence[tuple[Action, list[Action], list[Action]]],
+    schedule: Schedule,
+    waiting: dict[Link, deque[Action]],
 ) -> tuple[Action, ...]:
     result: list[Action] = []
     received: set[Action] = set()
-    for action in order:
-        needed, sent = transfers_of(schedule, action)
+    for action, needed, sent in order:
         for receive in needed:
             link = waiting.get((schedule.placement[receive.peer.chunk], rank, receive.peer.kind), deque())
             while link and receive not in received:
-                early = link.popleft().peer
+                early = link.popleft()
                 received.add(early)
                 result.append(early)
         result += [action, *sent]

@@ -5,11 +5,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.validate import execution_order
+
+Boundary = tuple[int, bool, int | None]  # (chunk whose output or its gradient crosses, whether it is the output, m)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The way of one tensor to another rank.
+
+    Attributes:
+        time: from the end of the send, with a receive posted, until everything has arrived.
+        send: how long it holds up the sender (packing). receive: how long the receiver, after arrival (unpacking).
+    """
+
+    time: float
+    send: float = 0.0
+    receive: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -21,6 +38,7 @@ class ChunkCost:
         where it is split; each half of `backward` when not given.
         transfer: time to move the chunk's output to the next chunk's rank, and that of its gradient back.
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
+        output, gradient: the two ways in detail, in place of `transfer`.
     """
 
     forward: float
@@ -29,16 +47,27 @@ class ChunkCost:
     activation: float = 1.0
     input_gradient: float | None = None
     weight_gradient: float | None = None
+    output: Transfer | None = None
+    gradient: Transfer | None = None
 
     def time(self, kind: Kind) -> float:
         """Of one computation. Raises KeyError for a kind that is none."""
+        return self.times()[kind]
+
+    def times(self) -> dict[Kind, float]:
+        """Of every kind of computation."""
         half = self.backward / 2
         return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
             Kind.INPUT_GRADIENT: half if self.input_gradient is None else self.input_gradient,
             Kind.WEIGHT_GRADIENT: half if self.weight_gradient is None else self.weight_gradient,
-        }[kind]
+        }
+
+    def way(self, forward: bool) -> Transfer:
+        """Of the chunk's output, or of the gradient of it."""
+        detailed = self.output if forward else self.gradient
+        return Transfer(self.transfer) if detailed is None else detailed
 
 
 def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[ChunkCost]:
@@ -50,20 +79,19 @@ def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[C
     for rank, share in zip(placement, stage_shares(placement), strict=True):
         stage = stages[rank]
         costs.append(
-            ChunkCost(
-                stage.forward * share,
-                stage.backward * share,
-                stage.transfer,
-                stage.activation * share,
-                stage.time(Kind.INPUT_GRADIENT) * share,
-                stage.time(Kind.WEIGHT_GRADIENT) * share,
+            replace(
+                stage,
+                forward=stage.forward * share,
+                backward=stage.backward * share,
+                activation=stage.activation * share,
+                input_gradient=stage.time(Kind.INPUT_GRADIENT) * share,
+                weight_gradient=stage.time(Kind.WEIGHT_GRADIENT) * share,
             )
         )
     return costs
 
 
-@dataclass(frozen=True)
-class TimedAction:
+class TimedAction(NamedTuple):
     action: Action
     start: float
     end: float
@@ -74,8 +102,8 @@ class Simulation:
     """What happens when, and what follows from it; sequences have one entry per pipeline rank.
 
     Attributes:
-        timeline: all actions, in order. A send's time is the moment it is handed over; a receive's ends on
-        arrival. makespan: when the last rank is done. busy: time spent computing. idle: makespan less
+        timeline: all actions, in order. A send takes as long as it holds up its rank; a receive ends when the tensor
+        is ready for use. makespan: when the last rank is done. busy: time spent computing. idle: makespan less
         `busy`. bubble: the part of `idle` between a rank's first and last computation. peak_activations:
         the most that is held at once, in the unit of the costs.
     """
@@ -91,8 +119,9 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     """Runs a schedule on paper.
 
-    A transfer begins when both ends have reached it and those before it on the link are over; the receiver
-    waits for its end, the sender does not. Gradient sync takes no time.
+    On each link one receive is posted ahead: the first at the beginning, the next when the one before it is over.
+    A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
+    meanwhile; who receives waits for its end, who sends does not. Gradient sync takes no time.
 
     Args:
         costs: one for each chunk.
@@ -117,27 +146,31 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
 
 def _times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAction]]:
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
-    sent_at: dict[Action, float] = {}
-    link_free: dict[tuple[int, int, Kind], float] = defaultdict(float)
+    clock = [0.0] * schedule.ranks
+    computing = [cost.times() for cost in costs]
+    ways = {forward: [cost.way(forward) for cost in costs] for forward in (True, False)}
+    sent_at: dict[Boundary, float] = {}
+    posted_at: dict[tuple[int, int, Kind], float] = defaultdict(float)
     for rank, index in execution_order(schedule):
         action = schedule.actions[rank][index]
-        start = timeline[rank][-1].end if timeline[rank] else 0.0
-        end = start
-        if action.kind.is_send:
-            sent_at[action] = start
-        elif action.kind.is_receive:
-            link = (schedule.placement[action.peer.chunk], rank, action.kind)
-            end = max(start, sent_at[action.peer], link_free[link]) + costs[_boundary(action)].transfer
-            link_free[link] = end
-        elif action.kind.is_compute:
-            end = start + costs[action.chunk].time(action.kind)
+        chunk, kind, micro_batch = action.chunk, action.kind, action.micro_batch
+        start = end = clock[rank]
+        if kind in computing[chunk]:
+            end = start + computing[chunk][kind]
+        elif kind is not Kind.SYNC_GRADIENTS:
+            forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+            crossed = chunk - (kind in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD))
+            way = ways[forward][crossed]
+            boundary = crossed, forward, micro_batch
+            if kind.is_send:
+                end = sent_at[boundary] = start + way.send
+            else:
+                link = schedule.placement[crossed if forward else crossed + 1], rank, kind
+                arrival = max(sent_at[boundary], posted_at[link]) + way.time
+                end = posted_at[link] = max(start, arrival) + way.receive
+        clock[rank] = end
         timeline[rank].append(TimedAction(action, start, end))
     return timeline
-
-
-def _boundary(receive: Action) -> int:
-    """The chunk whose output, or whose output's gradient, is transferred."""
-    return min(receive.chunk, receive.peer.chunk)
 
 
 def _peak(schedule: Schedule, rank: int, costs: Sequence[ChunkCost]) -> float:

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from megasnn.partition import loop_placement, v_placement
 from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.fill import Order, fill
-from megasnn.schedule.passes import insert_transfers
-from megasnn.schedule.simulate import ChunkCost, simulate
+from megasnn.schedule.fill import Filled, Order, fill
+from megasnn.schedule.simulate import ChunkCost
 
 PERIOD = 6  # ticks in which a rank has room for both chunks' F, I and W
 # Ticks between neighbouring ranks on each of the four ways, and at the three turns between the ways.
@@ -44,7 +43,7 @@ def min_limit(stages: int) -> int:
 def zb1p(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
     """1F1B's order and its memory, `stages` micro-batches, with a third of its bubble at equal costs."""
     order = _one_chunk_order(stages, micro_batches, 1)
-    return fill("zb1p", loop_placement(stages), micro_batches, order, costs, stages)
+    return _schedule(fill("zb1p", loop_placement(stages), micro_batches, order, costs, stages))
 
 
 def short_of_memory(
@@ -52,13 +51,13 @@ def short_of_memory(
 ) -> Schedule | None:
     """One chunk a rank and 1F1B's order, with no more than `limit` micro-batches' activations."""
     order = _one_chunk_order(stages, micro_batches, 1, limit - 1)
-    return fill(name, loop_placement(stages), micro_batches, order, costs, limit)
+    return _schedule(fill(name, loop_placement(stages), micro_batches, order, costs, limit))
 
 
 def zb2p(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
     """Twice the warm-up and the memory of 1F1B; at equal costs no rank waits between its first and last action."""
     order = _one_chunk_order(stages, micro_batches, 2)
-    return fill("zb2p", loop_placement(stages), micro_batches, order, costs, 2 * stages)
+    return _schedule(fill("zb2p", loop_placement(stages), micro_batches, order, costs, 2 * stages))
 
 
 def zbv(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
@@ -100,11 +99,14 @@ def best_v(
     """
     found: list[tuple[float, float, int, Schedule]] = []
     for index, order in enumerate(_v_orders(stages, micro_batches)):
-        schedule = fill(name, v_placement(stages), micro_batches, order, costs, limit, gap)
-        if schedule is not None:
-            result = simulate(insert_transfers(schedule), costs)
-            found.append((round(result.makespan, 9), round(max(result.bubble), 9), index, schedule))
+        filled = fill(name, v_placement(stages), micro_batches, order, costs, limit, gap)
+        if filled is not None:
+            found.append((round(filled.makespan, 9), round(filled.bubble, 9), index, filled.schedule))
     return min(found)[-1] if found else None
+
+
+def _schedule(filled: Filled | None) -> Schedule | None:
+    return None if filled is None else filled.schedule
 
 
 def _v_orders(stages: int, micro_batches: int) -> Iterator[Order]:

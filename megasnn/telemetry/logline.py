@@ -7,6 +7,20 @@ from datetime import datetime
 
 
 @dataclass(frozen=True)
+class StageTraffic:
+    """MB that all pipeline stages together send: activations forward, gradients backward, and both without packing.
+
+    `unfit`: tensors since the last line with a value that their packed format cannot hold, which went dense.
+    """
+
+    forward: float
+    forward_if_dense: float
+    backward: float
+    backward_if_dense: float
+    unfit: int = 0
+
+
+@dataclass(frozen=True)
 class IterationRecord:
     """What one log line says about the iterations since the last one.
 
@@ -18,6 +32,7 @@ class IterationRecord:
         skipped_iterations: iterations without an optimizer step since the last line.
         nan_iterations: iterations with a loss that was not finite since the last line.
         skipped_samples: broken samples replaced by others since the run began, over all ranks; None leaves it out.
+        between_stages: what pipeline stages send each other in an iteration; None leaves it out.
     """
 
     iteration: int
@@ -32,6 +47,7 @@ class IterationRecord:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     skipped_samples: int | None = None
+    between_stages: StageTraffic | None = None
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
@@ -61,7 +77,17 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
     ]
     if record.skipped_samples is not None:
         parts.append(f"number of skipped samples: {record.skipped_samples}")
+    if record.between_stages is not None:
+        parts.append(_between_stages(record.between_stages))
     return " | ".join(parts)
+
+
+def _between_stages(traffic: StageTraffic) -> str:
+    text = (
+        f"between stages (MB): forward {traffic.forward:.4g} (dense {traffic.forward_if_dense:.4g}), "
+        f"backward {traffic.backward:.4g} (dense {traffic.backward_if_dense:.4g})"
+    )
+    return text + (f", {traffic.unfit} tensor(s) did not fit and went dense" if traffic.unfit else "")
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,7 @@ class Progress:
         self._quiet = quiet
         self._bar: tqdm[Any] | None = None
         if not quiet and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total, initial=done, file=sys.stderr, desc="training", unit="it", dynamic_ncols=True
-            )
+            self._bar = tqdm(total=total, initial=done, file=sys.stderr, desc="training", unit="it", dynamic_ncols=True)
 
     def advance(self, **figures: str | float) -> None:
         """One more iteration; `figures` are shown at the end of the bar."""

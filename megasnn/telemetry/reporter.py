@@ -7,7 +7,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megasnn.telemetry.logline import EvaluationRecord, IterationRecord, format_evaluation, format_iteration
+from megasnn.telemetry.logline import (
+    EvaluationRecord,
+    IterationRecord,
+    StageTraffic,
+    format_evaluation,
+    format_iteration,
+)
 from megasnn.telemetry.progress import Progress
 from megasnn.telemetry.tensorboard import TensorBoard
 
@@ -65,6 +71,7 @@ class Reporter:
         norm: float,
         more: dict[str, float] | None = None,
         skipped_samples: int | None = None,
+        between_stages: StageTraffic | None = None,
     ) -> None:
         """The log line and the scalars of the iterations since the last one; `more` goes to TensorBoard only."""
         interval, self._interval = self._interval, _Interval()
@@ -85,6 +92,7 @@ class Reporter:
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
             skipped_samples=skipped_samples,
+            between_stages=between_stages,
         )
         self._skipped = self._nan = 0
         self.line(format_iteration(record))

@@ -128,9 +128,7 @@ def expected(entry: ShardedTensor) -> Tensor:
 def wrong(rank: Rank) -> list[str]:
     """Names of tensors that differ in any bit from what they should hold; of states that are missing, too."""
     found = {entry.name: entry for entry in rank.everything()}
-    states = [
-        f"optimizer.{kind}.{entry.name}" for entry in rank.tensors if entry.is_parameter for kind in STATES
-    ]
+    states = [f"optimizer.{kind}.{entry.name}" for entry in rank.tensors if entry.is_parameter for kind in STATES]
     missing = [name for name in states if name not in found]
     return missing + [name for name, entry in found.items() if not torch.equal(entry.tensor, expected(entry))]
 

@@ -71,9 +71,7 @@ def test_killed_before_any_step_of_a_save_an_intact_checkpoint_remains(tmp_path)
         assert set(list_checkpoints(folder)) <= {10, 20}
         killed += 1
     assert loaded(tmp_path / f"{killed}") == 2.0
-    assert (
-        killed >= 9
-    )  # two files of tensors, the description, three folders, two renames, and moving `latest`
+    assert killed >= 9  # two files of tensors, the description, three folders, two renames, and moving `latest`
 
 
 def _save_is_killed(folder: Path, call: int) -> bool:

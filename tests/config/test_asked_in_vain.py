@@ -13,6 +13,12 @@ from megasnn.config import ConfigError, PretrainSpikformerConfig, parse, validat
         ("--data-path x.tar --eval-interval 5", "--eval-interval 5 needs --valid-data-path"),
         ("--data-path x.tar --eval-iters 3", "--eval-iters 3 needs --valid-data-path"),
         ("--neuron-backend fused --surrogate erf", "not --surrogate erf"),
+        ("--strict-wire", "--strict-wire needs stages that send to each other: --pipeline-model-parallel-size 2"),
+        ("--pipeline-gradient-dtype bf16", "--pipeline-gradient-dtype bf16 needs stages that send to each other"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-gradient-dtype fp32 --precision fp64",
+            "--pipeline-gradient-dtype fp32 with --precision fp64: gradients between stages are fp64",
+        ),
         ("--train-iters none --train-samples 128 --lr-warmup-iters 100", "--lr-warmup-iters 100 is more than the 2"),
     ],
 )

@@ -82,9 +82,7 @@ def test_skipped_samples_are_counted_as_they_are_handed_out(paths):
             batch = next(batches)
             counts.append(stage.skipped)
         assert counts == [2, 3, 5]
-        assert f"sample 's004' of shard {paths[0]}" in [
-            name for part in batch.micro_batches for name in part.skipped
-        ]
+        assert f"sample 's004' of shard {paths[0]}" in [name for part in batch.micro_batches for name in part.skipped]
 
 
 def test_a_data_set_without_one_sound_sample_ends(tmp_path):
@@ -98,8 +96,6 @@ def test_a_label_only_rank_decodes_a_sample_once(paths, monkeypatch):
     dataset = open_all(paths)
     decoded = []
     read = type(dataset)._read
-    monkeypatch.setattr(
-        type(dataset), "_read", lambda self, index: decoded.append(index) or read(self, index)
-    )
+    monkeypatch.setattr(type(dataset), "_read", lambda self, index: decoded.append(index) or read(self, index))
     list(loader(dataset, skip_broken=True, need_images=False).batches(limit=12))
     assert sorted(decoded) == list(range(23))

@@ -65,15 +65,14 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     for step in range(2):
         statistics.reset()
         statistics.enable()
-        data_parallel.zero()
-        assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
         mine = [seed + 10 * step for seed in shares[group.rank]]
+        data_parallel.zero(len(mine))
+        assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
         for seed in mine:
-            if seed == mine[-1]:
-                data_parallel.arm(0)
             _loss(parameters, seed, without).backward()
         reduced_in_backward = statistics.total("data").calls
         data_parallel.finish(0)
+        data_parallel.wait()
         statistics.enable(False)
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
@@ -101,9 +100,9 @@ def _steps_or_none(without: str) -> None:
         return
     parameters = _parameters()
     data_parallel = BucketedDataParallel([(0, list(parameters.values()))], everybody("data"), alone("tensor"), 65)
-    data_parallel.arm(0)
     _loss(parameters, 1, "abde").backward()
     data_parallel.finish(0)
+    data_parallel.wait()
     expected = _gradients([1, 1], "abde")
     assert expected["c"].any() and not any(expected[name].any() for name in "abde")
     _check(parameters, expected)
@@ -117,9 +116,9 @@ def _partial() -> None:
         entries = list(parameters.values())
         data_parallel = BucketedDataParallel([(0, entries)], state.data, state.tensor, 65)
         data_parallel.zero()
-        data_parallel.arm(0)
         _loss(parameters, state.rank).backward()
         data_parallel.finish(0)
+        data_parallel.wait()
         everywhere, replicas = _gradients([0, 1, 2, 3]), _gradients(list(state.data.ranks))
         _check(parameters, {name: (everywhere if name in "be" else replicas)[name] for name in SHAPES})
     finally:
@@ -131,26 +130,49 @@ def test_partial_gradients_are_summed_over_tensor_ranks_too(ranks) -> None:
 
 
 def _two_chunks() -> None:
-    """Chunks are armed and finished one by one, as the schedule of a pipeline rank asks for it."""
+    """Replicas that finish their chunks in another order still reduce them in the same one."""
     group = everybody("data")
     first, second, empty = _parameters(), _parameters(), list[ShardedTensor]()
     chunks = [(3, list(first.values())), (0, list(second.values())), (5, empty)]
     data_parallel = BucketedDataParallel(chunks, group, alone("tensor"), 65)
+    data_parallel.zero(2)
+    for chunk in (second, first) if group.rank else (first, second):
+        for seed in (1, 2):
+            _loss(chunk, seed + group.rank * 10).backward()
+    for finished in (0, 5, 3):
+        data_parallel.finish(finished)
+    data_parallel.wait()
+    for chunk in (first, second):
+        _check(chunk, _gradients([1, 2, 11, 12]))
+
+
+def _added_by_hand() -> None:
+    """A bucket is reduced as soon as the last gradient was added, whoever added it."""
+    group, parameters = everybody("data"), _parameters()
+    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), 1 << 20)
+    data_parallel.zero(2)
+    statistics.reset()
+    statistics.enable()
     for seed in (1, 2):
-        _loss(second, seed + group.rank * 10).backward()
-        if seed == 2:
-            data_parallel.arm(3)
-        _loss(first, seed + group.rank * 10).backward()
-    expected = _gradients([1, 2, 11, 12])
-    data_parallel.finish(3)
-    _check(first, expected)
-    _check(second, _gradients([1 + group.rank * 10, 2 + group.rank * 10]))  # not reduced yet
-    data_parallel.finish(0)  # never armed: it is reduced here
-    data_parallel.finish(5)
-    _check(second, expected)
+        _loss(parameters, seed, "b").backward()
+    for _ in range(2):
+        assert statistics.total("data").calls == 0
+        parameters["b"].tensor.grad.add_(1.5)
+        data_parallel.accumulated(parameters["b"].tensor)
+    assert statistics.total("data").calls == 1
+    statistics.enable(False)
+    statistics.reset()
+    data_parallel.wait()
+    expected = _gradients([1, 2, 1, 2], "b")
+    expected["b"] += 6
+    _check(parameters, expected)
 
 
-def test_chunks_are_reduced_independently(ranks) -> None:
+def test_gradients_that_autograd_does_not_see(ranks) -> None:
+    ranks(2, _added_by_hand)
+
+
+def test_chunks_are_reduced_in_one_order(ranks) -> None:
     ranks(2, _two_chunks)
 
 
@@ -158,7 +180,7 @@ def test_one_replica_reduces_nothing() -> None:
     assert not dist.is_initialized()
     parameters = _parameters()
     data_parallel = BucketedDataParallel([(0, list(parameters.values()))], alone("data"), alone("tensor"))
-    data_parallel.arm(0)
     _loss(parameters, 1).backward()
     data_parallel.finish(0)
+    data_parallel.wait()
     _check(parameters, _gradients([1]))

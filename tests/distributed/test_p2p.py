@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megasnn.comm.codec import Wire
 from megasnn.comm.statistics import statistics
-from megasnn.pipeline.p2p import Receiver, Sender
+from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 from tests.distributed.whole import everybody, random, spikes
 
 CPU = torch.device("cpu")
@@ -28,6 +28,7 @@ def _tensors() -> list[tuple[object, Tensor, Wire]]:
         ("eight dims", lambda s: random(1, 2, 1, 3, 1, 2, 1, 2, seed=s).permute(7, 0, 3, 2, 5, 4, 1, 6), Wire.DENSE),
         ("spikes", lambda s: spikes(3, 5, 7, seed=s).transpose(0, 2), Wire.SPIKES),
         ("spikes bf16", lambda s: spikes(3, 5, 7, seed=s, dtype=torch.bfloat16), Wire.SPIKES),
+        ("unfit at times", lambda s: spikes(3, 50, seed=s) + (s == 1), Wire.SPIKES),
         ("counts", lambda s: torch.arange(256.0).roll(s).view(4, 8, 8).permute(2, 0, 1), Wire.COUNTS),
         ("float32", lambda s: random(3, 4, seed=s, dtype=torch.float32), Wire.DENSE),
         ("bfloat16", lambda s: random(3, 4, seed=s, dtype=torch.bfloat16), Wire.DENSE),
@@ -38,7 +39,7 @@ def _tensors() -> list[tuple[object, Tensor, Wire]]:
     return [(key, make(turn), wire) for turn in range(3) for key, make, wire in kinds]
 
 
-def _exchange(announce_early: bool) -> tuple[int, int, int]:
+def _exchange(announce_early: bool) -> tuple[int, int, int, tuple[int, int]]:
     """Both ranks send all tensors to each other at the same time, before they receive any."""
     group = everybody("pipeline")
     peer, sent = 1 - group.rank, _tensors()
@@ -73,9 +74,10 @@ def _exchange(announce_early: bool) -> tuple[int, int, int]:
     finally:
         dist.isend = start
         statistics.enable(False)
-    traffic = statistics.read()["pipeline", "send", "forward"]
+    traffic = statistics.read()
     statistics.reset()
-    return messages, traffic.calls, traffic.bytes
+    sent_once, unfit = traffic["pipeline", "send", "forward"], traffic["pipeline", "send_unfit", "forward"]
+    return messages, sent_once.calls, sent_once.bytes, (unfit.calls, unfit.bytes)
 
 
 @pytest.mark.parametrize("announce_early", [True, False])
@@ -87,15 +89,17 @@ def test_any_tensor_arrives_as_it_was(ranks, announce_early) -> None:
         Wire.SPIKES: lambda t: -(-t.numel() // 8),
         Wire.COUNTS: lambda t: t.numel(),
     }
-    expected = sum(size[wire](tensor) for _, tensor, wire in tensors)
-    for messages, calls, sent in ranks(2, _exchange, announce_early):
-        assert messages == len(tensors) + kinds  # one descriptor for each kind
+    packed = sum(wire is not Wire.DENSE for _, _, wire in tensors)
+    expected = sum(size[wire](tensor) for _, tensor, wire in tensors) + packed  # and a byte with each packed one
+    for messages, calls, sent, unfit in ranks(2, _exchange, announce_early):
+        assert messages == len(tensors) + kinds + 1  # one descriptor for each kind, one tensor that did not fit
         assert calls == len(tensors) and sent == expected
+        assert unfit == (1, 3 * 50 * 8)
 
 
 def _refusals() -> list[str]:
     group = everybody("pipeline")
-    sender = Sender(1 - group.rank, group, "forward", CPU)
+    sender = Sender(1 - group.rank, group, "forward", CPU, WireOptions(strict=True))
     receiver = Receiver(1 - group.rank, group, CPU)
     messages = []
     sender.send("a", random(2, 3), Wire.DENSE)
@@ -107,6 +111,7 @@ def _refusals() -> list[str]:
         ("d", torch.tensor([0.0, 0.5, 1.0]), Wire.SPIKES),
         ("e", torch.tensor([1.0, 256.0]), Wire.COUNTS),
         ("f", torch.tensor([1.0, float("nan")]), Wire.COUNTS),
+        ("g", torch.tensor([1.0, -0.0]), Wire.SPIKES),
     ]:
         with pytest.raises(ValueError) as raised:
             sender.send(key, tensor, wire)
@@ -121,8 +126,10 @@ def _refusals() -> list[str]:
 
 
 def test_what_cannot_travel_exactly_is_refused_before_anything_is_sent(ranks) -> None:
-    for shape, dtype, dims, complex_, half, large, nan in ranks(2, _refusals):
+    for shape, dtype, dims, complex_, *unfit in ranks(2, _refusals):
         assert "changed from" in shape and "(2, 3)" in shape and "(3, 2)" in shape
         assert "float64" in dtype and "float32" in dtype
         assert "9 dimensions" in dims and "complex64" in complex_
-        assert "takes 0 and 1" in half and "256" in large and "nan" in nan
+        half, large, nan, minus = unfit
+        assert "takes 0 and 1" in half and "256" in large and "nan" in nan and "-0.0" in minus
+        assert all("--strict-wire" in message for message in unfit)

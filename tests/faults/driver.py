@@ -17,8 +17,11 @@ from unittest import mock
 from torch import Tensor
 
 import pretrain_spikformer
-from megasnn import training
+from megasnn.data import GlobalBatch
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.training import program
+from megasnn.training.loop import TrainingRun
+from megasnn.training.step import StepResult, TrainingStep
 
 MICRO_BATCHES = 2  # of a step, on every rank
 PID_FILE = "MEGASNN_TEST_PID_FILE"
@@ -58,31 +61,31 @@ def stall_in_step() -> None:
 def raise_before_the_grid() -> None:
     """Right after the ranks have joined."""
     error = OSError("injected fault before the grid")
-    mock.patch.object(training, "initialize_model_parallel", side_effect=error).start()
+    mock.patch.object(program, "initialize_model_parallel", side_effect=error).start()
 
 
 def leave_before_joining() -> None:
     """As a rank does whose program does not even start."""
-    mock.patch.object(training, "start_process_group", side_effect=SystemExit(0)).start()
+    mock.patch.object(program, "start_process_group", side_effect=SystemExit(0)).start()
 
 
 def raise_at_the_end() -> None:
     """When the other ranks have finished and wait."""
-    mock.patch.object(training.TrainingRun, "close", side_effect=OSError("injected fault at the end")).start()
+    mock.patch.object(TrainingRun, "close", side_effect=OSError("injected fault at the end")).start()
 
 
 def nan_in_the_weights() -> None:
     """Before the third step, in the projection of the first attention."""
-    step = training.TrainingRun._step
+    step = TrainingStep.__call__
 
-    def poisoned(self, batch):
-        if self.iteration == 2:
-            for entry in self.engine.tensors:
+    def poisoned(self: TrainingStep, batch: GlobalBatch, iteration: int) -> StepResult:
+        if iteration == 2:
+            for entry in self._engine.tensors:
                 if entry.name == "blocks.0.attention.projection.conv.weight":
                     entry.tensor.data.fill_(float("nan"))
-        return step(self, batch)
+        return step(self, batch, iteration)
 
-    mock.patch.object(training.TrainingRun, "_step", poisoned).start()
+    mock.patch.object(TrainingStep, "__call__", poisoned).start()
 
 
 FAULTS = {

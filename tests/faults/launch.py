@@ -52,9 +52,7 @@ class Ranks:
         fault: name and rank of a fault of tests.faults.driver.
     """
 
-    def __init__(
-        self, folder: Path, size: int, *argv: str, fault: tuple[str, int] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, size: int, *argv: str, fault: tuple[str, int] | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         folder.mkdir(parents=True, exist_ok=True)

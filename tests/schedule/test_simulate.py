@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.schedule import Action, ChunkCost, Schedule, build_schedule, simulate
+from megasnn.schedule import Action, ChunkCost, Kind, Schedule, Transfer, build_schedule, simulate
 
 
 def test_1f1b_reference_values() -> None:
@@ -42,12 +42,39 @@ def test_a_transfer_delays_the_receiver_only() -> None:
     ]
 
 
+def test_a_receive_is_posted_before_it_is_needed() -> None:
+    """The last stage computes for 4 while the next tensor, sent at 2, is on its way for 3: it does not wait."""
+    costs = [ChunkCost(1, 2, transfer=3), ChunkCost(4, 2)]
+    result = simulate(build_schedule("1f1b", 2, 3, forward_only=True), costs)
+    assert [(t.start, t.end) for t in result.timeline[1] if t.action.kind is Kind.FORWARD] == [
+        (4, 8),
+        (8, 12),
+        (12, 16),
+    ]
+
+
+def test_packing_holds_up_the_sender_and_unpacking_the_receiver() -> None:
+    way_up, way_down = Transfer(2, send=0.5, receive=0.25), Transfer(4, send=0.125)
+    costs = [ChunkCost(1, 2, output=way_up, gradient=way_down), ChunkCost(1, 2)]
+    result = simulate(build_schedule("gpipe", 2, 1), costs)
+    # F 0-1, packing -1.5, on the way -3.5, unpacking -3.75, F -4.75, B -6.75, packing -6.875, on the way -10.875.
+    assert [(str(t.action), t.end) for t in result.timeline[1]][:4] == [
+        ("1RECV_F0", 3.75),
+        ("1F0", 4.75),
+        ("1B0", 6.75),
+        ("1SEND_B0", 6.875),
+    ]
+    assert result.timeline[0][1].end == 1.5
+    assert result.makespan == 12.875
+    assert result.busy == (3, 3)
+
+
 def test_transfers_on_a_link_follow_each_other() -> None:
     result = simulate(build_schedule("1f1b", 2, 3, forward_only=True), [ChunkCost(1, 2, transfer=5), ChunkCost(1, 2)])
     arrivals = [t.end for t in result.timeline[1] if t.action.kind.is_receive]
-    # The second receive is reached at 7, after the first micro-batch was computed.
-    assert arrivals == [6, 12, 18]
-    assert result.makespan == 19
+    # The second receive is posted when the first is over, and its transfer runs while the first is computed.
+    assert arrivals == [6, 11, 16]
+    assert result.makespan == 17
     assert result.peak_activations == (1, 1)
 
 

@@ -3,7 +3,13 @@ from __future__ import annotations
 from datetime import datetime
 from math import nan
 
-from megasnn.telemetry.logline import EvaluationRecord, IterationRecord, format_evaluation, format_iteration
+from megasnn.telemetry.logline import (
+    EvaluationRecord,
+    IterationRecord,
+    StageTraffic,
+    format_evaluation,
+    format_iteration,
+)
 
 NOW = datetime(2026, 2, 3, 4, 5, 6)
 RECORD = dict(
@@ -31,6 +37,13 @@ def test_throughput_and_grad_norm_only_when_known():
     assert "throughput" not in plain and "grad norm" not in plain
     line = format_iteration(IterationRecord(**RECORD, samples_per_second=78.77), NOW)
     assert "| throughput (samples/s): 78.8 |" in line
+
+
+def test_what_stages_send_each_other():
+    line = format_iteration(IterationRecord(**RECORD, between_stages=StageTraffic(0.5, 16, 8, 16)), NOW)
+    assert line.endswith("| between stages (MB): forward 0.5 (dense 16), backward 8 (dense 16)")
+    line = format_iteration(IterationRecord(**RECORD, between_stages=StageTraffic(1, 2, 3, 4, unfit=5)), NOW)
+    assert line.endswith("backward 3 (dense 4), 5 tensor(s) did not fit and went dense")
 
 
 def test_nan_is_shown_and_counted():

@@ -124,8 +124,7 @@ def _alone() -> list[LayerSpikes]:
 
 def _same(one: list[LayerSpikes], other: list[LayerSpikes]) -> bool:
     return [layer.name for layer in one] == [layer.name for layer in other] and all(
-        (a.silent, a.saturated) == (b.silent, b.saturated)
-        and a.firing_rate == pytest.approx(b.firing_rate, rel=1e-12)
+        (a.silent, a.saturated) == (b.silent, b.saturated) and a.firing_rate == pytest.approx(b.firing_rate, rel=1e-12)
         for a, b in zip(one, other, strict=True)
     )
 

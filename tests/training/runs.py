@@ -13,6 +13,7 @@ from megasnn.checkpoint import from_spikingjelly
 from megasnn.config import PretrainSpikformerConfig, parse, validate
 from megasnn.models.spikformer import describe_spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.training.loop import TrainingRun
 
 TINY = (
     "--image-size 8 --in-channels 1 --num-classes 10 --patch-size 4 --embed-dim 32 --depth 1 --num-heads 4 "
@@ -43,8 +44,8 @@ def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
     parallel = config.parallel
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
-        run = training.TrainingRun(config, config.model, provider, state)
-        run.load()
+        run = TrainingRun(config, config.model, provider, state)
+        run.start()
         if not only_load:
             run.train()
         run.close()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 import torch
 
 from megasnn.checkpoint import NoCheckpointError
 from megasnn.comm.codec import Wire
+from megasnn.data import GlobalBatch
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.sharding import materialise
+from megasnn.training.step import TrainingStep
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
-from tests.training.runs import train
+from tests.training.runs import train, whole
 
 
 def test_a_step_that_is_not_merged_leaves_the_running_statistics_alone() -> None:
@@ -36,18 +40,16 @@ def test_a_step_that_is_not_merged_leaves_the_running_statistics_alone() -> None
 
 
 def test_a_run_with_a_broken_step_ends_with_finite_tensors(tmp_path_factory, monkeypatch) -> None:
-    from megasnn import training
-    from tests.training.runs import whole
+    inputs = TrainingStep.inputs
+    batches = count()
 
-    inputs = training.TrainingRun._inputs
-
-    def with_nan(run: training.TrainingRun, batch) -> list[MicroBatchInput]:
-        made = inputs(run, batch)
-        if run.iteration == 1:
+    def with_nan(step: TrainingStep, batch: GlobalBatch) -> list[MicroBatchInput]:
+        made = inputs(step, batch)
+        if next(batches) == 1:
             made[0].images[0, 0, 0, 0] = float("nan")
         return made
 
-    monkeypatch.setattr(training.TrainingRun, "_inputs", with_nan)
+    monkeypatch.setattr(TrainingStep, "inputs", with_nan)
     outcome = train(str(tmp_path_factory.mktemp("cache")), "--train-iters", "3", "--eval-iters", "0")
     tensors = whole([outcome])
     assert all(torch.isfinite(value).all() for value in tensors.values())

@@ -1,0 +1,68 @@
+"""The second part of backward: the gradients of weights, at once or when the schedule says.
+
+Backward needs the gradient of a layer's input right away, for the layer before it; that of its weight has time until
+the optimizer's step. Convolutions and linear layers therefore only leave a task for the latter, in `WeightGradients`.
+A task adds straight to `parameter.grad`, which is a place in a gradient bucket; autograd takes no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
+Leave = Callable[[AddGradient], None]
+Task = Callable[[], None]
+
+
+class WeightGradients:
+    """What the layers of one chunk leave for later.
+
+    Whether a task runs at once or deferred, it is the same computation, and each parameter's tasks run in the order
+    in which backward left them: the sums have the same bits.
+
+    Attributes:
+        observer: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
+    """
+
+    def __init__(self) -> None:
+        self.observer: Callable[[Tensor], None] | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._deferred: list[Task] | None = None
+
+    def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
+        """For a parameter's layer: a tensor that makes its output part of the graph, and what its backward calls.
+
+        The first stands for the parameter, which autograd must not see: it would call the parameter's hooks. Both are
+        None for a frozen parameter.
+        """
+        return (self._anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
+
+    def _leave(self, parameter: Tensor, add: AddGradient) -> None:
+        task = partial(self._add, parameter, add)
+        if self._deferred is None:
+            task()
+        else:
+            self._deferred.append(task)
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[Task]]:
+        """Inside, tasks are not run but collected in the list, to be run in its order."""
+        tasks: list[Task] = []
+        self._deferred = tasks
+        try:
+            yield tasks
+        finally:
+            self._deferred = None
+
+    def _add(self, parameter: Tensor, add: AddGradient) -> None:
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            add(parameter.grad)
+        if self.observer is not None:
+            self.observer(parameter)

@@ -1,0 +1,14 @@
+"""A training run: setup, step and loop; the only part that sees everything.
+
+program.py    the run as a program: ranks join, errors end all of them, exit status
+loop.py       iterations, exit conditions, evaluation, log
+step.py       one optimizer step
+setup.py      what the configuration makes of a model: types, cut into chunks
+saving.py     where a run starts from and what it saves
+watch.py      what is measured for the log and TensorBoard
+"""
+
+from megasnn.training.program import pretrain, run
+from megasnn.training.setup import ModelProvider, neuron_spec
+
+__all__ = ["ModelProvider", "neuron_spec", "pretrain", "run"]

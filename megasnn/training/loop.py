@@ -1,0 +1,210 @@
+"""The loop of a run: iterations, exit conditions, evaluation, log."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from megasnn.comm.statistics import statistics
+from megasnn.config import PretrainConfig, describe, to_json
+from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets
+from megasnn.engine import Engine
+from megasnn.losses import cross_entropy_sum
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.telemetry.logline import EvaluationRecord
+from megasnn.telemetry.reporter import Reporter
+from megasnn.training.saving import Saves
+from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks, wire_options
+from megasnn.training.step import TrainingStep
+from megasnn.training.watch import Watch
+
+
+class TrainingRun:
+    """One rank's side of a run.
+
+    Attributes:
+        iteration: optimizer steps done, over all runs that this one continues.
+        consumed_samples: training samples used; the place in the data.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, model_config: object, provider: ModelProvider, state: ParallelState
+    ) -> None:
+        self.config, self.provider, self.state = config, provider, state
+        self.iteration = self.consumed_samples = 0
+        self._started = time.monotonic()
+        model, training, parallel = provider.description, config.training, config.parallel
+        self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
+        context = build_context(state.tensor, training.precision, config.neuron.neuron_backend)
+        self.bounds = cut_into_chunks(
+            model, parallel, training.micro_batch_size, context, state, provider.unit_of_layer
+        )
+        loss = partial(cross_entropy_sum, label_smoothing=training.label_smoothing)
+        wires = wire_options(parallel)
+        self.engine = Engine(model, state, context, self.bounds, parallel.pipeline_schedule, training.seed, loss, wires)
+        self.watch = Watch(self.engine, state)
+        self.step = TrainingStep(config, self.engine, state, self.watch.timers)
+        dataset, layout = self.datasets.train.fingerprint(), layers_per_chunk(self.bounds)
+        self.saves = Saves(config, model_config, provider, self.engine, self.step.optimizer, state, dataset, layout)
+        self.reporter: Reporter | None = None
+        self._skipped_samples = 0
+
+    def start(self) -> None:
+        """Loads what the run starts from, and introduces it in the log."""
+        begin = self.saves.load()
+        self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
+        resumed = (self.iteration, self.consumed_samples) if self.iteration else None
+        logging = self.config.logging
+        self.reporter = Reporter(
+            logging.tensorboard_dir, self.iterations, self.state.rank == 0, logging.log_throughput, resumed
+        )
+        self._introduce(self.reporter, begin.notice)
+
+    def _introduce(self, reporter: Reporter, notice: str) -> None:
+        config, engine = self.config, self.engine
+        table = describe(config)
+        reporter.line(table)
+        reporter.text("configuration", "    " + table.replace("\n", "\n    "))
+        layers = [layer.name for layer in self.provider.description.layers]
+        chunks = [f"{layers[span.start]} .. {layers[span.stop - 1]}" if span else "nothing" for span in self.bounds]
+        reporter.line(
+            f"{engine.parameters:,} parameters on {self.state.grid}; "
+            f"pipeline layout {layers_per_chunk(self.bounds)}: " + "; ".join(chunks)
+        )
+        if notice:
+            reporter.line(notice)
+        if self.iteration >= self.iterations:
+            reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
+        if self.iteration:
+            reporter.line(f"continuing at iteration {self.iteration}, {self.consumed_samples} samples consumed")
+        folder = config.checkpoint.save or config.logging.tensorboard_dir
+        if folder is not None and self.state.rank == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "config.json").write_text(to_json(config))
+
+    @property
+    def iterations(self) -> int:
+        return self.config.training.iterations
+
+    def train(self) -> None:
+        """Until the last iteration, or until one of the exit conditions."""
+        with closing(self._loader().batches(self.consumed_samples)) as batches:
+            while self.iteration < self.iterations:
+                with self.watch.timers("data"):
+                    batch = next(batches)
+                self._iterate(batch)
+                if self._should_exit():
+                    break
+        self._evaluate_if(self.config.logging.eval_iters != 0)
+        self._save_if(True)
+
+    def _iterate(self, batch: GlobalBatch) -> None:
+        logging, options = self.config.logging, self.config.checkpoint
+        number = self.iteration + 1
+        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
+        logs = number % logging.log_interval == 0 or ends
+        self.watch.spikes.enabled = logs
+        result = self.step(batch, self.iteration)
+        self.watch.spikes.enabled = False
+        self.iteration += 1
+        self.consumed_samples = batch.consumed_samples
+        self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
+        assert self.reporter is not None
+        if result.not_finite:
+            self.reporter.line(result.not_finite)
+        self.reporter.step(result.loss, skipped=not result.finite)
+        if logs:
+            more = self.watch.since_last(self.iteration)
+            skipped = self._count_skipped_samples()
+            self.reporter.log(
+                self.iteration,
+                self.consumed_samples,
+                result.rate,
+                batch.size,
+                result.norm,
+                more,
+                skipped,
+                self.watch.between_stages(more),
+            )
+        last = self.iteration == self.iterations
+        self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
+        self._save_if(_due(self.iteration, options.save_interval) and not last)
+
+    def _loader(self, training: bool = True) -> BatchLoader:
+        config, state = self.config, self.state
+        dataset = self.datasets.train if training else self.datasets.valid
+        assert dataset is not None
+        return BatchLoader(
+            dataset,
+            seed=config.training.seed,
+            shuffle=config.data.shuffle,
+            augment=config.data.augment,
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_size=state.data.size,
+            dp_rank=state.data.rank,
+            need_images=state.is_first_stage,
+            need_labels=state.is_last_stage,
+            num_workers=config.data.num_workers,
+            skip_broken=config.data.skip_broken_samples,
+            training=training,
+            pin_memory=state.device.type == "cuda",
+        )
+
+    def _should_exit(self) -> bool:
+        training = self.config.training
+        if _due(self.iteration, training.exit_interval):
+            return True
+        if training.exit_duration_in_mins is None:
+            return False
+        minutes = (time.monotonic() - self._started) / 60
+        # The clocks of the ranks differ: the first one decides.
+        late = [float(minutes > training.exit_duration_in_mins) if self.state.rank == 0 else 0.0]
+        return self.engine.sum_over_ranks(late)[0] > 0
+
+    def _count_skipped_samples(self) -> int | None:
+        """Broken training samples replaced since this run began, over all replicas; None where that is not allowed."""
+        if not self.config.data.skip_broken_samples:
+            return None
+        # All ranks of a replica that read images come to the same choice.
+        mine = self._skipped_samples if self.state.is_first_stage and self.state.tensor.rank == 0 else 0
+        return int(self.engine.sum_over_ranks([float(mine)])[0])
+
+    def _evaluate_if(self, due: bool) -> None:
+        if not due or self.datasets.valid is None:
+            return
+        assert self.reporter is not None
+        totals = [0.0, 0.0, 0.0, 0.0]
+        statistics.enable(False)  # what is logged is the traffic of training
+        limit = self.config.logging.eval_iters
+        with self.reporter.pause(), closing(self._loader(training=False).batches(limit=limit)) as batches:
+            for batch in batches:
+                parts = self.engine.evaluate(self.step.inputs(batch))
+                totals = [a + b for a, b in zip(totals, parts, strict=True)]
+            loss, samples, top1, top5 = self.engine.total(totals)
+        statistics.enable()
+        self.reporter.evaluation(
+            EvaluationRecord(
+                self.iteration, self.consumed_samples, int(samples), loss / samples, top1 / samples, top5 / samples
+            )
+        )
+
+    def _save_if(self, due: bool) -> None:
+        if not due:
+            return
+        assert self.reporter is not None
+        with self.reporter.pause():
+            path = self.saves.save(self.iteration, self.consumed_samples)
+        if path is not None:
+            self.reporter.line(f"saved {path}")
+
+    def close(self) -> None:
+        assert self.reporter is not None
+        self.reporter.close()
+
+
+def _due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0

@@ -1,0 +1,82 @@
+"""What the configuration makes of a model: its neuron, its types, and how it is cut into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megasnn.comm.group import Group
+from megasnn.config import PretrainConfig
+from megasnn.config.parallel import ParallelConfig
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
+from megasnn.parallel_state import ParallelState
+from megasnn.partition import balanced_bounds, layout_to_bounds
+from megasnn.pipeline.costs import agreed_layer_costs
+from megasnn.pipeline.p2p import WireOptions
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ImportWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class ModelProvider:
+    """What a pretrain script hands to `pretrain`.
+
+    Attributes:
+        description: the layers.
+        unit_of_layer: for each layer its unit, for explicit layouts.
+        from_spikingjelly: a state_dict of SpikingJelly's model -> global tensors by name.
+    """
+
+    description: ModelDescription
+    unit_of_layer: Sequence[str]
+    from_spikingjelly: ImportWeights
+
+
+def neuron_spec(config: PretrainConfig) -> NeuronSpec:
+    """The neuron that the configuration describes."""
+    n = config.neuron
+    return NeuronSpec(
+        n.neuron, n.tau, n.v_threshold, n.v_reset, n.decay_input, n.detach_reset, n.surrogate, n.surrogate_alpha
+    )
+
+
+def build_context(tensor: Group, precision: str, neuron_backend: str) -> BuildContext:
+    """What layers are built with.
+
+    Args:
+        tensor: the tensor-parallel group.
+        precision: "fp32", "fp64", or "bf16": then weights stay in fp32 and products are taken in bfloat16.
+        neuron_backend: as in `--neuron-backend`.
+    """
+    dtype = DTYPES[precision]
+    return BuildContext(tensor, dtype, torch.bfloat16 if precision == "bf16" else dtype, neuron_backend)
+
+
+def wire_options(parallel: ParallelConfig) -> WireOptions:
+    """How tensors travel between stages."""
+    asked = parallel.pipeline_gradient_dtype
+    return WireOptions(parallel.strict_wire, None if asked is None else WIRE_DTYPES[asked])
+
+
+def cut_into_chunks(
+    model: ModelDescription,
+    parallel: ParallelConfig,
+    micro_batch_size: int,
+    context: BuildContext,
+    state: ParallelState,
+    unit_of_layer: Sequence[str] = (),
+) -> list[range]:
+    """The layers of each chunk: the explicit layout, or the cut that balances the measured costs. Collective."""
+    if parallel.layout is not None:
+        return layout_to_bounds(parallel.layout, unit_of_layer)
+    if parallel.chunks == 1:
+        return [range(len(model.layers))]
+    costs = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
+    return balanced_bounds(costs, parallel.chunks)

@@ -1,0 +1,105 @@
+"""One optimizer step of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megasnn.batching import micro_batches_of
+from megasnn.config import PretrainConfig
+from megasnn.data import GlobalBatch
+from megasnn.engine import Engine
+from megasnn.non_finite import earliest, first_non_finite
+from megasnn.optim import build_optimizer, learning_rate
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.telemetry.timers import Timers
+
+
+class StepResult:
+    """What a step came to.
+
+    Attributes:
+        loss: of the global batch.
+        norm: of the gradient, before clipping.
+        rate: the learning rate.
+        not_finite: where a nan or infinity appeared first; None where none did, or nobody could tell.
+    """
+
+    def __init__(self, loss: float, norm: float, rate: float) -> None:
+        self.loss, self.norm, self.rate = loss, norm, rate
+        self.not_finite: str | None = None
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.norm) and math.isfinite(self.loss)
+
+
+class TrainingStep:
+    """Forward, backward, clipping and update, on this rank.
+
+    Attributes:
+        optimizer: of this rank's parameters.
+    """
+
+    def __init__(self, config: PretrainConfig, engine: Engine, state: ParallelState, timers: Timers) -> None:
+        self._config, self._engine, self._state, self._timers = config, engine, state, timers
+        self.optimizer = build_optimizer(engine.tensors, config.optimizer)
+
+    def __call__(self, batch: GlobalBatch, iteration: int) -> StepResult:
+        """Trains on one global batch; a step that is not finite changes nothing.
+
+        Args:
+            iteration: steps done before this one.
+        """
+        engine, options = self._engine, self._config.optimizer
+        micro_batches = self.inputs(batch)
+        with self._timers("forward_backward"):
+            loss = engine.forward_backward(micro_batches, batch.size)
+        with self._timers("optimizer"):
+            norm = engine.gradient_norm()
+            result = StepResult(loss, norm, learning_rate(options, iteration, self._config.training.iterations))
+            # A skipped step leaves everything as it was: weights, optimizer state and running statistics.
+            if result.finite:
+                engine.merge_statistics(self._most_micro_batches(batch.size))
+                engine.gradient_norm.clip(norm, options.clip_grad)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = result.rate
+                self.optimizer.step()
+        if not result.finite:
+            result.not_finite = self._first_non_finite(micro_batches)
+        return result
+
+    def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
+        """The batch on this rank's device, in the type that the model computes in."""
+        device, dtype = self._state.device, self._dtype()
+        return [
+            MicroBatchInput(
+                None if micro.images is None else micro.images.to(device, dtype, non_blocking=True),
+                None if micro.labels is None else micro.labels.to(device),
+                micro.size,
+            )
+            for micro in batch.micro_batches
+        ]
+
+    def _dtype(self) -> torch.dtype:
+        return self._engine.context.dtype
+
+    def _most_micro_batches(self, batch_size: int) -> int:
+        count = -(-batch_size // self._config.training.micro_batch_size)
+        return len(micro_batches_of(count, self._state.data.size, 0))
+
+    def _first_non_finite(self, micro_batches: Sequence[MicroBatchInput]) -> str | None:
+        """In which layer's output it appeared first, otherwise in which gradient; collective."""
+        stage, world = self._state.pipeline.rank, self._state.world.handle
+        where = earliest(self._engine.first_non_finite_output(micro_batches), stage, world)
+        if where is not None:
+            return f"not finite in forward, first in {where}"
+        gradients = [(e.name, e.tensor.grad) for e in reversed(self._engine.tensors) if e.tensor.grad is not None]
+        # Backward runs from the last stage to the first.
+        where = earliest(first_non_finite(gradients), -stage, world)
+        return (
+            None if where is None else f"not finite in backward, first in the gradient of {where}; the step is skipped"
+        )

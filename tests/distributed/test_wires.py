@@ -1,0 +1,116 @@
+"""What one end of a link sends, the other restores bit for bit, whatever the values; over a transport in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megasnn.comm.codec import Wire
+from megasnn.comm.group import Group
+from megasnn.comm.statistics import statistics
+from megasnn.pipeline import p2p
+from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
+
+CPU, PAIR = torch.device("cpu"), Group("pipeline", (0, 1))
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+values = st.sampled_from([0.0, 1.0, 0.0, 1.0, -0.0, float("nan"), float("inf"), 2.0, 0.5, 255.0, 256.0, -1.0])
+
+
+class _Posted:
+    """A receive that copies the oldest message when it is waited for; sizes and types must agree, as in Gloo."""
+
+    def __init__(self, wire: deque[Tensor], buffer: Tensor) -> None:
+        self._wire, self._buffer = wire, buffer
+
+    def wait(self) -> None:
+        message = self._wire.popleft()
+        assert (message.shape, message.dtype) == (self._buffer.shape, self._buffer.dtype)
+        self._buffer.copy_(message)
+
+
+@contextmanager
+def _link(direction: str = "forward", options: WireOptions | None = None) -> Iterator[tuple[Sender, Receiver]]:
+    wire: deque[Tensor] = deque()
+    sent = mock.Mock(is_completed=lambda: True)
+
+    def isend(message: Tensor, *_: object, **__: object) -> mock.Mock:
+        wire.append(message.clone())
+        return sent
+
+    with (
+        mock.patch.object(p2p.dist, "isend", isend),
+        mock.patch.object(p2p.dist, "irecv", lambda buffer, *_, **__: _Posted(wire, buffer)),
+    ):
+        yield Sender(1, PAIR, direction, CPU, options or WireOptions()), Receiver(0, PAIR, CPU)
+        assert not wire, "something was sent that nobody received"
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Of any memory order and content: few spikes among strangers and the other way round."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    count = torch.Size(shape).numel()
+    dtype = draw(st.sampled_from(list(BITS)))
+    kind = draw(st.sampled_from([values, st.sampled_from([0.0, 1.0]), st.integers(0, 255).map(float)]))
+    content = torch.tensor(draw(st.lists(kind, min_size=count, max_size=count)), dtype=dtype).view(shape)
+    return content.permute(draw(st.permutations(range(len(shape)))))
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors(), st.sampled_from(list(Wire)), st.integers(1, 3))
+def test_every_value_arrives_with_all_its_bits(tensor: Tensor, wire: Wire, times: int) -> None:
+    with _link() as (sender, receiver):
+        for _ in range(times):
+            receiver.post("key")
+            sender.send("key", tensor, wire)
+            got = receiver.receive("key")
+            assert got.dtype == tensor.dtype and got.shape == tensor.shape
+            assert torch.equal(got.view(BITS[tensor.dtype]), tensor.contiguous().view(BITS[tensor.dtype]))
+
+
+@pytest.mark.parametrize("value", [-0.0, float("nan"), 2.0, 0.5, 256.0, -1.0])
+def test_only_the_tensor_that_does_not_fit_goes_dense(value: float) -> None:
+    fits, wire = torch.ones(4, 20), Wire.COUNTS if value in (0.5, 256.0) else Wire.SPIKES
+    unfit = fits.clone()
+    unfit[2, 3] = value
+    statistics.reset()
+    statistics.enable()
+    with _link() as (sender, receiver):
+        for tensor in (fits, unfit, fits):
+            receiver.post("key")
+            sender.send("key", tensor, wire)
+            assert torch.equal(receiver.receive("key").view(torch.int32), tensor.view(torch.int32))
+    statistics.enable(False)
+    traffic = statistics.read()
+    statistics.reset()
+    packed = 80 if wire is Wire.COUNTS else 10
+    assert traffic["pipeline", "send", "forward"].bytes == 3 * (packed + 1)
+    assert traffic["pipeline", "send", "forward"].dense_bytes == 3 * 320
+    assert traffic["pipeline", "send_unfit", "forward"].bytes == 320
+
+
+def test_gradients_travel_as_narrow_as_asked_for() -> None:
+    gradient = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    statistics.reset()
+    statistics.enable()
+    with _link("backward", WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
+        receiver.post("key")
+        sender.send("key", gradient, Wire.DENSE)
+        got = receiver.receive("key")
+    statistics.enable(False)
+    traffic = statistics.read()["pipeline", "send", "backward"]
+    statistics.reset()
+    assert got.dtype == torch.float32 and torch.equal(got, gradient.bfloat16().float())
+    assert (traffic.bytes, traffic.dense_bytes) == (30, 60)
+    with _link("forward", WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
+        receiver.post("key")
+        sender.send("key", gradient, Wire.DENSE)
+        assert torch.equal(receiver.receive("key"), gradient)

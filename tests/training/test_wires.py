@@ -1,0 +1,73 @@
+"""What crosses the stages of a run: bits and bytes, counted, checked, and the same function for every wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megasnn.models.spikformer import MLPHalf
+from tests.rank_pool import RankError
+from tests.training.runs import Outcome, train, whole
+
+PP2 = ("--pipeline-model-parallel-size", "2", "--train-iters", "2", "--eval-iters", "0", "--log-interval", "1")
+IN_THE_STEM, BETWEEN_BLOCKS = "3|5", "6|2"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def scalars(folder: Path) -> dict[str, float]:
+    events = EventAccumulator(str(folder)).Reload()
+    return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize(("layout", "most"), [(IN_THE_STEM, 1 / 30), (BETWEEN_BLOCKS, 1 / 3.9)])
+def test_bytes_between_stages(ranks, cache, tmp_path, layout, most) -> None:
+    ranks(2, train, cache, *PP2, "--pipeline-model-parallel-layout", layout, "--tensorboard-dir", str(tmp_path))
+    sent = scalars(tmp_path)
+    assert 0 < sent["communication/pipeline_mb"] <= most * sent["communication/pipeline_mb_if_dense"]
+    assert 0 < sent["communication/backward_mb"] == sent["communication/backward_mb_if_dense"]
+    assert sent["communication/unfit_tensors"] == 0
+
+
+def test_gradients_in_bf16_take_half_the_bytes(ranks, cache, tmp_path) -> None:
+    ranks(2, train, cache, *PP2, "--pipeline-gradient-dtype", "bf16", "--tensorboard-dir", str(tmp_path))
+    sent = scalars(tmp_path)
+    assert sent["communication/backward_mb"] == pytest.approx(sent["communication/backward_mb_if_dense"] / 2)
+
+
+def _with_a_stranger(cache: str, *flags: str) -> Outcome:
+    """A run in which the last block hands on, for the third micro-batch, values that are no counts."""
+    forward, calls = MLPHalf.forward, 0
+
+    def strange(self: MLPHalf, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return forward(self, x) + 0.5 * (calls == 3)
+
+    MLPHalf.forward = strange  # type: ignore[method-assign]
+    try:
+        return train(cache, *flags)
+    finally:
+        MLPHalf.forward = forward  # type: ignore[method-assign]
+
+
+def test_what_does_not_fit_goes_dense_and_changes_nothing(ranks, cache, tmp_path) -> None:
+    one = whole([_with_a_stranger(cache, "--train-iters", "2", "--eval-iters", "0")])
+    flags = ("--pipeline-model-parallel-layout", "7|1", "--log-interval", "2", "--tensorboard-dir", str(tmp_path))
+    two = whole(ranks(2, _with_a_stranger, cache, *PP2, *flags))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert scalars(tmp_path)["communication/unfit_tensors"] == 1
+
+
+def test_strict_wires_stop_the_run_and_name_the_place(ranks, cache) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, _with_a_stranger, cache, *PP2, "--pipeline-model-parallel-layout", "7|1", "--strict-wire")
+    place = "rank 0, pipeline stage 0, action 0SEND_F2, micro-batch 2"
+    assert f"{place}: ValueError: pack_counts takes integers from 0 to 255" in str(error.value)
+    assert "--strict-wire" in str(error.value)
