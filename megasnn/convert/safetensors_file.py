@@ -63,8 +63,8 @@ class SafetensorsSource(TensorSource):
         size = self.files[self.path.name]
         if end - start != info.bytes or self._begin + end > size:
             raise CheckpointError(
-                f"{self.path}: {name} should have {info.bytes} bytes and lie at {start}..{end} of {size - self._begin}; "
-                "the file is cut or altered"
+                f"{self.path} is cut or altered: {name} should have {info.bytes} bytes and lie at {start}..{end} of "
+                f"{size - self._begin}"
             )
         self._offsets[name] = self._begin + start
         return info

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.interchange.names import Recipe
+from megasnn.sharding import Shard
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ class TensorSource(ABC):
     @abstractmethod
     def read(self, name: str) -> Tensor:
         """One whole tensor, contiguous, on the CPU. Raises CheckpointError when the file is damaged."""
+
+    def read_shard(self, name: str, shard: Shard) -> Tensor:
+        """What a rank holds of a tensor."""
+        return shard.cut(self.read(name))
 
 
 class DerivedSource(TensorSource):

@@ -80,7 +80,8 @@ class TorchFileFiller:
     def put(self, place: tuple[str, ...], value: Tensor) -> None:
         fake = self._places[place]
         assert fake.shape == value.shape and fake.dtype == value.dtype, (place, fake, value.shape)
-        offset: int = fake.untyped_storage()._checkpoint_offset  # type: ignore[attr-defined]
+        offset = fake.untyped_storage()._checkpoint_offset
+        assert offset is not None
         write_elements(self._stream, offset, value)
 
 

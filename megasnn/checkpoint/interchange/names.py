@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,8 @@ class Made:
 
 
 Recipe = Mapping[str, Made]
+ModelValues = Mapping[str, Any]
+"""A model's configuration as a checkpoint keeps it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Dialect:
         marker: a name that only this dialect has, in models of every size.
         our_marker: likewise among our own names of this model.
         incoming: their names -> how each of ours is made.
-        outgoing: our names -> how each of theirs is made.
+        outgoing: our names, and the model's configuration where it is known -> how each of theirs is made.
         is_unused: whether their model holds a tensor of this name without computing anything from it.
     """
 
@@ -50,7 +53,7 @@ class Dialect:
     marker: str
     our_marker: str
     incoming: Callable[[Collection[str]], Recipe]
-    outgoing: Callable[[Collection[str]], Recipe]
+    outgoing: Callable[[Collection[str], ModelValues | None], Recipe]
     is_unused: Callable[[str], bool] = lambda name: False
 
     def to_ours(self, names: Collection[str]) -> Recipe:
@@ -60,9 +63,9 @@ class Dialect:
         require_equal(sources(recipe), used, f"these are not the tensors of {self.title}:")
         return recipe
 
-    def from_ours(self, names: Collection[str]) -> Recipe:
+    def from_ours(self, names: Collection[str], model: ModelValues | None = None) -> Recipe:
         """Raises CheckpointError that lists what is missing and unexpected, in our names."""
-        recipe = self.outgoing(names)
+        recipe = self.outgoing(names, model)
         require_equal(sources(recipe), names, f"these are not the tensors of a model that is {self.title}:")
         return recipe
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 
-from megasnn.checkpoint.interchange.names import NORM_TENSORS, Dialect, Recipe, renamed, require_equal
+from megasnn.checkpoint.interchange.names import NORM_TENSORS, Dialect, ModelValues, Recipe, renamed, require_equal
 
 STAGES = 4
 OUR_MARKER = "patch_embed.stages.0.conv.weight"
@@ -93,7 +93,7 @@ def _incoming(theirs: Collection[str]) -> Recipe:
     return renamed(spikingjelly_names(block_count(theirs), _is_parametric(theirs)))
 
 
-def _outgoing(ours: Collection[str]) -> Recipe:
+def _outgoing(ours: Collection[str], model: ModelValues | None) -> Recipe:
     names = spikingjelly_names(block_count(ours), _is_parametric(ours))
     return renamed({theirs: name for name, theirs in names.items()})
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.errors import CheckpointError
-from megasnn.checkpoint.interchange.names import NORM_TENSORS, Dialect, Made, Recipe
+from megasnn.checkpoint.interchange.names import NORM_TENSORS, Dialect, Made, ModelValues, Recipe
 from megasnn.checkpoint.interchange.spikformer import OUR_MARKER, STAGES, block_count
 
 Variant = Literal["cifar10", "imagenet"]
@@ -137,7 +137,7 @@ def _without_biases(count: int, *means_and_biases: Tensor) -> Tensor:
 # --- ours to theirs
 
 
-def _outgoing(variant: Variant, names: Collection[str]) -> Recipe:
+def _outgoing(variant: Variant, names: Collection[str], model: ModelValues | None) -> Recipe:
     if trained := next((name for name in names if name.endswith(".w")), None):
         raise CheckpointError(f"{trained}: the published code's neurons have no trained time constant")
     kind = "linear" if variant == "cifar10" else "conv"
