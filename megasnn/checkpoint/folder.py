@@ -64,7 +64,7 @@ def commit(folder: Path, metadata: Metadata) -> Path:
     """Makes what was written since `begin` the checkpoint of its iteration and the latest, safely on disk."""
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
-    metadata = replace(metadata, serial=1 + max(_serials(folder), default=0))
+    metadata = replace(metadata, serial=1 + last_serial(folder))
     _write_synced(aside / METADATA, to_text(metadata))
     _sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
@@ -81,8 +81,10 @@ def commit(folder: Path, metadata: Metadata) -> Path:
     return final
 
 
-def _serials(folder: Path) -> Iterator[int]:
-    return (serial for path in checkpoints(folder).values() if (serial := serial_of(path)) is not None)
+def last_serial(folder: Path) -> int:
+    """`serial` of the checkpoint that was saved last; 0 when there is none."""
+    serials = (serial_of(path) for path in checkpoints(folder).values())
+    return max((serial for serial in serials if serial is not None), default=0)
 
 
 def discard(folder: Path, step: int) -> None:

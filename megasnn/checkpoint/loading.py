@@ -55,6 +55,7 @@ def load_checkpoint(
     step: int | None = None,
     process_group: Group = None,
     refuse: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
+    leave: str | None = None,
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
 
@@ -65,6 +66,7 @@ def load_checkpoint(
         optimizer: None leaves the saved optimizer state aside (--finetune, --no-load-optim).
         config: must equal the saved one; None accepts any model whose tensors fit (--finetune).
         refuse: problems that the caller sees with this checkpoint.
+        leave: a layer whose tensors stay as they are, whatever the checkpoint holds of them (--reset-head).
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
@@ -74,6 +76,7 @@ def load_checkpoint(
             fields), tensors are missing, unexpected, of another shape or of a precision that would be lost,
             or the optimizer is of another kind or has no saved state. Nothing has changed then.
     """
+    wanted = [entry for entry in tensors if not _of_layer(entry.name, leave)]
 
     def load(path: Path) -> LoadedState:
         metadata = all_do(process_group, lambda: read_metadata(path), f"cannot load {path}:")
@@ -83,13 +86,14 @@ def load_checkpoint(
             require_names(tensors)
             if problems := [*model_differences(metadata, config, optimizer), *refuse(metadata)]:
                 raise CheckpointError(*problems)
-            states = allocate(tensors, optimizer, metadata.tensors) if optimizer is not None else {}
-            return [*tensors, *describe(tensors, states)], states
+            states = allocate(wanted, optimizer, metadata.tensors) if optimizer is not None else {}
+            return [*wanted, *describe(wanted, states)], states
 
         entries, states = all_do(process_group, prepare, title)
         reports = gather(process_group, tensor_differences(metadata.tensors, entries))
         taken = {name for names, _ in reports for name in names}
-        unexpected = unused_tensors(metadata.tensors, taken, with_optimizer=optimizer is not None)
+        saved = [name for name in metadata.tensors if not _of_layer(name, leave)]
+        unexpected = unused_tensors(saved, taken, with_optimizer=optimizer is not None)
         raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
         read_tensors(path, metadata, entries, process_group)
         if optimizer is not None:
@@ -98,6 +102,10 @@ def load_checkpoint(
 
     state, remarks = first_intact(folder, step, process_group, load)
     return LoadedState(state.iteration, state.consumed_samples, state.extra, state.path, remarks)
+
+
+def _of_layer(name: str, layer: str | None) -> bool:
+    return layer is not None and name.startswith(f"{layer}.")
 
 
 def first_intact(

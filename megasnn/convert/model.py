@@ -10,10 +10,12 @@ from megasnn.checkpoint.errors import CheckpointError
 from megasnn.config.checks import ConfigError
 from megasnn.config.model import ModelConfig, SpikformerConfig
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.pretrain import PretrainSpikformerConfig
+from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.serialise import from_dict
+from megasnn.config.vgg_dvs import VggDvsConfig
 from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.vgg_dvs import describe_vgg_dvs
 from megasnn.training.setup import neuron_spec
 
 
@@ -43,8 +45,13 @@ def saved_model(config: Mapping[str, Any] | None, path: object) -> SavedModel:
             "start a run from it with --load ... --finetune: what that run saves can be laid out"
         )
     try:
-        spikformer = from_dict(SpikformerConfig, config["model"])
-        run = PretrainSpikformerConfig(spikformer, from_dict(NeuronConfig, config["neuron"]))
+        neuron = from_dict(NeuronConfig, config["neuron"])
+        values = config["model"]
+        model: SpikformerConfig | VggDvsConfig = (
+            from_dict(VggDvsConfig, values) if "channels" in values else from_dict(SpikformerConfig, values)
+        )
     except (ConfigError, KeyError) as error:
         raise CheckpointError(f"{path} is of a model that is unknown here: {error}") from None
-    return SavedModel(spikformer, describe_spikformer(spikformer, neuron_spec(run)), spikformer.unit_of_layer())
+    spec = neuron_spec(PretrainConfig(model, neuron))
+    layers = describe_vgg_dvs(model, spec) if isinstance(model, VggDvsConfig) else describe_spikformer(model, spec)
+    return SavedModel(model, layers, model.unit_of_layer())

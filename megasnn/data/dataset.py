@@ -7,13 +7,15 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from megasnn.data.formats import FormatMismatch, SampleFormat
+from megasnn.data.formats import Decoder, FormatMismatch
 from megasnn.data.shards import Shard
 
 _OPEN_SHARDS = 16  # files that one reading thread keeps open
+Format = TypeVar("Format", bound=Decoder)
 _UNKNOWN, _SOUND, _BROKEN = 0, 1, 2
 
 
@@ -21,14 +23,14 @@ class BrokenSample(ValueError):
     """A sample whose data cannot be decoded."""
 
 
-class ShardDataset:
+class ShardDataset(Generic[Format]):
     """The samples of `shards`, one shard after the other, decoded by `format`; several threads may read.
 
     Raises:
         ValueError: a label outside [0, num_classes). All are looked at here, before anything is trained.
     """
 
-    def __init__(self, shards: Sequence[Shard], format: SampleFormat, num_classes: int) -> None:
+    def __init__(self, shards: Sequence[Shard], format: Format, num_classes: int) -> None:
         self.format = format
         self._shards = list(shards)
         self._first = np.cumsum([0] + [len(shard) for shard in shards])

@@ -19,6 +19,7 @@ import torch
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.data.augment import AUGMENTATIONS
 from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Slot
 
 
@@ -79,7 +80,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: ShardDataset[SampleFormat],
         *,
         seed: int,
         shuffle: bool,

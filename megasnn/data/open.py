@@ -28,8 +28,8 @@ _KINDS = {**dict.fromkeys(IMAGE_SUFFIXES, "images"), FRAMES: "event frames", EVE
 class Datasets:
     """The training samples, and those to evaluate on where there are some."""
 
-    train: ShardDataset
-    valid: ShardDataset | None
+    train: ShardDataset[SampleFormat]
+    valid: ShardDataset[SampleFormat] | None
 
 
 def open_datasets(config: DataConfig, input_shape: Sequence[int], num_classes: int) -> Datasets:
@@ -66,7 +66,9 @@ def open_datasets(config: DataConfig, input_shape: Sequence[int], num_classes: i
     )
 
 
-def _dataset(config: DataConfig, paths: list[Path], format: SampleFormat, num_classes: int) -> ShardDataset:
+def _dataset(
+    config: DataConfig, paths: list[Path], format: SampleFormat, num_classes: int
+) -> ShardDataset[SampleFormat]:
     shards = [open_shard(path, tuple(_KINDS)) for path in paths]
     for shard in shards:
         _check_kind(config, shard, format)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
+from megasnn.layers.keyed import apply_layer
 from megasnn.models.description import ModelDescription
 from megasnn.sharding import materialise
 
@@ -50,18 +51,18 @@ def measure_layer_costs(
     for index, description in enumerate(model.layers):
         layer = description.build(alone)
         materialise([(description.name, layer)], device, seed=0)
-        x, seconds = _measure(layer, x, needs_input_gradient=index > 0)
+        x, seconds = _measure(layer, x, range(samples), needs_input_gradient=index > 0)
         costs.append(seconds)
     return costs
 
 
-def _measure(layer: torch.nn.Module, x: Tensor, needs_input_gradient: bool) -> tuple[Tensor, float]:
+def _measure(layer: torch.nn.Module, x: Tensor, samples: range, needs_input_gradient: bool) -> tuple[Tensor, float]:
     times = []
     # The first run pays for compiling and allocating; it is not counted.
     for _ in range(REPETITIONS + 1):
         entry = x.detach().requires_grad_(needs_input_gradient)
         start = _now(x.device)
-        y = layer(entry)
+        y = apply_layer(layer, entry, samples)
         y.backward(torch.ones_like(y))
         times.append(_now(x.device) - start)
         layer.zero_grad()

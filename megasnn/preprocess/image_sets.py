@@ -105,10 +105,12 @@ def encode_cifar10(item: Item) -> Mapping[str, bytes]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle may run anything; these hold NumPy arrays."""
+    """A pickle may run anything; these hold NumPy arrays, and bytes that newer Pythons write as encoded text."""
+
+    _KNOWN = {("numpy", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module.split(".")[0], name) in (("numpy", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype")):
+        if (module.split(".")[0], name) in self._KNOWN:
             return super().find_class(module.replace("numpy.core", "numpy._core"), name)
         raise pickle.UnpicklingError(f"holds {module}.{name}, which CIFAR-10 does not")
 

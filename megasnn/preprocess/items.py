@@ -37,15 +37,11 @@ class Listing:
     classes: list[str]
 
     def check(self) -> None:
-        """Raises ValueError for a split or a class without samples, and for keys that occur twice."""
+        """Raises ValueError for a split without samples, and for keys that occur twice."""
         for split, items in self.splits.items():
             if not items:
                 raise ValueError(f"there are no samples for the split {split!r}")
             _check_keys(split, items)
-        present = {item.label for items in self.splits.values() for item in items}
-        empty = [repr(name) for label, name in enumerate(self.classes) if label not in present]
-        if empty:
-            raise ValueError(f"{len(empty)} of {len(self.classes)} classes have no samples: {', '.join(empty[:5])}")
 
     def fingerprint(self) -> str:
         """A hash of splits, keys, labels and classes; the folder they lie in and their contents are not part of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -11,16 +10,6 @@ import pytest
 
 TINY = "--embed-dim 32 --num-heads 2 --depth 1 --image-size 16 --time-steps 2 --global-batch-size 4".split()
 SHORT = "--rounds 2 --steps 2 --warmup 1".split()
-
-
-@pytest.fixture(scope="module")
-def program() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "benchmark.py"
-    spec = importlib.util.spec_from_file_location("benchmark_program", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

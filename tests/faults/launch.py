@@ -141,6 +141,9 @@ class Torchrun:
         self.started = time.monotonic()
         os.kill(process, signal.SIGKILL)
 
+    def output(self) -> str:
+        return self.file.read_text()
+
     def end(self, within: float) -> Ended:
         try:
             self.process.wait(max(0.0, self.started + within - time.monotonic()))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megasnn.checkpoint.errors import CheckpointError
-from megasnn.checkpoint.interchange import spikformer
+from megasnn.checkpoint.interchange import spikformer, vgg_dvs
 from megasnn.checkpoint.interchange.names import Dialect
 from megasnn.checkpoint.interchange.spikformer_published import published
 
-DIALECTS = (spikformer.SPIKINGJELLY, published("cifar10"), published("imagenet"))
+DIALECTS = (spikformer.SPIKINGJELLY, vgg_dvs.SPIKINGJELLY, published("cifar10"), published("imagenet"))
 
 
 def is_ours(names: Collection[str]) -> bool:
