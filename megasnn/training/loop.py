@@ -48,7 +48,7 @@ class TrainingRun:
         self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
         size, count = training.micro_batch_size, len(micro_batches_of(training.micro_batches, state.data.size, 0))
-        self.bounds, plan = cut_into_chunks(model, parallel, size, count, context, state, provider.unit_of_layer)
+        self.bounds, plan = cut_into_chunks(model, parallel, size, count, context, state)
         loss, wires = sample_loss(training), wire_options(parallel)
         self.engine = Engine(model, state, context, self.bounds, plan, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,12 +37,10 @@ class ModelProvider:
 
     Attributes:
         description: the layers.
-        unit_of_layer: for each layer its unit, for explicit layouts.
         from_spikingjelly: a state_dict of SpikingJelly's model -> global tensors by name.
     """
 
     description: ModelDescription
-    unit_of_layer: Sequence[str]
     from_spikingjelly: ImportWeights
 
 
@@ -88,7 +86,6 @@ def cut_into_chunks(
     micro_batches: int,
     context: BuildContext,
     state: ParallelState,
-    unit_of_layer: Sequence[str] = (),
 ) -> tuple[list[range], SchedulePlan]:
     """The layers of each chunk, and the schedule with the place of each chunk. Collective.
 
@@ -99,6 +96,7 @@ def cut_into_chunks(
     Raises:
         ValueError: the schedule cannot keep `--pipeline-memory-limit`.
     """
+    units = [layer.unit for layer in model.layers]
     name, stages, chunks_per_rank = parallel.pipeline_schedule, state.pipeline.size, parallel.chunks_per_rank
     if chunks_per_rank is None and 2 * stages > len(model.layers):
         chunks_per_rank = 1
@@ -107,12 +105,12 @@ def cut_into_chunks(
         return [range(len(model.layers))], plan_schedule(name, 1, 1, micro_batches, None, limit)
     if parallel.layout is not None and name not in LOOK_AT_COSTS:
         plan = plan_schedule(name, stages, chunks_per_rank, micro_batches, None, limit)
-        return layout_to_bounds(parallel.layout, unit_of_layer), plan
+        return layout_to_bounds(parallel.layout, units), plan
     seconds = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
 
     def bounds_of(placement: tuple[int, ...]) -> list[range]:
         if parallel.layout is not None:
-            return layout_to_bounds(parallel.layout, unit_of_layer)
+            return layout_to_bounds(parallel.layout, units)
         return placed_bounds(seconds, placement)
 
     def costs_of(placement: tuple[int, ...]) -> list[ChunkCost]:
