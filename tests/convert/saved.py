@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ class Rank:
     optimizer: torch.optim.AdamW
 
 
-def build(model: SavedModel, seed: int = 0, tensor: int = 0, size: int = 1, layers: range | None = None) -> Rank:
+def build(
+    model: SavedModel, seed: int = 0, tensor: int = 0, size: int = 1, layers: Sequence[int] | None = None
+) -> Rank:
     context = BuildContext(Group("tensor", tuple(range(size)), tensor))
     chosen = model.description.layers if layers is None else [model.description.layers[index] for index in layers]
     built = [(layer.name, layer.build(context)) for layer in chosen]
