@@ -166,8 +166,8 @@ def _measure(
                     task()
         if number == 0:
             clock.times.clear()  # the first round pays for compiling and for gradients' first memory
-    seconds = {name: median(times) for name, times in clock.times.items()}
-    return LayerCost(**seconds, held=held[0]), y
+    forward, inputs, weights = (median(clock.times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
+    return LayerCost(forward, inputs, weights, held=held[0]), y
 
 
 def _with_messages(cost: LayerCost, y: Tensor, description: LayerDescription, wires: WireOptions) -> LayerCost:

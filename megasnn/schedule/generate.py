@@ -67,17 +67,21 @@ def find_best(
     costs_of: CostsOf,
     memory_limit: float | None = None,
     chunks_per_rank: int | None = None,
+    placement: tuple[int, ...] | None = None,
 ) -> Schedule:
     """The schedule of least simulated makespan that keeps the limit; among equals the one that holds least.
 
     Tried are all named ones, filled by these costs and by equal ones, 1F1B's order with every smaller memory,
     and the V schedules with several memory limits and shorter gaps filled. It is never slower than a named one
-    that fits, and with one chunk a rank there is always one that holds a single micro-batch.
+    that fits, and with one chunk a rank there is always one that holds a single micro-batch. With a `placement`,
+    only schedules on it are looked at.
 
     Raises ValueError when none keeps the limit.
     """
     found = []
     for index, order in enumerate(_candidates(stages, micro_batches, costs_of, chunks_per_rank)):
+        if placement not in (None, order.placement):
+            continue
         complete = _complete(order)
         result = simulate(complete, costs_of(complete.placement))
         held = max(result.peak_activations)
