@@ -15,12 +15,14 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
-from megasnn.layers.weight_gradients import WeightGradients
+from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.pipeline.executor import Entry
 from megasnn.pipeline.link import LinkCost, measure_link
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
 from megasnn.schedule import ChunkCost, Transfer
@@ -111,7 +113,8 @@ def agreed_costs(
     """The costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank."""
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    measured = [PipelineCosts(tuple(measure_layers(model, samples, context, device, wires)), LinkCost())]
+    layers = measure_layers(model, samples, context, device, wires, pipeline.size)
+    measured = [PipelineCosts(tuple(layers), LinkCost())]
     if world.size > 1:
         dist.barrier(group=world.handle)
         measured[0] = replace(measured[0], link=measure_link(pipeline, device))
@@ -120,59 +123,114 @@ def agreed_costs(
 
 
 def measure_layers(
-    model: ModelDescription, samples: int, context: BuildContext, device: torch.device, wires: WireOptions
+    model: ModelDescription,
+    samples: int,
+    context: BuildContext,
+    device: torch.device,
+    wires: WireOptions,
+    stages: int = 1,
 ) -> list[LayerCost]:
     """Medians over a few runs of each layer, on copies of its own: the model in training is not touched.
 
-    A layer is built whole (tensor parallelism divides all of them alike), measured on the output of the layer before
-    it, and dropped again, so that at most one layer exists at a time. Values come from keyed generators: no random
-    state moves.
+    Layers are built whole (tensor parallelism divides all of them alike) and run one after another as in training:
+    one that ran alone would find its weights in the cache, and its output in memory that is warm from the last time.
+    No more exist at a time than a stage has. Values come from keyed generators: no random state moves.
     """
     generator = torch.Generator().manual_seed(0)
-    alone = replace(context, tensor=Group("tensor"))
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
-    costs = []
-    for index, description in enumerate(model.layers):
-        cost, x = _measure(description, x, alone, needs_input_gradient=index > 0)
-        costs.append(_with_messages(cost, x, description, wires))
+    costs: list[LayerCost] = []
+    each = -(-len(model.layers) // stages)
+    for first in range(0, len(model.layers), each):
+        layers = [_Layer(description, context, device) for description in model.layers[first : first + each]]
+        x = _measure(layers, x, needs_input_gradient=first > 0)
+        costs += [layer.cost(wires) for layer in layers]
     return costs
 
 
-def _measure(
-    description: LayerDescription, x: Tensor, context: BuildContext, needs_input_gradient: bool
-) -> tuple[LayerCost, Tensor]:
-    weight_gradients = WeightGradients()
-    layer = description.build(replace(context, weight_gradients=weight_gradients))
-    materialise([(description.name, layer)], x.device, seed=0)
-    clock = _Clock(x.device)
-    with _counting_saved(layer) as held:
-        y = layer(x.detach().requires_grad_(needs_input_gradient))
-    gradient = torch.ones_like(y)
+class _Layer:
+    """A copy of a layer, with what its runs took.
+
+    Attributes:
+        edges, tasks: one for each micro-batch that has been forward, and one that has been backward.
+    """
+
+    def __init__(self, description: LayerDescription, context: BuildContext, device: torch.device) -> None:
+        self._wire, self._weight_gradients = description.output, WeightGradients()
+        alone = replace(context, tensor=Group("tensor"), weight_gradients=self._weight_gradients)
+        self._layer = description.build(alone)
+        materialise([(description.name, self._layer)], device, seed=0)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._held = 0
+        self._output: Tensor | None = None
+        self.clock = _Clock(device)
+        self.edges: list[GradientEdge] = []
+        self.tasks: list[list[Task]] = []
+        self._gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor, needs_input_gradient: bool) -> Tensor:
+        entry = x
+        if needs_input_gradient:
+            entry = Entry.apply(self._anchor, x, self._gradients.append)
+        with self.clock("forward"):
+            y = self._layer(entry)
+        self.edges.append(get_gradient_edge(y))
+        self._output = y.detach()
+        return self._output
+
+    def count_held(self, x: Tensor) -> None:
+        """What one forward keeps for backward, once."""
+        with _counting_saved(self._layer) as held:
+            self._layer(x)
+        self._held = held[0]
+
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of the input, of the oldest micro-batch."""
+        with self.clock("input_gradient"), self._weight_gradients.deferred() as tasks:
+            torch.autograd.backward(self.edges.pop(0), gradient)
+        self.tasks.append(tasks)
+        return self._gradients.pop() if self._gradients else None
+
+    def add_weight_gradients(self) -> None:
+        tasks = self.tasks.pop(0)
+        tasks.reverse()
+        with self.clock("weight_gradient"):
+            while tasks:
+                tasks.pop()()
+
+    def cost(self, wires: WireOptions) -> LayerCost:
+        times = self.clock.times
+        forward, inputs, weights = (median(times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
+        assert self._output is not None
+        return _with_messages(LayerCost(forward, inputs, weights, self._held), self._output, self._wire, wires)
+
+
+def _measure(layers: Sequence[_Layer], x: Tensor, needs_input_gradient: bool) -> Tensor:
+    """Runs the layers as a stage would; returns the output of the last one."""
+    y = x
     for number in range(ROUNDS + 1):
-        edges, left = [], []
         for _ in range(IN_FLIGHT):
-            entry = x.detach().requires_grad_(needs_input_gradient)
-            with clock("forward"):
-                y = layer(entry)
-            edges.append(get_gradient_edge(y))
-            y = y.detach()
-        for edge in edges:
-            with clock("input_gradient"), weight_gradients.deferred() as tasks:
-                torch.autograd.backward(edge, gradient)
-            left.append(tasks)
-        for tasks in left:
-            with clock("weight_gradient"):
-                for task in tasks:
-                    task()
+            y = x
+            for index, layer in enumerate(layers):
+                if number == 0:
+                    layer.count_held(y)
+                y = layer.forward(y, needs_input_gradient or index > 0)
+        for _ in range(IN_FLIGHT):
+            gradient: Tensor | None = torch.ones_like(y)
+            for layer in reversed(layers):
+                assert gradient is not None
+                gradient = layer.backward(gradient)
+        for _ in range(IN_FLIGHT):
+            for layer in reversed(layers):
+                layer.add_weight_gradients()
         if number == 0:
-            clock.times.clear()  # the first round pays for compiling and for gradients' first memory
-    forward, inputs, weights = (median(clock.times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
-    return LayerCost(forward, inputs, weights, held=held[0]), y
+            for layer in layers:
+                layer.clock.times.clear()  # the first round pays for compiling and for the gradients' memory
+    return y
 
 
-def _with_messages(cost: LayerCost, y: Tensor, description: LayerDescription, wires: WireOptions) -> LayerCost:
+def _with_messages(cost: LayerCost, y: Tensor, wire: Wire, wires: WireOptions) -> LayerCost:
     """Adds what it costs to hand the output to another stage."""
-    descriptor = TensorDescriptor.of(y, description.output)
+    descriptor = TensorDescriptor.of(y, wire)
     clock = _Clock(y.device)
     for _ in range(ROUNDS):
         with clock("pack"):
