@@ -13,8 +13,6 @@ from megasnn.models.spikformer import MLPHalf
 from tests.training.runs import Outcome, train, whole
 
 PP2 = "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --train-iters 2 --eval-iters 0".split()
-    "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --train-iters 2 --eval-iters 0 --log-interval 1".split()
-)
 IN_THE_STEM, BETWEEN_BLOCKS = "3|5", "6|2"
 
 
