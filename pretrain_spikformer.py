@@ -8,31 +8,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 
-from megasnn.config import ConfigError, PretrainSpikformerConfig, parse, validate
+from megasnn.config import PretrainSpikformerConfig
+from megasnn.launch import launch
 
 
-def main(argv: list[str]) -> int:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        config = parse(PretrainSpikformerConfig, argv, console_outputs=rank == 0)
-        validate(config, world_size)
-    except SystemExit as end:
-        if end.code and world_size > 1:
-            if rank > 0:
-                sys.stderr.write(f"[rank {rank}] the command line is wrong; rank 0 says where\n")
-            time.sleep(3.0)  # torchrun stops the other ranks when the first one ends, and rank 0 may be slower
-        raise
-    except ConfigError as error:
-        sys.stderr.write(f"[rank {rank}] {error}\n")
-        if world_size > 1:
-            time.sleep(1.0)  # torchrun stops the other ranks when the first one ends: they have the same to say
-        return 2
-
-    # Only now: a mistake in the flags is told within a moment, without waiting for torch.
+def train(config: PretrainSpikformerConfig) -> int:
     from megasnn import training
     from megasnn.checkpoint import from_spikingjelly
     from megasnn.models.spikformer import describe_spikformer
@@ -43,6 +25,10 @@ def main(argv: list[str]) -> int:
         from_spikingjelly=lambda weights: from_spikingjelly(weights, config.model.depth),
     )
     return training.run(config, config.model, provider)
+
+
+def main(argv: list[str]) -> int:
+    return launch(PretrainSpikformerConfig, train, argv)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ class Engine:
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank.
         parameters: number of elements of the whole model's parameters.
+        wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
+        stop_votes: how many ranks wanted that in the last step, the same on every rank.
         gradient_norm: of the whole model, see megasnn.optim.
         plan: the schedules and the placement of the chunks.
         executor: works off the schedules; its `observer` sees every action.
@@ -81,6 +83,8 @@ class Engine:
         self.parameters = parameter_count(whole)
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
         self._global_batch_size = 1
+        self.wants_to_stop: Callable[[], bool] = lambda: False
+        self.stop_votes = 0.0
         self.executor = PipelineExecutor(
             self.chunks, placement, state, self._micro_batch_loss, self.data_parallel, wires=wires
         )
@@ -127,7 +131,9 @@ class Engine:
             norm.pending.clear()
         self._set_mode(training=True)
         loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
-        return self._over_all_replicas(loss.reshape(1))[0]
+        # The vote travels with the loss: no step has a collective of its own for it.
+        total, self.stop_votes = self._over_all_replicas(loss.reshape(1), [float(self.wants_to_stop())])
+        return total
 
     def merge_statistics(self, most_micro_batches: int) -> None:
         """Takes the step's records into the norms' running statistics; collective over the replicas.
@@ -185,9 +191,10 @@ class Engine:
         """Sums over all replicas of the values where their logits are, on every rank."""
         return self._over_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device))
 
-    def _over_all_replicas(self, values: Tensor) -> list[float]:
+    def _over_all_replicas(self, values: Tensor, of_every_rank: Sequence[float] = ()) -> list[float]:
         counts = self.gives_logits and self.state.tensor.rank == 0
-        return all_reduce_sum(values if counts else torch.zeros_like(values), self.state.world, "step").tolist()
+        mine = torch.cat([values if counts else torch.zeros_like(values), values.new_tensor(of_every_rank)])
+        return all_reduce_sum(mine, self.state.world, "step").tolist()
 
     def _set_mode(self, training: bool) -> None:
         for chunk in self.chunks.values():

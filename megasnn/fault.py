@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import selectors
-import signal
 import socket
 import sys
 import threading
@@ -74,7 +73,7 @@ class FaultWatch:
         if "done" in message or own:
             self._answered.set()
         else:
-            _tell(self._rank, f"stopping, because of rank {message['failed']}: {message['why']}")
+            tell_end(self._rank, f"stopping, because of rank {message['failed']}: {message['why']}")
             time.sleep(LAST_SECONDS)
             os._exit(1)
 
@@ -82,7 +81,12 @@ class FaultWatch:
 _first = threading.Lock()
 
 
-def _tell(rank: int, text: str) -> None:
+def is_ending() -> bool:
+    """This process has told why it ends."""
+    return _first.locked()
+
+
+def tell_end(rank: int, text: str) -> None:
     """The first reason why this process ends is the one; what follows from it is not told."""
     if _first.acquire(blocking=False):
         sys.stderr.write(f"[rank {rank}] {text}\n")  # in one piece: all ranks speak at the same time
@@ -210,21 +214,3 @@ def _server(backlog: int) -> socket.socket:
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     except (OSError, ValueError):
         return socket.create_server(("", 0), backlog=backlog)
-
-
-def explain_sigterm(rank: int) -> None:
-    """Says on SIGTERM why this rank ends, and ends it, even while the main thread is inside a collective."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-
-    def wait_for_signal() -> None:
-        # Other signals come through the pipe too.
-        while signal.SIGTERM not in os.read(reading, 64):
-            pass
-        _tell(rank, "told to stop (SIGTERM): another rank ended or the job was cancelled")
-        os._exit(128 + signal.SIGTERM)
-
-    # The interpreter runs handlers between bytecodes of the main thread only; the wake-up pipe is written at once.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    threading.Thread(target=wait_for_signal, name="megasnn-sigterm", daemon=True).start()

@@ -1,4 +1,8 @@
-"""Losses on logits `[T, N, classes]`, as sums over the samples: a micro-batch's share needs no further weight."""
+"""Losses on logits `[T, N, classes]`, as sums over the samples: a micro-batch's share needs no further weight.
+
+All of them take as labels class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`; reduced precision is raised
+to float32; they raise ValueError for labels of another shape and indices outside the classes.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,40 @@ from torch import Tensor
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of the logits' mean over time, summed over the samples.
+    """Cross-entropy of the logits' mean over time, summed over the samples."""
+    mean = _raised(logits).mean(0)
+    return F.cross_entropy(mean, _target(mean, labels), reduction="sum", label_smoothing=label_smoothing)
+
+
+def tet_sum(
+    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3, mean: float = 1.0
+) -> Tensor:
+    """Temporal efficient training (Deng et al. 2022, arXiv 2202.11946, equations 8 to 10), summed over the samples.
+
+    (1 - share) times the mean over time of each step's own cross-entropy, plus `share` times the mean squared distance
+    of all logits from `mean`.
 
     Args:
-        logits: `[T, N, classes]`; reduced precision is raised to float32.
-        labels: class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`.
-    Raises:
-        ValueError: labels of another shape, or indices outside the classes.
+        share, mean: lambda and phi there.
     """
-    mean = (logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits).mean(0)
-    samples, classes = mean.shape
-    if labels.is_floating_point():
-        if labels.shape != mean.shape:
-            raise ValueError(f"soft labels must be [{samples}, {classes}] like the logits, got {list(labels.shape)}")
-        return F.cross_entropy(mean, labels.to(mean.dtype), reduction="sum", label_smoothing=label_smoothing)
-    if labels.shape == (samples, 1):
-        labels = labels.squeeze(1)
-    if labels.shape != (samples,):
-        raise ValueError(f"class labels must be [{samples}] or [{samples}, 1], got {list(labels.shape)}")
-    if labels.numel() and not (0 <= int(labels.min()) and int(labels.max()) < classes):
-        raise ValueError(f"labels from {int(labels.min())} to {int(labels.max())} with --num-classes {classes}")
-    return F.cross_entropy(mean, labels, reduction="sum", label_smoothing=label_smoothing)
+    logits = _raised(logits)
+    steps = len(logits)
+    target = _target(logits[0], labels)
+    repeated = target.repeat(steps, *[1] * (target.ndim - 1))
+    entropy = F.cross_entropy(logits.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
+    if share == 0:
+        return entropy
+    distance = (logits - mean).square().mean(dim=(0, 2)).sum()
+    return (1 - share) * entropy + share * distance
+
+
+def mse_sum(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Mean squared distance, over the classes, of the mean over time from the label as 0 and 1; over samples a sum."""
+    rates = _raised(logits).mean(0)
+    target = _target(rates, labels)
+    wanted = target if target.is_floating_point() else F.one_hot(target, rates.shape[1]).to(rates.dtype)
+    wanted = wanted * (1 - label_smoothing) + label_smoothing / rates.shape[1]
+    return (rates - wanted).square().mean(1).sum()
 
 
 def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> list[int]:
@@ -36,3 +53,23 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
     mean = logits.float().mean(0)
     ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == labels.reshape(-1, 1)
     return [int(ranked[:, :k].any(dim=1).sum()) for k in top]
+
+
+def _raised(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def _target(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels of logits `[N, classes]` as indices `[N]` or probabilities `[N, classes]`."""
+    samples, classes = logits.shape
+    if labels.is_floating_point():
+        if labels.shape != logits.shape:
+            raise ValueError(f"soft labels must be [{samples}, {classes}] like the logits, got {list(labels.shape)}")
+        return labels.to(logits.dtype)
+    if labels.shape == (samples, 1):
+        labels = labels.squeeze(1)
+    if labels.shape != (samples,):
+        raise ValueError(f"class labels must be [{samples}] or [{samples}, 1], got {list(labels.shape)}")
+    if labels.numel() and not (0 <= int(labels.min()) and int(labels.max()) < classes):
+        raise ValueError(f"labels from {int(labels.min())} to {int(labels.max())} with --num-classes {classes}")
+    return labels

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["grid", "batching", "random", "partition", "fault", "telemetry", "kernels", "schedule"],
+    ["grid", "batching", "random", "partition", "fault", "signals", "telemetry", "kernels", "schedule"],
     ["config", "sharding", "losses", "non_finite", "events"],
-    ["comm"],
+    ["comm", "preprocess", "launch"],
     ["parallel_state", "layers"],
     ["models", "data", "checkpoint"],
     ["optim", "data_parallel", "pipeline"],

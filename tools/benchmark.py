@@ -8,6 +8,10 @@
 A step includes AdamW. Rows take turns, a few steps each and then all of them again, so that a machine whose speed
 drifts slows all rows alike; every rank is a process of its own that sleeps while another row is measured.
 
+Other parts have benchmarks of their own; the first flag chooses one, and --help behind it lists its flags:
+
+    python tools/benchmark.py --readers                      # event recordings and frames, beside SpikingJelly's
+
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
 kind of machine shows how its figures have changed.
 """
@@ -15,20 +19,31 @@ kind of machine shows how its figures have changed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 
 from megasnn.benchmark.config import BenchmarkConfig
 from megasnn.benchmark.processes import RowError
+from megasnn.benchmark.readers import ReaderBenchmark, run_readers
 from megasnn.benchmark.run import run
+
+# By the first flag: the flags behind it, and what measures. Each has a docstring for --help.
+OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
+    "--readers": (ReaderBenchmark, run_readers),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 when a rank failed, 2 when the flags do not go together, after saying so on stderr."""
-    config = tyro.cli(BenchmarkConfig, args=arguments, description=__doc__)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    flags, measure = OTHERS.get(arguments[0], (None, None)) if arguments else (None, None)
     try:
-        run(config)
+        if flags is not None and measure is not None:
+            measure(tyro.cli(flags, args=arguments[1:]))
+        else:
+            run(tyro.cli(BenchmarkConfig, args=arguments, description=__doc__))
     except RowError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

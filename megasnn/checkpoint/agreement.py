@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megasnn.checkpoint.errors import CheckpointError, raise_problems
+from megasnn.checkpoint.errors import CheckpointError, DamagedError, raise_problems
 
 T = TypeVar("T")
 
@@ -42,10 +42,15 @@ def first_decides(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T
 
 
 def all_do(group: dist.ProcessGroup | None, work: Callable[[], T], title: str) -> T:
-    """Runs `work` on every rank. If it fails on any, all raise the same error, which lists the problems."""
+    """Runs `work` on every rank. If it fails on any, all raise the same error, which lists the problems.
+
+    It is a DamagedError when all that failed is one.
+    """
     value, error = _attempt(work)
     failures = [failure for failure in gather(group, error) if failure is not None]
-    raise_problems(title, (problem for failure in failures for problem in failure.args))
+    damaged = all(isinstance(failure, DamagedError) for failure in failures)
+    problems = (problem for failure in failures for problem in failure.args)
+    raise_problems(title, problems, DamagedError if damaged else CheckpointError)
     return value  # type: ignore[return-value]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megasnn.checkpoint.folder import Metadata
+from megasnn.checkpoint.description import Metadata
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.sharding import ShardedTensor
 

@@ -8,132 +8,47 @@
             .metadata  __0_0.distcp ...        torch.distributed.checkpoint's files
         iter_0000300.tmp/                      being written, or left by a run that was killed: never loaded
 
-A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file.
+A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file. What is removed is
+renamed first, so that nobody takes half of it for a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from megasnn.checkpoint.errors import CheckpointError, NoCheckpointError
+from megasnn.checkpoint.description import METADATA, Metadata, serial_of, to_text
+from megasnn.checkpoint.errors import DamagedError
 
 LATEST = "latest_checkpointed_iteration.txt"
-METADATA = "metadata.json"
-FORMAT = 1
-_STEP_FOLDER = re.compile(r"iter_(\d{7,})")
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """What `metadata.json` says about a checkpoint.
-
-    Attributes:
-        iteration, consumed_samples: the progress of the run.
-        config: what defines the model; None for a checkpoint of weights from elsewhere.
-        layout: the process grid that wrote it; for the reader only, loading does not depend on it.
-        extra: whatever the training loop keeps (schedule, data position, seed, ...).
-        optimizer: class name of the optimizer whose state is inside; None without one.
-        tensors: global name -> {"shape": [...], "dtype": "float32"}; the optimizer's are called
-            `optimizer.<state>.<name of the parameter>`.
-        files: file name -> {"bytes": size}.
-        versions: of the programs that wrote it.
-        format: version of this description.
-    """
-
-    iteration: int
-    consumed_samples: int
-    config: dict[str, Any] | None
-    layout: dict[str, Any] | None
-    extra: dict[str, Any]
-    optimizer: str | None
-    tensors: dict[str, dict[str, Any]]
-    files: dict[str, dict[str, int]]
-    versions: dict[str, str]
-    format: int = FORMAT
+_STEP_FOLDER = re.compile(r"iter_(\d{7,})(\.replaced\.tmp)?")
 
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"iter_{step:07d}"
 
 
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """All complete checkpoints in a folder by iteration, ascending; empty without such a folder.
+
+    A run that was killed while it replaced a checkpoint may have left only the old one, under the name it had aside.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(folder.glob(f"iter_*/{METADATA}"), reverse=True):
+        if match := _STEP_FOLDER.fullmatch(path.parent.name):
+            found[int(match[1])] = path.parent  # the plain name sorts first, so it comes last
+    return dict(sorted(found.items()))
+
+
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     """The iterations of all complete checkpoints in a folder, ascending; empty without such a folder."""
-    found = (_STEP_FOLDER.fullmatch(path.parent.name) for path in Path(folder).glob(f"iter_*/{METADATA}"))
-    return sorted(int(match[1]) for match in found if match)
-
-
-def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The folder of one checkpoint: of iteration `step`, or the latest.
-
-    Raises:
-        NoCheckpointError: there is none at all.
-        CheckpointError: this one is not there, or `latest` cannot be followed; says which exist.
-    """
-    if not folder.is_dir():
-        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check --load")
-    steps = list_checkpoints(folder)
-    if step is None:
-        step = _latest_step(folder, steps)
-    elif step not in steps:
-        raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); {_there(steps)}")
-    return step_folder(folder, step)
-
-
-def _latest_step(folder: Path, steps: list[int]) -> int:
-    latest = folder / LATEST
-    try:
-        text = latest.read_text().strip()
-    except FileNotFoundError:
-        if not steps:
-            raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check --load") from None
-        raise CheckpointError(f"{folder} has no {LATEST}; {_there(steps)}") from None
-    if not text.isdecimal():
-        raise CheckpointError(f"{latest} should hold an iteration, found {text[:40]!r}; {_there(steps)}")
-    if int(text) not in steps:
-        raise CheckpointError(f"{latest} names iteration {text}, which is not there; {_there(steps)}")
-    return int(text)
-
-
-def _there(steps: list[int]) -> str:
-    if not steps:
-        return "there is no complete checkpoint; check --load"
-    return f"complete checkpoints: {', '.join(map(str, steps))}; choose one with --ckpt-step"
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Reads `metadata.json` of one checkpoint (`.../iter_0000100`), and sees that its files are there.
-
-    Raises:
-        CheckpointError: it is unreadable or of another format, or a file is missing or of another size.
-    """
-    try:
-        values = json.loads((path / METADATA).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path / METADATA}: {error}") from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        written = values.get("format") if isinstance(values, dict) else None
-        raise CheckpointError(f"{path / METADATA} is of format {written}, this megasnn reads format {FORMAT}")
-    missing = {field.name for field in fields(Metadata)} - values.keys()
-    if missing:
-        raise CheckpointError(f"{path / METADATA} lacks {', '.join(sorted(missing))}")
-    metadata = Metadata(**{field.name: values[field.name] for field in fields(Metadata)})
-    damage = (_damage(path / name, told["bytes"]) for name, told in metadata.files.items())
-    if damaged := [problem for problem in damage if problem]:
-        raise CheckpointError(*damaged)
-    return metadata
-
-
-def _damage(file: Path, size: int) -> str | None:
-    if not file.is_file():
-        return f"{file} is missing"
-    actual = file.stat().st_size
-    return None if actual == size else f"{file} has {actual} bytes, was written with {size}"
+    return list(checkpoints(Path(folder)))
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -149,13 +64,13 @@ def commit(folder: Path, metadata: Metadata) -> Path:
     """Makes what was written since `begin` the checkpoint of its iteration and the latest, safely on disk."""
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
-    _write_synced(aside / METADATA, json.dumps(asdict(metadata), indent=2) + "\n")
+    metadata = replace(metadata, serial=1 + last_serial(folder))
+    _write_synced(aside / METADATA, to_text(metadata))
     _sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
-    shutil.rmtree(replaced, ignore_errors=True)
-    # A run that went back to an older checkpoint comes by here again; what it saves now counts. A power
-    # cut between these two renames, and only there, leaves the step as `replaced`, to be renamed by hand.
+    # A run that went back to an older checkpoint comes by here again; what it saves now counts.
     if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     aside.rename(final)
     _sync(folder)
@@ -166,13 +81,55 @@ def commit(folder: Path, metadata: Metadata) -> Path:
     return final
 
 
+def last_serial(folder: Path) -> int:
+    """`serial` of the checkpoint that was saved last; 0 when there is none."""
+    serials = (serial_of(path) for path in checkpoints(folder).values())
+    return max((serial for serial in serials if serial is not None), default=0)
+
+
 def discard(folder: Path, step: int) -> None:
     """Removes what was written since `begin`."""
     shutil.rmtree(_aside(folder, step), ignore_errors=True)
 
 
-def file_sizes(path: Path) -> dict[str, dict[str, int]]:
-    return {file.name: {"bytes": file.stat().st_size} for file in sorted(path.iterdir())}
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """While a checkpoint is read nobody removes it, as far as the file system has locks. Raises DamagedError."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise DamagedError(f"cannot open {path}: {error}") from None
+    try:
+        _try_lock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> bool:
+    """Removes a checkpoint, unless somebody is reading it; False then."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        if not _try_lock(handle, fcntl.LOCK_EX):
+            return False
+        aside = path.with_name(f"{path.name}.removed.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    finally:
+        os.close(handle)
+    shutil.rmtree(aside, ignore_errors=True)
+    return True
+
+
+def _try_lock(handle: int, kind: int) -> bool:
+    """False when another process holds the lock; a file system without locks (ENOLCK, ENOTSUP) refuses nobody."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _aside(folder: Path, step: int) -> Path:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,8 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -33,8 +30,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.sharding import ShardedTensor
@@ -117,60 +112,32 @@ def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
     )
 
 
-class PieceLoadPlanner(LoadPlanner):
-    """Reads the given tensors' pieces from whichever boxes were saved."""
+def plan_reading(entries: Iterable[ShardedTensor], metadata: Metadata) -> list[tuple[ReadItem, Tensor]]:
+    """Which slices of which saved boxes go where in the given tensors' memory.
 
-    def __init__(self, entries: Iterable[ShardedTensor]) -> None:
-        self._entries = list(entries)
-        self._views = {index: view for entry in self._entries for index, _, view in _boxes(entry)}
-        self._metadata: Metadata | None = None
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self._metadata = metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self._metadata is not None
-        items: list[ReadItem] = []
-        problems = []
-        for entry in self._entries:
-            saved = self._metadata.state_dict_metadata.get(entry.name)
-            found = (
-                create_read_items_for_chunk_list(entry.name, saved, [chunk for _, chunk, _ in _boxes(entry)])
-                if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == entry.shard.global_shape
-                else []
-            )
-            if sum(prod(item.lengths) for item in found) != entry.tensor.numel():
-                problems.append(f"{entry.name}: the files do not hold all of what metadata.json says")
-            items += found
-        if problems:
-            raise CheckpointError(*problems)
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise TypeError(f"{read_item.storage_index.fqn} is no tensor; checkpoints hold tensors only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        view = self._views[read_item.dest_index]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, start, length)
-        return view
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The reader has copied into a view of the local tensor; nothing is left to do."""
+    Raises:
+        CheckpointError: the saved boxes do not cover a tensor (names all such).
+    """
+    wanted: list[tuple[ReadItem, Tensor]] = []
+    problems = []
+    for entry in entries:
+        boxes = list(_boxes(entry))
+        saved = metadata.state_dict_metadata.get(entry.name)
+        found = (
+            create_read_items_for_chunk_list(entry.name, saved, [chunk for _, chunk, _ in boxes])
+            if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == entry.shard.global_shape
+            else []
+        )
+        if sum(prod(item.lengths) for item in found) != entry.tensor.numel():
+            problems.append(f"{entry.name}: the files do not hold all of what metadata.json says")
+        views = {index: view for index, _, view in boxes}
+        wanted += [(item, _target(views[item.dest_index], item)) for item in found]
+    if problems:
+        raise CheckpointError(*problems)
+    return wanted
 
 
-class PieceWriter(FileSystemWriter):
-    """Writes one file for each rank that has something to write; the others leave no empty file behind."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if plan.items:
-            return super().write_data(plan, planner)
-        nothing: Future[list[WriteResult]] = Future()
-        nothing.set_result([])
-        return nothing
+def _target(view: Tensor, item: ReadItem) -> Tensor:
+    for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        view = view.narrow(dim, start, length)
+    return view

@@ -18,6 +18,13 @@ class CheckpointConfig:
     """Folder to save checkpoints in; one is always saved at the end."""
     save_interval: int | None = None
     """Also save every so many iterations."""
+    async_save: bool = False
+    """Write checkpoints while training goes on. It stops only to copy what is saved into memory of the CPU; one is
+    written at a time, and the end of the run waits for the last."""
+    keep_last: int | None = None
+    """Keep only so many checkpoints, those saved last. One that is being read goes later."""
+    keep_every: int | None = None
+    """With --keep-last: also keep those of iterations divisible by this."""
     load: str | None = None
     """Folder to continue from, at its latest checkpoint. Without one there the run stops, unless --save is the
     same folder: then it starts from the beginning, as the first run of a job that is restarted does."""
@@ -25,6 +32,8 @@ class CheckpointConfig:
     """Continue from the checkpoint of this iteration instead of the latest."""
     finetune: bool = False
     """Take only the weights from --load; start at iteration 0 with a new optimizer."""
+    reset_head: bool = False
+    """With --finetune: leave the last layer as it is initialised, for another task or number of classes."""
     no_load_optim: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue with a new optimizer state."""
     exit_on_missing_checkpoint: bool = False
@@ -33,8 +42,9 @@ class CheckpointConfig:
     """File with a state_dict of SpikingJelly's model to start from."""
 
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "save_interval") + at_least(self, 0, "ckpt_step")
-        wrong += needs(self, "save", "save_interval")
+        wrong = at_least(self, 1, "save_interval", "keep_last", "keep_every") + at_least(self, 0, "ckpt_step")
+        wrong += needs(self, "save", "save_interval", "async_save", "keep_last")
+        wrong += needs(self, "keep_last", "keep_every") + needs(self, "finetune", "reset_head")
         wrong += needs(self, "load", "ckpt_step", "finetune", "no_load_optim", "exit_on_missing_checkpoint")
         if self.load and self.load_spikingjelly:
             wrong.append(

@@ -13,21 +13,32 @@ class DataConfig:
     """The order of samples depends on the seed only, never on the layout or the number of workers."""
 
     data_path: str = "sample"
-    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz); "sample" is scikit-learn's bundled
-    digits."""
+    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz); "sample" is scikit-learn's bundled digits, for
+    models of event frames as recordings of a simulated event camera."""
     valid_data_path: str | None = None
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
     num_workers: int = 1
     """Threads of a rank that read ahead; 0 reads in the training thread."""
-    augment: Literal["none", "cifar"] = "none"
-    """cifar: random crop and flip, the same for a sample on any layout."""
+    augment: Literal["none", "cifar", "dvs", "nda"] = "none"
+    """Random changes, the same for a sample on any layout. cifar: crop and flip images. dvs: flip and roll event
+    frames. nda: flip them, then roll, rotate, shear or cut out (Li et al. 2022)."""
+    split_by: Literal["number", "time"] | None = None
+    """Where shards hold events: whether the frames of a recording have equal shares of its events (number, the
+    default) or of its time."""
+    frame_duration: int | None = None
+    """Where shards hold events: microseconds of a frame, instead of equal shares. What comes after --time-steps frames
+    is left out, what is missing is empty."""
+    normalize_frames: Literal["none", "frame-max"] | None = None
+    """Where shards hold events: frame-max divides each frame by its largest count; by default counts stay."""
     skip_broken_samples: bool = False
     """Count samples that cannot be read and go on, instead of stopping."""
 
     def problems(self) -> list[str]:
-        wrong = at_least(self, 0, "num_workers")
+        wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration")
+        if self.frame_duration is not None and self.split_by is not None:
+            wrong.append(f"--split-by {self.split_by} and --frame-duration {self.frame_duration} exclude each other")
         wrong += [
             f"{name} is empty; give shards or leave it out"
             for name, path in (("--data-path", self.data_path), ("--valid-data-path", self.valid_data_path))

@@ -45,7 +45,7 @@ class NeuronConfig:
     surrogate: Surrogate = "sigmoid"
     """Surrogate gradient of the spike."""
     surrogate_alpha: float | None = None
-    """Its sharpness; "none" is SpikingJelly's default for it (4 for sigmoid)."""
+    """Its sharpness; "none" is SpikingJelly's default for it (4 for sigmoid, 2 for atan)."""
     neuron_backend: Literal["auto", "torch", "fused"] = "auto"
     """Plain PyTorch, or the fused kernels; auto takes those where they can be used."""
 
@@ -62,8 +62,21 @@ class NeuronConfig:
 
     def _unused_by_if(self) -> list[str]:
         wrong = []
-        if self.tau != NeuronConfig.tau:
+        if self.tau != type(self).tau:
             wrong.append(f"--tau {self.tau} has no meaning for --neuron if, which does not leak")
-        if not self.decay_input:
-            wrong.append("--no-decay-input has no meaning for --neuron if, which does not leak")
+        if self.decay_input != type(self).decay_input:
+            name = "--decay-input" if self.decay_input else "--no-decay-input"
+            wrong.append(f"{name} has no meaning for --neuron if, which does not leak")
         return wrong
+
+
+@dataclass(frozen=True)
+class VggNeuronConfig(NeuronConfig):
+    """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
+
+    tau: float = 1.333
+    """Membrane time constant of lif in time steps; of plif, the initial one."""
+    decay_input: bool = False
+    """Whether the input is divided by the time constant too."""
+    surrogate: Surrogate = "atan"
+    """Surrogate gradient of the spike."""

@@ -8,10 +8,11 @@ from megasnn.config.checkpoint import CheckpointConfig
 from megasnn.config.data import DataConfig
 from megasnn.config.logging import LoggingConfig
 from megasnn.config.model import ModelConfig, SpikformerConfig
-from megasnn.config.neuron import NeuronConfig
+from megasnn.config.neuron import NeuronConfig, VggNeuronConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
+from megasnn.config.vgg_dvs import VggDvsConfig
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,11 @@ class PretrainSpikformerConfig(PretrainConfig):
     """Pretrain Spikformer with data, tensor and pipeline parallelism."""
 
     model: SpikformerConfig = field(default_factory=SpikformerConfig)
+
+
+@dataclass(frozen=True)
+class PretrainVggDvsConfig(PretrainConfig):
+    """Pretrain the VGG for event cameras with data, tensor and pipeline parallelism."""
+
+    model: VggDvsConfig = field(default_factory=VggDvsConfig)
+    neuron: VggNeuronConfig = field(default_factory=VggNeuronConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,9 +26,16 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     """Stop after so many minutes, and save if --save is given."""
     seed: int = 1234
-    """Of initial weights, data order and augmentation."""
+    """Of initial weights, data order, augmentation and dropout."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16 is autocast with fp32 weights; fp64 is for checks."""
+    loss: Literal["cross-entropy", "tet", "mse"] = "cross-entropy"
+    """cross-entropy of the logits' mean over time; tet: of each time step (Deng et al. 2022); mse: squared distance of
+    the mean over time from the label as 0 and 1."""
+    tet_lambda: float = 1e-3
+    """With --loss tet, the share of the term that keeps logits near --tet-mean; 0 leaves it out."""
+    tet_mean: float = 1.0
+    """With --loss tet, what that term keeps logits near."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes."""
 
@@ -48,7 +56,7 @@ class TrainingConfig:
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "train_iters", "exit_interval")
         wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
-        wrong += from_zero_to_below_one(self, "label_smoothing")
+        wrong += from_zero_to_below_one(self, "label_smoothing", "tet_lambda") + self._loss_problems()
         if self.micro_batch_size > self.global_batch_size >= 1:
             wrong.append(
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
@@ -61,4 +69,14 @@ class TrainingConfig:
             wrong.append(
                 f"--train-samples {self.train_samples} is less than one --global-batch-size {self.global_batch_size}"
             )
+        return wrong
+
+    def _loss_problems(self) -> list[str]:
+        wrong = []
+        if self.loss != "tet" and self.tet_lambda != TrainingConfig.tet_lambda:
+            wrong.append(f"--tet-lambda {self.tet_lambda} is for --loss tet, not {self.loss}")
+        if self.tet_mean != TrainingConfig.tet_mean and (self.loss != "tet" or self.tet_lambda == 0):
+            wrong.append(f"--tet-mean {self.tet_mean} is for --loss tet with a --tet-lambda above 0")
+        if not math.isfinite(self.tet_mean):
+            wrong.append(f"--tet-mean must be a finite number, got {self.tet_mean}")
         return wrong

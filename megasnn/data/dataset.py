@@ -7,14 +7,15 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 
-from megasnn.data.images import ImageFormat
+from megasnn.data.formats import Decoder, FormatMismatch
 from megasnn.data.shards import Shard
 
 _OPEN_SHARDS = 16  # files that one reading thread keeps open
+Format = TypeVar("Format", bound=Decoder)
 _UNKNOWN, _SOUND, _BROKEN = 0, 1, 2
 
 
@@ -22,14 +23,14 @@ class BrokenSample(ValueError):
     """A sample whose data cannot be decoded."""
 
 
-class ShardDataset:
+class ShardDataset(Generic[Format]):
     """The samples of `shards`, one shard after the other, decoded by `format`; several threads may read.
 
     Raises:
         ValueError: a label outside [0, num_classes). All are looked at here, before anything is trained.
     """
 
-    def __init__(self, shards: Sequence[Shard], format: ImageFormat, num_classes: int) -> None:
+    def __init__(self, shards: Sequence[Shard], format: Format, num_classes: int) -> None:
         self.format = format
         self._shards = list(shards)
         self._first = np.cumsum([0] + [len(shard) for shard in shards])
@@ -52,36 +53,34 @@ class ShardDataset:
         shard, place = self._locate(index)
         return f"sample {shard.keys[place].decode()!r} of shard {shard.source}"
 
-    def image(self, index: int) -> np.ndarray:
-        """The decoded image, uint8 `[H, W, C]`.
+    def sample(self, index: int) -> np.ndarray:
+        """The decoded sample: an image as uint8 `[H, W, C]`, event frames `[T, 2, H, W]`.
 
         Raises:
             BrokenSample: it cannot be decoded.
-            ValueError: the shard was changed or cut after it was indexed.
+            ValueError: it does not fit the model, or the shard was changed or cut after it was indexed.
         """
         data = self._read(index)
         try:
-            image = self.format.decode(data)
+            sample = self.format.decode(data)
+        except FormatMismatch as error:
+            raise ValueError(f"{self.describe(index)} {error}") from error
         except ValueError as error:
             self._state[index] = _BROKEN
             raise BrokenSample(
                 f"{self.describe(index)} {error}; mend it, or go on without it with --skip-broken-samples"
             ) from error
         self._state[index] = _SOUND
-        return image
+        return sample
 
     def decodes(self, index: int) -> bool:
-        """Whether `image(index)` succeeds. Found out by decoding, once for each sample."""
+        """Whether `sample(index)` succeeds. Found out by decoding, once for each sample."""
         if self._state[index] == _UNKNOWN:
             try:
-                self.image(index)
+                self.sample(index)
             except BrokenSample:
                 return False
         return bool(self._state[index] == _SOUND)
-
-    def sample(self, index: int) -> tuple[torch.Tensor, int]:
-        """The image as uint8 `[C, H, W]` and its class."""
-        return torch.from_numpy(self.image(index).copy()).permute(2, 0, 1), int(self.labels[index])
 
     def fingerprint(self) -> str:
         """A hash of the samples' names, classes and data sizes in file order.

@@ -6,6 +6,7 @@ import io
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
 
 # Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
@@ -16,6 +17,7 @@ NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "digits": ((0.305,), (0.376,)),
 }
 _MODES = {1: "L", 3: "RGB"}
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "ppm")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class ImageFormat:
     size: int
     channels: int
     normalisation: str = "generic"
+    suffixes = IMAGE_SUFFIXES
+    augmentations = ("none", "cifar")
 
     def __post_init__(self) -> None:
         if self.channels not in _MODES:
@@ -60,10 +64,13 @@ class ImageFormat:
             raise ValueError(f"cannot be decoded: {error}") from error
         return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
 
-    def to_float(self, batch: np.ndarray) -> np.ndarray:
-        """uint8 `[n, size, size, channels]` -> normalised float32 of the same shape."""
+    def to_tensor(self, batch: list[np.ndarray]) -> torch.Tensor:
+        """uint8 images `[size, size, channels]` of n samples -> normalised float32 `[n, channels, size, size]`.
+
+        The channels lie last in memory, as convolutions like it.
+        """
         mean, deviation = (np.array(values, dtype=np.float32) for values in NORMALISATIONS[self.normalisation])
-        values = batch.astype(np.float32)
+        values = np.stack(batch).astype(np.float32)
         values *= 1 / (255 * deviation)
         values -= mean / deviation
-        return values
+        return torch.from_numpy(values).permute(0, 3, 1, 2)

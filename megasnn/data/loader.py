@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.data.augment import crop_and_flip
+from megasnn.data.augment import AUGMENTATIONS
 from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Slot
 
 
@@ -30,7 +31,8 @@ class MicroBatch:
     start: place of its first sample in the global batch.
     sample_ids: int64 `[size]`, the samples that the order puts here. They are the same on every rank of a
         pipeline, whatever it reads: where a broken sample was replaced they still name the broken one.
-    images: float32 `[size, C, H, W]`, normalised, channels last in memory.
+    images: float32: images `[size, C, H, W]`, normalised, channels last in memory, or event frames
+        `[size, T, 2, H, W]`.
     labels: int64 `[size]`.
     skipped: the broken samples that were replaced, as messages name them; empty on ranks that read nothing.
     """
@@ -69,6 +71,7 @@ class BatchLoader:
     skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not, so
     that sizes and the places of all others stay. Ranks that need only labels decode each sample once to come
     to the same choice.
+    pin_memory: lay images where a GPU can copy them from while the rank goes on.
     skipped: how often that happened on this rank, counted as batches are handed out.
 
     Raises:
@@ -77,7 +80,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: ShardDataset[SampleFormat],
         *,
         seed: int,
         shuffle: bool,
@@ -91,16 +94,19 @@ class BatchLoader:
         num_workers: int = 0,
         skip_broken: bool = False,
         training: bool = True,
+        pin_memory: bool = False,
     ) -> None:
-        if augment not in ("none", "cifar"):
-            raise ValueError(f"--augment {augment!r} is not known; choose none or cifar")
+        if augment not in dataset.format.augmentations:
+            raise ValueError(
+                f"--augment {augment} is not for these samples; choose one of {', '.join(dataset.format.augmentations)}"
+            )
         if training:
             micro_batches_of(len(micro_batch_sizes(global_batch_size, micro_batch_size)), dp_size, dp_rank)
         self.dataset = dataset
         self.skipped = 0
         self._order = SampleOrder(len(dataset), seed, shuffle and training)
         self._seed = seed
-        self._augment = augment == "cifar" and training
+        self._augment = AUGMENTATIONS.get(augment) if training else None
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._dp_size = dp_size
@@ -111,6 +117,7 @@ class BatchLoader:
         self._reads = need_images or (need_labels and skip_broken)
         self._num_workers = num_workers if self._reads else 0
         self._training = training
+        self._pin_memory = pin_memory
 
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
         """The global batches from a position on, at most `limit` of them.
@@ -171,8 +178,8 @@ class BatchLoader:
         samples = [sample for sample, _ in fetched]
         images = labels = None
         if self._need_images:
-            decoded = np.stack([image for _, image in fetched if image is not None])
-            images = torch.from_numpy(self.dataset.format.to_float(decoded)).permute(0, 3, 1, 2)
+            images = self.dataset.format.to_tensor([image for _, image in fetched if image is not None])
+            images = images.pin_memory() if self._pin_memory else images
         if self._need_labels:
             labels = torch.from_numpy(self.dataset.labels[samples])
         ids = [slot.sample for slot in plan.slots]
@@ -195,9 +202,9 @@ class BatchLoader:
         raise ValueError(f"none of the {len(self.dataset)} samples can be decoded, {self.dataset.describe(0)} for one")
 
     def _image(self, slot: Slot, sample: int) -> np.ndarray:
-        """uint8 `[H, W, C]`; augmented by the slot's own key, also where another sample stands in."""
-        image = self.dataset.image(sample)
-        return crop_and_flip(image, self._seed, slot.epoch, slot.sample) if self._augment else image
+        """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
+        image = self.dataset.sample(sample)
+        return self._augment(image, self._seed, slot.epoch, slot.sample) if self._augment else image
 
 
 @dataclass(frozen=True)

@@ -2,58 +2,136 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasnn.data.dataset import ShardDataset
-from megasnn.data.images import ImageFormat
+from megasnn.data.event_frames import EventFormat
+from megasnn.data.formats import SampleFormat
+from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat
 from megasnn.data.paths import expand_shards
 from megasnn.data.sample import sample_shards
-from megasnn.data.shards import open_shard
+from megasnn.data.sample_events import sample_event_shards
+from megasnn.data.shards import Shard, open_shard
+from megasnn.preprocess.event_files import EVENTS, FRAMES, FrameSettings
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
 
 SAMPLE = "sample"
+_KINDS = {**dict.fromkeys(IMAGE_SUFFIXES, "images"), FRAMES: "event frames", EVENTS: "events"}
 
 
 @dataclass(frozen=True)
 class Datasets:
     """The training samples, and those to evaluate on where there are some."""
 
-    train: ShardDataset
-    valid: ShardDataset | None
+    train: ShardDataset[SampleFormat]
+    valid: ShardDataset[SampleFormat] | None
 
 
-def open_datasets(config: DataConfig, image_size: int, in_channels: int, num_classes: int) -> Datasets:
+def open_datasets(config: DataConfig, input_shape: Sequence[int], num_classes: int) -> Datasets:
     """Index the shards of ``--data-path`` and ``--valid-data-path`` and check all labels.
 
-    ``sample`` stands for scikit-learn's digits, with their own validation split. Pixels are normalised by the
-    constants of the digits, of CIFAR-10 where its recipe is asked for (``--augment cifar`` on RGB), otherwise
-    by generic ones.
+    ``sample`` stands for scikit-learn's digits, with their own validation split: as images, or as recordings of a
+    simulated event camera. Pixels of images are normalised by the constants of the digits, of CIFAR-10 where its
+    recipe is asked for (``--augment cifar`` on RGB), otherwise by generic ones.
+
+    Args:
+        input_shape: of a sample, as the model takes it: (C, H, W) for images, (T, 2, H, W) for event frames.
 
     Raises:
         ValueError: a shard is missing, cut or empty, a sample incomplete, a label out of range, the cache not
-            writable.
+            writable; the shards hold another kind of samples than the model takes, or frames of another shape; an
+            option does not go with them.
     """
-    format = ImageFormat(image_size, in_channels, _normalisation(config, in_channels))
-
-    def dataset(shards: list[Path]) -> ShardDataset:
-        return ShardDataset([open_shard(shard) for shard in shards], format, num_classes)
-
+    format = _event_format(config, input_shape) if len(input_shape) == 4 else _image_format(config, input_shape)
+    if config.augment not in format.augmentations:
+        raise ValueError(
+            f"--augment {config.augment} is not for {_kind(format)}; choose one of {', '.join(format.augmentations)}"
+        )
+    sample = sample_event_shards if isinstance(format, EventFormat) else sample_shards
     if config.data_path == SAMPLE:
-        train, valid = ([shard] for shard in sample_shards())
+        train, valid = ([shard] for shard in sample())
     else:
         train, valid = expand_shards(config.data_path), []
     if config.valid_data_path == SAMPLE:
-        valid = [sample_shards()[1]]
+        valid = [sample()[1]]
     elif config.valid_data_path:
         valid = expand_shards(config.valid_data_path, "--valid-data-path")
-    return Datasets(dataset(train), dataset(valid) if valid else None)
+    return Datasets(
+        _dataset(config, train, format, num_classes), _dataset(config, valid, format, num_classes) if valid else None
+    )
 
 
-def _normalisation(config: DataConfig, in_channels: int) -> str:
+def _dataset(
+    config: DataConfig, paths: list[Path], format: SampleFormat, num_classes: int
+) -> ShardDataset[SampleFormat]:
+    shards = [open_shard(path, tuple(_KINDS)) for path in paths]
+    for shard in shards:
+        _check_kind(config, shard, format)
+    return ShardDataset(shards, format, num_classes)
+
+
+def _check_kind(config: DataConfig, shard: Shard, format: SampleFormat) -> None:
+    """Raises ValueError unless the shard holds what the model takes, and the options go with that."""
+    found = {suffix.decode() for suffix in shard.suffixes.tolist()}
+    if not found <= set(format.suffixes):
+        kinds = " and ".join(sorted({_KINDS[suffix] for suffix in found}))
+        raise ValueError(f"shard {shard.source} holds {kinds}, and the model takes {_kind(format)}")
+    if FRAMES not in found or not isinstance(format, EventFormat):
+        return
+    if len(shard.frames) and shard.frames[0] != format.settings.time_steps:
+        raise ValueError(
+            f"shard {shard.source} holds samples of {shard.frames[0]} frames, and the model takes --time-steps "
+            f"{format.settings.time_steps}; set --time-steps {shard.frames[0]}, or run tools/preprocess_data.py again "
+            f"(with --keep-events, any number goes)"
+        )
+    given = [name for name, value in _frame_options(config).items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: shard {shard.source} holds finished frames; leave it out, or preprocess again with "
+            f"it (or with --keep-events, to choose in training)"
+        )
+
+
+def _kind(format: SampleFormat) -> str:
+    return "event frames or events" if isinstance(format, EventFormat) else "images"
+
+
+def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:
+    time_steps, channels, height, width = input_shape
+    if channels != 2 or height != width:
+        raise ValueError(f"event frames have 2 channels and are square, not {channels} x {height} x {width}")
+    return EventFormat(
+        FrameSettings(
+            time_steps=time_steps,
+            split_by=config.split_by or "number",
+            frame_duration=config.frame_duration,
+            size=height,
+            normalize=config.normalize_frames or "none",
+        )
+    )
+
+
+def _image_format(config: DataConfig, input_shape: Sequence[int]) -> ImageFormat:
+    channels, size, _ = input_shape
+    given = [name for name, value in _frame_options(config).items() if value is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")
     if config.data_path == SAMPLE:
-        return "digits"
-    return "cifar10" if config.augment == "cifar" and in_channels == 3 else "generic"
+        normalisation = "digits"
+    else:
+        normalisation = "cifar10" if config.augment == "cifar" and channels == 3 else "generic"
+    return ImageFormat(size, channels, normalisation)
+
+
+def _frame_options(config: DataConfig) -> dict[str, object]:
+    """The flags that say how events become frames."""
+    return {
+        "--split-by": config.split_by,
+        "--frame-duration": config.frame_duration,
+        "--normalize-frames": config.normalize_frames,
+    }

@@ -1,8 +1,10 @@
 """An index over a webdataset shard, so that any sample can be read by one seek.
 
-A shard is a tar of samples: the files that share a name up to the first dot, here an image (``<key>.jpg``)
-and its class (``<key>.cls``, an integer as text). The tar headers are scanned once; the index is kept in the
-cache folder under the shard's path, size and time of change.
+A shard is a tar of samples: the files that share a name up to the first dot, here an image (``<key>.jpg``) or
+events (``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text). The tar
+headers are scanned once; the index is kept in the cache folder under the shard's path, size and time of change.
+
+Where tools/preprocess_data.py made the shard, its own index.json lies beside it; the two must agree.
 
 A ``.tar.gz`` has no random access. It is unpacked once into the cache folder, which takes its uncompressed
 size there (one copy for a shard, shared by all ranks of a node); training on data too large for that wants
@@ -11,6 +13,7 @@ plain ``.tar``.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import shutil
@@ -25,10 +28,14 @@ import numpy as np
 from webdataset.tariterators import base_plus_ext
 
 from megasnn.data.cache import build_once, cache_folder, cached_name
+from megasnn.data.images import IMAGE_SUFFIXES
+from megasnn.preprocess.event_files import FRAMES, decode_sample
+from megasnn.preprocess.index import INDEX_NAME, ShardRecord, read_index, require_finished
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "ppm")
 LABEL_SUFFIX = "cls"
-_INDEX_VERSION = "1"
+_INDEX_VERSION = "2"
+_TRIES = 10
+_COLUMNS = ("keys", "labels", "offsets", "sizes", "suffixes", "frames")
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Shard:
     keys: bytes `[n]`.
     labels: int64 `[n]`.
     offsets, sizes: int64 `[n]`, where the sample's data lies in `tar`, in bytes.
+    suffixes: bytes; endings of the samples' data that occur.
+    frames: int64; shape `[T, 2, H, W]` of a sample of finished event frames, empty where there are none.
     """
 
     source: Path
@@ -48,6 +57,8 @@ class Shard:
     labels: np.ndarray
     offsets: np.ndarray
     sizes: np.ndarray
+    suffixes: np.ndarray
+    frames: np.ndarray
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -57,13 +68,33 @@ def open_shard(source: Path, suffixes: tuple[str, ...] = IMAGE_SUFFIXES) -> Shar
     """The index of a shard, from the cache or by scanning; `suffixes` are the endings of a sample's data.
 
     Raises:
-        ValueError: the shard is cut, empty or no tar, or a sample incomplete; the message names both.
+        ValueError: the shard is cut, empty or no tar, a sample incomplete, or the shard not the one that the index.json
+            beside it lists, or that is not finished; the message names it.
     """
+    record = _record_of(source)
     tar = source if source.suffix == ".tar" else _unpacked(source)
     target = cache_folder() / "index" / cached_name(tar, ".npz", _INDEX_VERSION, *suffixes)
     build_once(target, lambda path: _save_index(path, _scan(tar, source, suffixes)))
     columns = _load_index(target) or _scan(tar, source, suffixes)
+    if record is not None and len(columns["labels"]) != record.samples:
+        raise ValueError(
+            f"shard {source} holds {len(columns['labels'])} samples, {INDEX_NAME} beside it says {record.samples}; "
+            f"make the shards again"
+        )
     return Shard(source=source, tar=tar, **columns)
+
+
+def _record_of(source: Path) -> ShardRecord | None:
+    """What index.json says of a shard, where there is one that lists it; its size is compared here."""
+    require_finished(source.parent)
+    index = read_index(source.parent)
+    record = next((record for record in index.shards if record.file == source.name), None) if index else None
+    if record is not None and source.stat().st_size != record.size:
+        raise ValueError(
+            f"shard {source} has {source.stat().st_size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut "
+            f"or changed; make it again (tools/preprocess_data.py verify finds all such shards)"
+        )
+    return record
 
 
 def _unpacked(source: Path) -> Path:
@@ -119,7 +150,7 @@ def _columns(
 ) -> dict[str, np.ndarray]:
     if not samples:
         raise ValueError(f"shard {source} holds no samples; leave it out or write it again")
-    labels, places = [], []
+    labels, places, seen = [], [], set()
     for key, files in samples.items():
         data = [suffix for suffix in suffixes if suffix in files]
         if len(data) != 1 or LABEL_SUFFIX not in files:
@@ -129,13 +160,26 @@ def _columns(
             )
         labels.append(_label(file, files[LABEL_SUFFIX], key, source))
         places.append(files[data[0]])
+        seen.add(data[0])
     table = np.array(places, dtype=np.int64)
     return {
         "keys": np.array([key.encode() for key in samples]),
         "labels": np.array(labels, dtype=np.int64),
         "offsets": table[:, 0],
         "sizes": table[:, 1],
+        "suffixes": np.array(sorted(seen), dtype=np.bytes_),
+        "frames": np.array(_frames_shape(file, places) if FRAMES in seen else (), dtype=np.int64),
     }
+
+
+def _frames_shape(file: BinaryIO, places: list[tuple[int, int]]) -> tuple[int, ...]:
+    """The shape of the first sample that can be decoded, of a few; () where none can."""
+    for offset, size in places[:_TRIES]:
+        with contextlib.suppress(ValueError):
+            sample = decode_sample(os.pread(file.fileno(), size, offset))
+            if isinstance(sample, np.ndarray):
+                return sample.shape
+    return ()
 
 
 def _label(file: BinaryIO, place: tuple[int, int], key: str, source: Path) -> int:
@@ -162,6 +206,6 @@ def _load_index(path: Path) -> dict[str, np.ndarray] | None:
     """The columns of a cached index, or None where it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in ("keys", "labels", "offsets", "sizes")}
+            return {name: stored[name] for name in _COLUMNS}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None

@@ -16,7 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
+from megasnn.events.checks import Decoded
+from megasnn.events.events import Events, RecordingError, SensorSize
 from megasnn.events.header import read_header
 from megasnn.events.sensors import DVS128, KNOWN, SENSORS, sensor_named
 
@@ -28,7 +29,7 @@ _SPECIAL = 0x8000
 _DAVIS_NOT_A_PIXEL = 0x8000_0000 | 0x0400
 
 
-def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> Recording:
+def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
     """Decodes the bytes of an AEDAT 2.0 file.
 
     Args:
@@ -38,8 +39,7 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
             DVS128 where there is none.
 
     Raises:
-        RecordingError: cut, empty, another version, an unknown sensor, addresses that the sensor does not have, or time
-            that runs backwards.
+        RecordingError: cut, empty, another version, an unknown sensor, or addresses that the sensor does not have.
     """
     header = read_header(data, name, "2.0")
     body = memoryview(data)[header.end :]
@@ -56,8 +56,7 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         number = index if kept is None else int(kept[index])
         return f"event {number} (byte {header.end + EVENT_BYTES * number})"
 
-    check_events(name, events, sensor, place)
-    return Recording(events, sensor, "aedat2", skipped=len(body) // EVENT_BYTES - len(events))
+    return Decoded(events, sensor, "aedat2", skipped=len(body) // EVENT_BYTES - len(events), place=place)
 
 
 def _sensor(asked: SensorSize | None, chip: str | None, name: str) -> SensorSize:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
+from megasnn.events.checks import Decoded
+from megasnn.events.events import Events, RecordingError, SensorSize
 from megasnn.events.header import Header, read_header
 from megasnn.events.sensors import sensor_named
 
@@ -35,7 +36,7 @@ class _Packet(NamedTuple):
     start: int  # first byte of its events
 
 
-def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> Recording:
+def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
     """Decodes the bytes of an AEDAT 3.1 file.
 
     Args:
@@ -44,8 +45,7 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         sensor: by default what the header's Source line says.
 
     Raises:
-        RecordingError: cut, empty, another version, compressed, an unknown sensor, coordinates outside it, or time that
-            runs backwards.
+        RecordingError: cut, empty, another version, compressed, or an unknown sensor.
     """
     header = read_header(data, name, "3.1")
     sensor = sensor or _sensor_of(header, name)
@@ -75,8 +75,7 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         byte = packets[packet].start + EVENT_BYTES * (number - int(first_of_packet[packet]))
         return f"event {number} (byte {byte})"
 
-    check_events(name, events, sensor, place)
-    return Recording(events, sensor, "aedat3", skipped=len(words) - len(events))
+    return Decoded(events, sensor, "aedat3", skipped=len(words) - len(events), place=place)
 
 
 def _sensor_of(header: Header, name: str) -> SensorSize:

@@ -1,6 +1,6 @@
 """Events as NumPy files: .npz with arrays t, x, y and p (SpikingJelly's), or .npy with one structured array.
 
-What `save_events` writes also holds the sensor's height and width; SpikingJelly's files do not.
+An .npz may also hold the sensor's height and width, as the samples in shards do; SpikingJelly's files do not.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import io
 import zipfile
 import zlib
 from collections.abc import Mapping
-from os import PathLike
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
+from megasnn.events.checks import Decoded
+from megasnn.events.events import Events, RecordingError, SensorSize
 
 NAMES = {
     "t": ("t", "ts", "timestamp"),
@@ -22,23 +22,20 @@ NAMES = {
     "y": ("y",),
     "p": ("p", "on", "polarity"),
 }
-_DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
+ARRAY_FILE_ERRORS = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    NotImplementedError,  # a damaged version or compression in a zip file
+    RuntimeError,  # a damaged flag, which says that it is encrypted
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What NumPy raises for a damaged .npz or .npy."""
 
 
-def save_events(file: str | PathLike[str] | IO[bytes], events: Events, sensor: SensorSize) -> None:
-    """Writes a compressed .npz with t, x, y, p, height and width. Equal events give equal bytes."""
-    np.savez_compressed(
-        file,
-        t=events.t,
-        x=events.x,
-        y=events.y,
-        p=events.p,
-        height=np.int64(sensor.height),
-        width=np.int64(sensor.width),
-    )
-
-
-def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> Recording:
+def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
     """Decodes the bytes of an .npz or .npy file.
 
     Fields may be called t, ts or timestamp; x; y; p, on or polarity. Polarity is 0 or 1, or -1 or 1.
@@ -49,8 +46,8 @@ def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         sensor: by default what the file says.
 
     Raises:
-        RecordingError: cut, empty, fields missing, of unequal length or not integers, no sensor size, coordinates
-            outside it, or time that runs backwards.
+        RecordingError: cut, empty, fields missing, of unequal length or not integers, values that the types of `Events`
+            cannot hold, or no sensor size.
     """
     loaded = _load(data, name)
     fields = {field: _field(loaded, field, name) for field in NAMES}
@@ -63,8 +60,7 @@ def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         _refuse(name, field, fields[field], fields[field] > np.iinfo(np.uint16).max, "is outside the sensor")
     _refuse(name, "p", fields["p"], ~np.isin(fields["p"], (-1, 0, 1)), "is no polarity: 0 or 1, or -1 or 1")
     events = Events.make(fields["t"], fields["x"], fields["y"], fields["p"] > 0)
-    check_events(name, events, sensor)
-    return Recording(events, sensor, "numpy")
+    return Decoded(events, sensor, "numpy")
 
 
 def _load(data: bytes, name: str) -> Mapping[str, np.ndarray]:
@@ -75,7 +71,7 @@ def _load(data: bytes, name: str) -> Mapping[str, np.ndarray]:
             return {field: loaded[field] for field in loaded.dtype.names or ()}
         with loaded:
             return {field: loaded[field] for field in loaded.files}
-    except _DAMAGE as error:
+    except ARRAY_FILE_ERRORS as error:
         raise RecordingError(name, f"cannot be read as a NumPy file of {len(data)} bytes ({error})") from error
 
 

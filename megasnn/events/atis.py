@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.events.events import Events, Recording, RecordingError, SensorSize, check_events
+from megasnn.events.checks import Decoded
+from megasnn.events.events import Events, RecordingError, SensorSize
 
 EVENT_BYTES = 5
 N_MNIST = SensorSize(34, 34)
@@ -19,7 +20,7 @@ OVERFLOW_TIME = 1 << 13
 _EVENT = np.dtype([("x", "u1"), ("y", "u1"), ("high", "u1"), ("low", ">u2")])
 
 
-def decode_atis(data: bytes, name: str, sensor: SensorSize | None = None) -> Recording:
+def decode_atis(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
     """Decodes the bytes of such a file, which has no header.
 
     Args:
@@ -28,7 +29,7 @@ def decode_atis(data: bytes, name: str, sensor: SensorSize | None = None) -> Rec
         sensor: by default N-MNIST's, 34 x 34.
 
     Raises:
-        RecordingError: cut, empty, coordinates outside the sensor, or time that runs backwards.
+        RecordingError: cut.
     """
     if len(data) % EVENT_BYTES:
         raise RecordingError(
@@ -51,5 +52,4 @@ def decode_atis(data: bytes, name: str, sensor: SensorSize | None = None) -> Rec
         return f"event {number} (byte {EVENT_BYTES * number})"
 
     sensor = sensor or N_MNIST
-    check_events(name, events, sensor, place)
-    return Recording(events, sensor, "atis", skipped=len(overflows) - len(events))
+    return Decoded(events, sensor, "atis", skipped=len(overflows) - len(events), place=place)

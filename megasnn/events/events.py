@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,31 +88,3 @@ class Recording:
     sensor: SensorSize
     format: str
     skipped: int = 0
-
-
-def event_number(index: int) -> str:
-    """The place of an event in a file without a fixed size per event."""
-    return f"event {index}"
-
-
-def check_events(name: str, events: Events, sensor: SensorSize, place: Callable[[int], str] = event_number) -> None:
-    """Raises RecordingError unless there are events, in order of time and inside the sensor.
-
-    Args:
-        name: the file, for the message.
-        place: describes where in the file the event with an index is.
-    """
-    if not len(events):
-        raise RecordingError(name, "has no events")
-    backwards = events.t[1:] < events.t[:-1]
-    if backwards.any():
-        index = int(backwards.argmax()) + 1
-        before, after = int(events.t[index - 1]), int(events.t[index])
-        raise RecordingError(name, f"time runs backwards at {place(index)}: {after} us comes after {before} us")
-    for what, values, limit in (("x", events.x, sensor.width), ("y", events.y, sensor.height)):
-        if values.max() >= limit:
-            index = int((values >= limit).argmax())
-            raise RecordingError(
-                name,
-                f"{what} = {values[index]} at {place(index)} is outside the sensor of {sensor}; pass its sensor size",
-            )

@@ -11,6 +11,7 @@ from megasnn.events.aedat3 import decode_aedat3
 from megasnn.events.aedat4 import read_aedat4
 from megasnn.events.arrays import decode_arrays
 from megasnn.events.atis import decode_atis
+from megasnn.events.checks import Decoded, checked
 from megasnn.events.events import Recording, RecordingError, SensorSize
 from megasnn.events.header import version_of
 
@@ -20,7 +21,7 @@ FORMATS = ("aedat2", "aedat3", "aedat4", "atis", "numpy")
 SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy")
 """Of files that `read_recording` recognises."""
 
-_DECODERS: dict[str, Callable[[bytes, str, SensorSize | None], Recording]] = {
+_DECODERS: dict[str, Callable[[bytes, str, SensorSize | None], Decoded]] = {
     "aedat2": decode_aedat2,
     "aedat3": decode_aedat3,
     "atis": decode_atis,
@@ -31,7 +32,10 @@ _HEAD_BYTES = 64
 
 
 def read_recording(
-    path: str | PathLike[str], format: str = "auto", sensor_size: tuple[int, int] | None = None
+    path: str | PathLike[str],
+    format: str = "auto",
+    sensor_size: tuple[int, int] | None = None,
+    sort: bool = False,
 ) -> Recording:
     """Reads and checks a recording.
 
@@ -41,6 +45,7 @@ def read_recording(
             have nothing to recognise them by.
         sensor_size: height and width, where the file does not say it or is wrong. By default that of the header; of
             N-MNIST (34, 34) for .bin; of the DVS128 for AEDAT 2.0 without an AEChip line.
+        sort: puts events in order of time instead of refusing a recording that is not: some cameras send a few late.
 
     Returns:
         Events in order of time, at least one, inside the sensor.
@@ -60,12 +65,16 @@ def read_recording(
         with open(path, "rb") as file:
             format = detect_format(file.read(_HEAD_BYTES), name)
     if format == "aedat4":
-        return read_aedat4(name, sensor)
-    return decode_recording(Path(path).read_bytes(), name, format, sensor)
+        return checked(name, read_aedat4(name, sensor), sort)
+    return decode_recording(Path(path).read_bytes(), name, format, sensor, sort)
 
 
 def decode_recording(
-    data: bytes, name: str, format: str = "auto", sensor_size: tuple[int, int] | None = None
+    data: bytes,
+    name: str,
+    format: str = "auto",
+    sensor_size: tuple[int, int] | None = None,
+    sort: bool = False,
 ) -> Recording:
     """Like `read_recording` for bytes that are in memory already, such as a member of an archive; not for AEDAT 4.
 
@@ -76,7 +85,7 @@ def decode_recording(
     format = detect_format(data[:_HEAD_BYTES], name) if format == "auto" else format
     if format not in _DECODERS:
         raise RecordingError(name, f"cannot be decoded in memory as {format}, only as {', '.join(_DECODERS)}")
-    return _DECODERS[format](data, name, sensor)
+    return checked(name, _DECODERS[format](data, name, sensor), sort)
 
 
 def detect_format(head: bytes, name: str) -> str:

@@ -4,6 +4,8 @@ from megasnn.layers.attention import SpikingSelfAttention
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
+from megasnn.layers.dropout import ParallelDropout
+from megasnn.layers.keyed import KeyedLayer, apply_layer
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
 from megasnn.layers.unit import ConvNormNeuron
@@ -11,12 +13,15 @@ from megasnn.layers.unit import ConvNormNeuron
 __all__ = [
     "BuildContext",
     "ConvNormNeuron",
+    "KeyedLayer",
     "ParallelBatchNorm",
     "ParallelConv",
+    "ParallelDropout",
     "ParallelIF",
     "ParallelLIF",
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
     "SpikingSelfAttention",
+    "apply_layer",
 ]

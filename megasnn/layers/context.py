@@ -18,6 +18,7 @@ class BuildContext:
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: "auto", "torch" or "fused" (see megasnn.kernels).
+        seed: of what layers draw in training (dropout).
         weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
     """
 
@@ -25,4 +26,5 @@ class BuildContext:
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     neuron_backend: str = "auto"
+    seed: int = 0
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)

@@ -44,6 +44,7 @@ class ParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         wire: Wire = Wire.DENSE,
+        initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
         group = context.tensor
@@ -62,7 +63,7 @@ class ParallelLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             dim = None if style == "row" else 0
-            shard = Shard((out_features,), dim, rank=group.rank, size=group.size, initialise=_zeros)
+            shard = Shard((out_features,), dim, rank=group.rank, size=group.size, initialise=initialise_bias or _zeros)
             declare_parameter(self, "bias", shard, context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,11 +33,11 @@ class ModelDescription:
     Attributes:
         layers: from input to logits; each takes and returns one tensor.
         time_steps: T.
-        input_shape: of one sample, (C, H, W).
+        input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.
     """
 
     layers: tuple[LayerDescription, ...]
     time_steps: int
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     num_classes: int

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
 from megasnn.layers.context import BuildContext
+from megasnn.layers.keyed import apply_layer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
@@ -39,9 +40,10 @@ class PipelineChunk(nn.Module):
         self.layers = nn.ModuleList(description.build(context) for description in descriptions)
         self.output = output
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+        """`samples`: see KeyedLayer."""
         for layer in self.layers:
-            x = layer(x)
+            x = apply_layer(layer, x, samples)
         return x
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:

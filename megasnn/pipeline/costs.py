@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from tqdm import tqdm
 
 from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
+from megasnn.layers.keyed import apply_layer
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.pipeline.executor import Entry
@@ -140,8 +142,10 @@ def measure_layers(
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
     costs: list[LayerCost] = []
     each = -(-len(model.layers) // stages)
-    for first in range(0, len(model.layers), each):
-        layers = [_Layer(description, context, device) for description in model.layers[first : first + each]]
+    quiet = True if dist.is_initialized() and dist.get_rank() > 0 else None  # None: only on a terminal
+    for first in tqdm(range(0, len(model.layers), each), desc="measuring layers", leave=False, disable=quiet):
+        described = model.layers[first : first + each]
+        layers = [_Layer(description, context, range(samples), device) for description in described]
         x = _measure(layers, x, needs_input_gradient=first > 0)
         costs += [layer.cost(wires) for layer in layers]
     return costs
@@ -154,8 +158,10 @@ class _Layer:
         edges, tasks: one for each micro-batch that has been forward, and one that has been backward.
     """
 
-    def __init__(self, description: LayerDescription, context: BuildContext, device: torch.device) -> None:
-        self._wire, self._weight_gradients = description.output, WeightGradients()
+    def __init__(
+        self, description: LayerDescription, context: BuildContext, samples: range, device: torch.device
+    ) -> None:
+        self._wire, self._samples, self._weight_gradients = description.output, samples, WeightGradients()
         alone = replace(context, tensor=Group("tensor"), weight_gradients=self._weight_gradients)
         self._layer = description.build(alone)
         materialise([(description.name, self._layer)], device, seed=0)
@@ -163,7 +169,7 @@ class _Layer:
         self._held = 0
         self._output: Tensor | None = None
         self.clock = _Clock(device)
-        self.edges: list[GradientEdge] = []
+        self.edges: list[GradientEdge | None] = []
         self.tasks: list[list[Task]] = []
         self._gradients: list[Tensor] = []
 
@@ -172,21 +178,24 @@ class _Layer:
         if needs_input_gradient:
             entry = Entry.apply(self._anchor, x, self._gradients.append)
         with self.clock("forward"):
-            y = self._layer(entry)
-        self.edges.append(get_gradient_edge(y))
+            y = apply_layer(self._layer, entry, self._samples)
+        # Without anything to learn up to here there is no backward.
+        self.edges.append(get_gradient_edge(y) if y.requires_grad else None)
         self._output = y.detach()
         return self._output
 
     def count_held(self, x: Tensor) -> None:
         """What one forward keeps for backward, once."""
         with _counting_saved(self._layer) as held:
-            self._layer(x)
+            apply_layer(self._layer, x, self._samples)
         self._held = held[0]
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of the input, of the oldest micro-batch."""
+        """The gradient of the input, of the oldest micro-batch; None at the beginning of the model."""
+        edge = self.edges.pop(0)
         with self.clock("input_gradient"), self._weight_gradients.deferred() as tasks:
-            torch.autograd.backward(self.edges.pop(0), gradient)
+            if edge is not None:
+                torch.autograd.backward(edge, gradient)
         self.tasks.append(tasks)
         return self._gradients.pop() if self._gradients else None
 
@@ -217,8 +226,8 @@ def _measure(layers: Sequence[_Layer], x: Tensor, needs_input_gradient: bool) ->
         for _ in range(IN_FLIGHT):
             gradient: Tensor | None = torch.ones_like(y)
             for layer in reversed(layers):
-                assert gradient is not None
-                gradient = layer.backward(gradient)
+                if gradient is not None:
+                    gradient = layer.backward(gradient)
         for _ in range(IN_FLIGHT):
             for layer in reversed(layers):
                 layer.add_weight_gradients()

@@ -30,14 +30,16 @@ class MicroBatchInput:
     """What the executor needs of a micro-batch; images only where the first chunk is, labels where the last one is.
 
     Attributes:
-        images: `[n, C, H, W]` or `[T, n, C, H, W]`.
+        images: what the model's first layer takes, `[n, C, H, W]`, `[T, n, C, H, W]` or `[n, T, C, H, W]`.
         labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
         size: n, known on every stage.
+        samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
     """
 
     images: Tensor | None
     labels: Tensor | None
     size: int
+    samples: range | None = None
 
 
 class GradientSync(Protocol):
@@ -172,7 +174,7 @@ class PipelineExecutor:
     def _forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         chunk, micro = self._chunks[action.chunk], run.micro_batches[key[1]]
-        y = chunk(self._entry(run, key))
+        y = chunk(self._entry(run, key), micro.samples)
         if chunk.is_last:
             assert micro.labels is not None
             self._finish_forward(run, key, y, micro.labels)

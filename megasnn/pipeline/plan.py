@@ -15,9 +15,8 @@ from megasnn.pipeline.costs import PipelineCosts, agreed_costs
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.forecast import Forecast, forecast, forecasts_of_named
+from megasnn.schedule.generate import LOOK_AT_COSTS
 from megasnn.schedule.memory import activations_held
-
-FIXED_ORDERS = ("gpipe", "1f1b", "interleaved")  # which do not look at costs
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def plan_pipeline(
     stages, bounds = state.pipeline.size, request.bounds
     if bounds is None and stages == 1 and request.chunks_per_rank in (1, None):
         bounds = (range(len(model.layers)),)
-    needs_costs = bounds is None or request.predicts or stages > 1 and request.schedule not in FIXED_ORDERS
+    needs_costs = bounds is None or request.predicts or stages > 1 and request.schedule in LOOK_AT_COSTS
     costs = None
     if needs_costs:
         size = request.micro_batch_size

@@ -20,6 +20,7 @@ ZERO_BUBBLE = {"zb1p": zb1p, "zb2p": zb2p, "zbv": zbv, "v-half": v_half, "v-min"
 V_NAMES = ("zbv", "v-half", "v-min")
 NAMES = (*ONE_CHUNK, "interleaved", *ZERO_BUBBLE)
 GENERATED_NAMES = (*NAMES, "auto")
+LOOK_AT_COSTS = (*ZERO_BUBBLE, "auto")
 GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
 
 
@@ -105,7 +106,7 @@ def _candidates(stages: int, micro_batches: int, costs_of: CostsOf, chunks_per_r
         for name in NAMES:
             if _possible_chunks(name, count):
                 found.append(_order(name, stages, micro_batches, count, costs_of))
-                if name in ZERO_BUBBLE:  # the others do not look at costs
+                if name in LOOK_AT_COSTS:
                     found.append(_order(name, stages, micro_batches, count, equal_costs(stages)))
     if 1 in counts:
         costs = costs_of(loop_placement(stages))

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig, describe, to_json
 from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets
 from megasnn.engine import Engine
-from megasnn.losses import cross_entropy_sum
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.saving import Saves
-from megasnn.training.setup import ModelProvider, build_context, micro_batch_counts, plan_of, wire_options
+from megasnn.training.setup import (
+    ModelProvider,
+    build_context,
+    micro_batch_counts,
+    plan_of,
+    sample_loss,
+    wire_options,
+)
 from megasnn.training.step import TrainingStep
 from megasnn.training.watch import Watch
 
@@ -28,24 +34,30 @@ class TrainingRun:
     Attributes:
         iteration: optimizer steps done, over all runs that this one continues.
         consumed_samples: training samples used; the place in the data.
+        stop: signals that ask for the end.
+        saved: False when the last checkpoint that should be there is not.
     """
 
     def __init__(
-        self, config: PretrainConfig, model_config: object, provider: ModelProvider, state: ParallelState
+        self,
+        config: PretrainConfig,
+        model_config: object,
+        provider: ModelProvider,
+        state: ParallelState,
+        stop: StopSignals | None = None,
     ) -> None:
+        self.stop, self.saved = stop or StopSignals(state.rank), True
         self.config, self.provider, self.state = config, provider, state
         self.iteration = self.consumed_samples = 0
         self._started = time.monotonic()
         model, training, parallel = provider.description, config.training, config.parallel
-        _, image_size, _ = model.input_shape
-        self.datasets: Datasets = open_datasets(config.data, image_size, model.input_shape[0], model.num_classes)
-        context = build_context(state.tensor, training.precision, config.neuron.neuron_backend)
+        self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
+        context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
         size, units = training.micro_batch_size, provider.unit_of_layer
         self.plan = plan_of(model, parallel, size, counts, context, state, units)
         self.bounds = self.plan.bounds
-        loss = partial(cross_entropy_sum, label_smoothing=training.label_smoothing)
-        wires = wire_options(parallel)
+        loss, wires = sample_loss(training), wire_options(parallel)
         self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
@@ -53,6 +65,7 @@ class TrainingRun:
         self.saves = Saves(config, model_config, provider, self.engine, self.step.optimizer, state, dataset, layout)
         self.reporter: Reporter | None = None
         self._skipped_samples = 0
+        self._prepared = False
 
     def start(self) -> None:
         """Loads what the run starts from, and introduces it in the log."""
@@ -63,9 +76,10 @@ class TrainingRun:
         self.reporter = Reporter(
             logging.tensorboard_dir, self.iterations, self.state.rank == 0, logging.log_throughput, resumed
         )
+        self.saves.report = self.reporter.line
         self._introduce(self.reporter, begin.notice)
 
-    def _introduce(self, reporter: Reporter, notice: str | None) -> None:
+    def _introduce(self, reporter: Reporter, notice: str) -> None:
         config, engine = self.config, self.engine
         table = describe(config)
         reporter.line(table)
@@ -92,16 +106,22 @@ class TrainingRun:
         return self.config.training.iterations
 
     def train(self) -> None:
-        """Until the last iteration, or until one of the exit conditions."""
-        with closing(self._loader().batches(self.consumed_samples)) as batches:
-            while self.iteration < self.iterations:
-                with self.watch.timers("data"):
-                    batch = next(batches)
-                self._iterate(batch)
-                if self._should_exit():
-                    break
-        self._evaluate_if(self.config.logging.eval_iters != 0)
-        self._save_if(True)
+        """Until the last iteration, until one of the exit conditions, or until a signal; saves at the end."""
+        assert self.reporter is not None
+        self.engine.wants_to_stop = self._wants_to_stop
+        with self.stop:
+            with closing(self._loader().batches(self.consumed_samples)) as batches:
+                while self.iteration < self.iterations:
+                    with self.watch.timers("data"):
+                        batch = next(batches)
+                    self._iterate(batch)
+                    if self._should_exit():
+                        break
+            if self.engine.stop_votes:
+                self.reporter.line(f"asked to stop: the run ends at iteration {self.iteration} of {self.iterations}")
+            self._evaluate_if(self.config.logging.eval_iters != 0 and not self.engine.stop_votes)
+            self._save_if(True)
+            self.saved = self.saves.finish()
 
     def _iterate(self, batch: GlobalBatch) -> None:
         logging, options = self.config.logging, self.config.checkpoint
@@ -114,6 +134,9 @@ class TrainingRun:
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
+        if not self._prepared:
+            self.saves.prepare()
+            self._prepared = True
         assert self.reporter is not None
         if result.not_finite:
             self.reporter.line(result.not_finite)
@@ -131,6 +154,8 @@ class TrainingRun:
                 skipped,
                 self.watch.between_stages(more),
             )
+        if self.engine.stop_votes:
+            return
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
         self._save_if(_due(self.iteration, options.save_interval) and not last)
@@ -153,18 +178,17 @@ class TrainingRun:
             num_workers=config.data.num_workers,
             skip_broken=config.data.skip_broken_samples,
             training=training,
+            pin_memory=state.device.type == "cuda",
         )
 
     def _should_exit(self) -> bool:
-        training = self.config.training
-        if _due(self.iteration, training.exit_interval):
-            return True
-        if training.exit_duration_in_mins is None:
-            return False
-        minutes = (time.monotonic() - self._started) / 60
-        # The clocks of the ranks differ: the first one decides.
-        late = [float(minutes > training.exit_duration_in_mins) if self.state.rank == 0 else 0.0]
-        return self.engine.sum_over_ranks(late)[0] > 0
+        return _due(self.iteration, self.config.training.exit_interval) or self.engine.stop_votes > 0
+
+    def _wants_to_stop(self) -> bool:
+        """After a signal to this rank; after so many minutes by the first rank's clock, since clocks differ."""
+        minutes = self.config.training.exit_duration_in_mins
+        late = minutes is not None and time.monotonic() - self._started > 60 * minutes
+        return self.stop.requested is not None or (late and self.state.rank == 0)
 
     def _count_skipped_samples(self) -> int | None:
         """Broken training samples replaced since this run began, over all replicas; None where that is not allowed."""
@@ -198,12 +222,11 @@ class TrainingRun:
             return
         assert self.reporter is not None
         with self.reporter.pause():
-            path = self.saves.save(self.iteration, self.consumed_samples)
-        if path is not None:
-            self.reporter.line(f"saved {path}")
+            self.saves.save(self.iteration, self.consumed_samples)
 
     def close(self) -> None:
         assert self.reporter is not None
+        self.saves.close()
         self.reporter.close()
 
 

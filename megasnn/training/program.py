@@ -10,27 +10,29 @@ import torch
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.fault import FaultWatch, explain_sigterm
+from megasnn.fault import FaultWatch
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
 from megasnn.pipeline.executor import PipelineError
+from megasnn.signals import StopSignals
 from megasnn.training.loop import TrainingRun
 from megasnn.training.setup import ModelProvider
 
+SAVE_FAILED = 3
+
 
 def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -> int:
-    """`pretrain` as a program: the exit status, 0 or 1, with the error named on this rank's standard error.
+    """`pretrain` as a program: the exit status, with the error named on this rank's standard error.
 
-    Mistakes in flags, data and checkpoints are told in a line; anything else with its traceback.
+    0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
+    3: it has come to its end, but the last checkpoint could not be written. Mistakes in flags, data and checkpoints are
+    told in a line; anything else with its traceback.
     """
     try:
-        pretrain(config, model_config, provider)
-        return 0
-    except (Exception, KeyboardInterrupt) as error:
+        return 0 if pretrain(config, model_config, provider) else SAVE_FAILED
+    except Exception as error:
         cause = error.__cause__ if isinstance(error, PipelineError) else error
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError))
         text = f"{type(error).__name__}: {error}" if mistake else traceback.format_exc()
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted; what was saved before stays"
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if torch.distributed.is_initialized():
         # The other ranks may be gone: nothing that waits for them may run any more.
@@ -39,27 +41,30 @@ def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -
     return 1
 
 
-def pretrain(config: PretrainConfig, model_config: object, provider: ModelProvider) -> None:
+def pretrain(config: PretrainConfig, model_config: object, provider: ModelProvider) -> bool:
     """A whole run: joins the ranks, builds, loads, trains, evaluates, saves.
 
     Args:
         config: validated (megasnn.config.validate).
         model_config: the model's part of the configuration, kept with checkpoints.
+    Returns:
+        False when the last checkpoint could not be written.
     Raises:
         whatever goes wrong on this rank, after the other ranks have been told; see megasnn.fault.
     """
     parallel = config.parallel
-    if "WORLD_SIZE" in os.environ:
-        explain_sigterm(int(os.environ["RANK"]))
+    stop = StopSignals(int(os.environ.get("RANK", "0")))
+    stop.listen()
     device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
     with FaultWatch():
         state = initialize_model_parallel(
             parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
         )
-        run = TrainingRun(config, model_config, provider, state)
+        run = TrainingRun(config, model_config, provider, state, stop)
         run.start()
         run.train()
         run.close()
         destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+    return run.saved

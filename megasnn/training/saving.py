@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from megasnn import checkpoint
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
+from megasnn.training.job import JobFolder
 from megasnn.training.setup import ModelProvider
 
 
@@ -20,12 +21,12 @@ class StartingPoint:
     """
     Attributes:
         iteration, consumed_samples: done before; 0 at the beginning.
-        notice: what the user should know about it; None where it is as asked for.
+        notice: what the user should know about it; "" where it is as asked for.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
-    notice: str | None = None
+    notice: str = ""
 
 
 class Saves:
@@ -57,83 +58,138 @@ class Saves:
             "seed": config.training.seed,
             "shuffle": config.data.shuffle,
         }
-        self._saved_at: int | None = None
+        self._job: JobFolder | None = None
+        self._saver: checkpoint.Saver | None = None
+        self.report: Callable[[str], None] = print
 
     def load(self) -> StartingPoint:
-        """Fills the engine from a checkpoint or SpikingJelly's weights; otherwise its keyed initial values stay."""
-        if self._options.load_spikingjelly:
-            weights = self._provider.from_spikingjelly(checkpoint.read_state_dict(self._options.load_spikingjelly))
-            checkpoint.load_globals_into(self._engine.tensors, weights, self._state.world.handle)
-        elif self._options.load:
-            return self._load_checkpoint(self._options.load)
-        return StartingPoint()
+        """Claims the folder to save in, and fills the engine with what the run starts from. Collective.
 
-    def _load_checkpoint(self, folder: str) -> StartingPoint:
-        options, world = self._options, self._state.world.handle
-        saved = checkpoint.saved_metadata(folder, options.ckpt_step, world, may_be_missing=self._may_begin_anew())
-        if saved is None:
+        That is where a restarted job stood, or a checkpoint, or SpikingJelly's weights; otherwise the keyed initial
+        values stay.
+        """
+        options = self._options
+        resumes, notice = self._claim() if options.save else (False, "")
+        if resumes:
+            begin = self._continue(str(options.save), restarted=True)
+        elif options.load_spikingjelly:
+            weights = self._provider.from_spikingjelly(checkpoint.read_state_dict(options.load_spikingjelly))
+            checkpoint.load_globals_into(self._engine.tensors, weights, self._state.world.handle)
+            begin = StartingPoint()
+        elif options.load:
+            begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
+        else:
+            begin = StartingPoint()
+        return replace(begin, notice="\n".join(filter(None, (notice, begin.notice))))
+
+    def _claim(self) -> tuple[bool, str]:
+        """Whether this is a job that goes on after a restart, and what the user should know."""
+        options, world, folder = self._options, self._state.world.handle, Path(str(self._options.save))
+
+        def claim() -> tuple[bool, str]:
+            self._job = JobFolder(folder)
+            there = checkpoint.list_checkpoints(folder)
+            other = there and not self._job.resumes and options.load != options.save
+            mixed = (
+                f"WARNING: {folder} holds checkpoints up to iteration {there[-1]} that this run does not continue "
+                f"(--load {folder} would); its own are saved among them"
+                if other
+                else ""
+            )
+            return self._job.resumes, "\n".join(filter(None, (self._job.notice, mixed)))
+
+        outcome = checkpoint.first_decides(world, claim)
+        self._saver = checkpoint.Saver(
+            folder,
+            is_writer=self._state.data.rank == 0,
+            process_group=world,
+            background=options.async_save,
+            retention=checkpoint.Retention(options.keep_last, options.keep_every),
+            report=lambda text: self.report(text),
+        )
+        return outcome
+
+    def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
+        """Goes on from the checkpoint that was asked for; a restarted job from its latest, whatever it was told."""
+        options = self._options
+        try:
+            loaded = checkpoint.load_checkpoint(
+                folder,
+                tensors=self._engine.tensors,
+                optimizer=None if options.no_load_optim and not restarted else self._optimizer,
+                config=self._identity,
+                step=None if restarted else options.ckpt_step,
+                process_group=self._state.world.handle,
+                refuse=self._other_data,
+            )
+        except checkpoint.NoCheckpointError:
+            if not self._may_begin_anew():
+                raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
-        if not options.finetune:
-            self._require_same_data(folder, saved.extra)
+        return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(loaded))
+
+    def _take_weights(self, folder: str) -> StartingPoint:
+        """Only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
+        head = self._provider.description.layers[-1].name
         loaded = checkpoint.load_checkpoint(
             folder,
             tensors=self._engine.tensors,
-            optimizer=None if options.finetune or options.no_load_optim else self._optimizer,
-            config=None if options.finetune else self._identity,
-            step=saved.iteration,
-            process_group=world,
+            step=self._options.ckpt_step,
+            process_group=self._state.world.handle,
+            leave=head if self._options.reset_head else None,
         )
-        return StartingPoint() if options.finetune else StartingPoint(loaded.iteration, loaded.consumed_samples)
+        return StartingPoint(notice=_warnings(loaded))
 
     def _may_begin_anew(self) -> bool:
         """A job that saves where it loads finds nothing there the first time; a folder named by mistake is refused."""
         options = self._options
-        explicit = options.exit_on_missing_checkpoint or options.finetune or options.ckpt_step is not None
+        explicit = options.exit_on_missing_checkpoint or options.ckpt_step is not None
         return not explicit and options.load == options.save
 
-    def _require_same_data(self, folder: str, saved: Mapping[str, object]) -> None:
-        differing = [
-            f"  {name}: {saved.get(name)} when it was saved, {value} now"
-            for name, value in self._data_identity.items()
-            if saved.get(name) != value
-        ]
-        if differing:
-            raise checkpoint.CheckpointError(
-                f"{folder} was trained on other data or in another order, where its place in the data means nothing "
-                "(--finetune takes its weights only):",
-                *differing,
-            )
+    def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
+        """Where the data or its order is not what the checkpoint's place in it refers to."""
+        for name, value in self._data_identity.items():
+            if saved.extra.get(name) != value:
+                yield (
+                    f"{name}: {saved.extra.get(name)} when it was saved, {value} now: in other data or another order "
+                    "its place in the data means nothing (--finetune takes its weights only)"
+                )
 
-    def save(self, iteration: int, consumed_samples: int) -> Path | None:
-        """Saves unless this iteration is saved already; the folder it is in. Collective."""
-        folder = self._options.save
-        if folder is None or self._saved_at == iteration:
-            return None
+    def prepare(self) -> None:
+        """After the first step, when the optimizer has its state: memory for saves in the background."""
+        if self._saver is not None:
+            self._saver.prepare(self._engine.tensors, self._optimizer)
+
+    def save(self, iteration: int, consumed_samples: int) -> None:
+        """Saves unless this iteration is saved already, or tells why it cannot be. Collective."""
+        if self._saver is None:
+            return
         grid = self._state.grid
-        path = checkpoint.save_checkpoint(
-            folder,
-            iteration=iteration,
-            consumed_samples=consumed_samples,
-            tensors=self._engine.tensors,
-            optimizer=self._optimizer,
-            extra=self._data_identity,
-            config=self._identity,
-            layout={
-                "tensor": grid.tensor,
-                "pipeline": grid.pipeline,
-                "data": grid.data,
-                "bounds": self._layout,
-            },
-            is_writer=self._state.data.rank == 0,
-            process_group=self._state.world.handle,
-        )
-        self._saved_at = iteration
-        return path
+        layout = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data, "bounds": self._layout}
+        progress = checkpoint.Progress(iteration, consumed_samples, self._data_identity, self._identity, layout)
+        self._saver.save(progress, self._engine.tensors, self._optimizer)
+
+    def finish(self) -> bool:
+        """Waits for what is being saved; False when the save that was asked for last has failed. Collective."""
+        if self._saver is None:
+            return True
+        self._saver.finish()
+        return not self._saver.failed
+
+    def close(self) -> None:
+        if self._job is not None:
+            self._job.release()
+
+
+def _warnings(loaded: checkpoint.LoadedState) -> str:
+    return "\n".join(f"WARNING: {remark}" for remark in loaded.remarks)
 
 
 def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[str, object]]:
-    """What makes two models the same: dimensions, whatever the variant is called, and neuron, whatever its backend."""
+    """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
+    neuron, whatever its backend."""
     model, neuron = dict(to_dict(model_config)), dict(to_dict(config.neuron))
-    model.pop("variant", None)
+    for choice in ("variant", "tensor_parallel_style"):
+        model.pop(choice, None)
     neuron.pop("neuron_backend")
     return {"model": model, "neuron": neuron}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from megasnn.batching import micro_batches_of
 from megasnn.comm.group import Group
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
+from megasnn.config.training import TrainingConfig
+from megasnn.engine import SampleLoss
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
+from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
 from megasnn.partition import layout_to_bounds
@@ -48,16 +52,25 @@ def neuron_spec(config: PretrainConfig) -> NeuronSpec:
     )
 
 
-def build_context(tensor: Group, precision: str, neuron_backend: str) -> BuildContext:
+def sample_loss(training: TrainingConfig) -> SampleLoss:
+    """(logits, labels) -> the sum of the samples' losses."""
+    smoothing = training.label_smoothing
+    if training.loss == "tet":
+        return partial(tet_sum, label_smoothing=smoothing, share=training.tet_lambda, mean=training.tet_mean)
+    return partial(mse_sum if training.loss == "mse" else cross_entropy_sum, label_smoothing=smoothing)
+
+
+def build_context(tensor: Group, precision: str, neuron_backend: str, seed: int = 0) -> BuildContext:
     """What layers are built with.
 
     Args:
         tensor: the tensor-parallel group.
         precision: "fp32", "fp64", or "bf16": then weights stay in fp32 and products are taken in bfloat16.
         neuron_backend: as in `--neuron-backend`.
+        seed: of dropout.
     """
     dtype = DTYPES[precision]
-    return BuildContext(tensor, dtype, torch.bfloat16 if precision == "bf16" else dtype, neuron_backend)
+    return BuildContext(tensor, dtype, torch.bfloat16 if precision == "bf16" else dtype, neuron_backend, seed)
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:

@@ -75,11 +75,13 @@ class TrainingStep:
     def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """The batch on this rank's device, in the type that the model computes in."""
         device, dtype = self._state.device, self._dtype()
+        begin = batch.consumed_samples - batch.size
         return [
             MicroBatchInput(
-                None if micro.images is None else micro.images.to(device, dtype),
+                None if micro.images is None else micro.images.to(device, dtype, non_blocking=True),
                 None if micro.labels is None else micro.labels.to(device),
                 micro.size,
+                range(begin + micro.start, begin + micro.start + micro.size),
             )
             for micro in batch.micro_batches
         ]

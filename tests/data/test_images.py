@@ -54,8 +54,10 @@ def test_what_would_lose_bits_or_is_no_image_is_refused():
 def test_normalisation_is_mean_and_deviation_of_the_unit_range():
     batch = noise[None]
     expected = (batch / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
-    assert np.allclose(ImageFormat(32, 3, "cifar10").to_float(batch), expected, atol=1e-5)
-    assert ImageFormat(32, 3).to_float(np.array([0, 255], np.uint8)).tolist() == [-2, 2]
+    tensor = ImageFormat(32, 3, "cifar10").to_tensor(list(batch))
+    assert np.allclose(tensor.permute(0, 2, 3, 1), expected, atol=1e-5)
+    black_and_white = np.array([0, 255], np.uint8).reshape(1, 2, 1)
+    assert ImageFormat(2, 1).to_tensor([black_and_white]).flatten().tolist() == [-2, 2]
 
 
 def test_augmentation_shifts_by_up_to_four_and_mirrors_half():

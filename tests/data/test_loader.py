@@ -87,7 +87,7 @@ def test_images_are_float_and_channels_last(dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_rank_reads_only_what_its_stage_needs(dataset, monkeypatch, num_workers):
-    monkeypatch.setattr(type(dataset), "image", lambda *_: pytest.fail("an image was read"))
+    monkeypatch.setattr(type(dataset), "sample", lambda *_: pytest.fail("an image was read"))
     expected = [[slot.sample for slot in SampleOrder(23, 7, True).slots(start, n)] for start, n in PARTS]
     for need_labels in (True, False):
         stage = loader(dataset, need_images=False, need_labels=need_labels, num_workers=num_workers)
@@ -141,22 +141,22 @@ def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
     assert not torch.equal(images(1, 0, 4, seed=8), whole)
     in_file_order = images(1, 0, 3, shuffle=False)
     assert not torch.equal(in_file_order[:12], in_file_order[12:24]), "every epoch must be drawn anew"
-    plain = torch.from_numpy(dataset.format.to_float(noise.numpy())).permute(0, 3, 1, 2)
+    plain = dataset.format.to_tensor(list(noise.numpy()))
     assert torch.equal(images(1, 0, None, training=False), plain), "validation must not be augmented"
 
 
 def test_workers_read_ahead_and_end_with_the_iterator(dataset):
     read = set()
     second_is_read = threading.Event()
-    image = dataset.image
+    sample = dataset.sample
 
     def watched(index):
         read.add(index)
         if len(read) >= 20:
             second_is_read.set()
-        return image(index)
+        return sample(index)
 
-    dataset.image = watched
+    dataset.sample = watched
     batches = loader(dataset, num_workers=1).batches()
     next(batches)
     assert second_is_read.wait(10), "the next batch is not read while this one is used"

@@ -20,7 +20,7 @@ def test_the_sample_is_the_digits(cache):
     from sklearn.datasets import load_digits
 
     scans, labels = load_digits(return_X_y=True)
-    datasets = open_datasets(DataConfig(), image_size=8, in_channels=1, num_classes=10)
+    datasets = open_datasets(DataConfig(), input_shape=(1, 8, 8), num_classes=10)
     assert (len(datasets.train), len(datasets.valid)) == (1442, 355)
     seen = set()
     for dataset in (datasets.train, datasets.valid):
@@ -28,17 +28,16 @@ def test_the_sample_is_the_digits(cache):
         for index in range(0, len(dataset), 7):
             number = int(dataset.key(index).removeprefix("digit_"))
             seen.add(number)
-            image, label = dataset.sample(index)
-            assert label == labels[number]
-            assert np.array_equal(np.rint(image.numpy().ravel() * (16 / 255)), scans[number])
+            assert dataset.labels[index] == labels[number]
+            assert np.array_equal(np.rint(dataset.sample(index).ravel() * (16 / 255)), scans[number])
     assert len(seen) == 206 + 51
 
 
 def test_the_digits_are_scaled_to_the_model(cache):
-    datasets = open_datasets(DataConfig(), image_size=32, in_channels=3, num_classes=10)
-    image, _ = datasets.valid.sample(0)
-    assert image.shape == (3, 32, 32)
-    assert (image == image[:1]).all() and image.max() > 200
+    datasets = open_datasets(DataConfig(), input_shape=(3, 32, 32), num_classes=10)
+    image = datasets.valid.sample(0)
+    assert image.shape == (32, 32, 3)
+    assert (image == image[..., :1]).all() and image.max() > 200
 
 
 def test_the_sample_has_the_same_bytes_every_time(cache, monkeypatch):
@@ -53,7 +52,7 @@ def _open_in_a_process(barrier, folder, results):
     import webdataset  # noqa: F401
 
     barrier.wait()
-    datasets = open_datasets(DataConfig(), image_size=8, in_channels=1, num_classes=10)
+    datasets = open_datasets(DataConfig(), input_shape=(1, 8, 8), num_classes=10)
     results.put((datasets.train.fingerprint(), datasets.valid.fingerprint()))
 
 
@@ -67,7 +66,7 @@ def test_ranks_that_start_together_make_the_sample_once(cache):
     for rank in ranks:
         rank.join()
         assert rank.exitcode == 0
-    datasets = open_datasets(DataConfig(), image_size=8, in_channels=1, num_classes=10)
+    datasets = open_datasets(DataConfig(), input_shape=(1, 8, 8), num_classes=10)
     assert found == {(datasets.train.fingerprint(), datasets.valid.fingerprint())}
     files = [path.name for path in cache.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
     assert len(files) == 4 and not [name for name in files if name.startswith(".")]
@@ -86,12 +85,12 @@ def test_a_file_that_cannot_be_finished_leaves_nothing(cache):
 def test_training_and_validation_paths(tmp_path):
     write_shards(tmp_path, samples=6, per_shard=3)
     both = DataConfig(data_path=f"{tmp_path}/train-{{00000..00001}}.tar", valid_data_path=f"{tmp_path}/train-00001.tar")
-    datasets = open_datasets(both, image_size=8, in_channels=1, num_classes=3)
+    datasets = open_datasets(both, input_shape=(1, 8, 8), num_classes=3)
     assert (len(datasets.train), len(datasets.valid)) == (6, 3)
-    alone = open_datasets(DataConfig(data_path=f"{tmp_path}/train-00000.tar"), 8, 1, 3)
+    alone = open_datasets(DataConfig(data_path=f"{tmp_path}/train-00000.tar"), (1, 8, 8), 3)
     assert alone.valid is None
     with pytest.raises(ValueError, match="--valid-data-path"):
-        open_datasets(DataConfig(valid_data_path=f"{tmp_path}/none.tar"), 8, 1, 3)
+        open_datasets(DataConfig(valid_data_path=f"{tmp_path}/none.tar"), (1, 8, 8), 3)
 
 
 REAL = os.environ.get("MEGASNN_DATA")
@@ -104,7 +103,7 @@ def test_cifar10():
         valid_data_path=f"{REAL}/cifar10_jpeg/cifar10-test-*.tar.gz",
         augment="cifar",
     )
-    datasets = open_datasets(config, image_size=32, in_channels=3, num_classes=10)
+    datasets = open_datasets(config, input_shape=(3, 32, 32), num_classes=10)
     assert np.bincount(datasets.train.labels).tolist() == [5000] * 10
     assert np.bincount(datasets.valid.labels).tolist() == [1000] * 10
     classes = "airplane automobile bird cat deer dog frog horse ship truck".split()

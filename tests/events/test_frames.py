@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megasnn.benchmark.spikingjelly_events import utils
 from megasnn.events import (
     Events,
     FrameOptions,
@@ -19,7 +20,6 @@ from megasnn.events import (
     resize_frames,
 )
 from tests.events.files import event_lists, random_events
-from tests.events.spikingjelly_source import utils
 
 SENSOR = SensorSize(5, 7)
 quick = settings(max_examples=150, deadline=None)
@@ -33,7 +33,7 @@ def as_dict(events: Events) -> dict[str, np.ndarray]:
 @given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12))
 def test_equal_numbers_of_events(events, time_steps):
     frames = events_to_frames(events, SENSOR, FrameOptions(time_steps, "number"))
-    theirs = utils.integrate_events_by_fixed_frames_number(as_dict(events), "number", time_steps, *SENSOR)
+    theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "number", time_steps, *SENSOR)
     assert frames.dtype == np.int32 and frames.shape == (time_steps, 2, *SENSOR)
     assert np.array_equal(frames, theirs)
 
@@ -50,13 +50,13 @@ def test_equal_times(events, time_steps):
     assert frames.sum() == len(events)
     starts = frame_starts(events.t, options)
     try:
-        left, right = utils.cal_fixed_frames_number_segment_index(events.t, "time", time_steps)
+        left, right = utils().cal_fixed_frames_number_segment_index(events.t, "time", time_steps)
     except IndexError:  # there, a time without events is an error; here, an empty frame
         edges = events.t[0] + (events.t[-1] - events.t[0]) // time_steps * np.arange(time_steps + 1)
         assert (np.diff(np.searchsorted(events.t, edges)) == 0).any()
         return
     assert np.array_equal(starts, [*left, right[-1]])
-    theirs = utils.integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
+    theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
     assert np.array_equal(frames, theirs)
 
 
@@ -67,7 +67,7 @@ def test_equal_durations(events, duration):
     if events.t[0] == events.t[-1]:
         assert frames.shape[0] == 1 and frames.sum() == len(events)  # an IndexError there
         return
-    assert np.array_equal(frames, utils.integrate_events_by_fixed_duration(as_dict(events), duration, *SENSOR))
+    assert np.array_equal(frames, utils().integrate_events_by_fixed_duration(as_dict(events), duration, *SENSOR))
 
 
 def test_every_count_lies_where_its_event_was():

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megasnn.benchmark.spikingjelly_events import cifar10_dvs, utils
 from megasnn.events import FrameOptions, decode_recording, events_to_frames, read_recording
 from tests.events.files import write
-from tests.events.spikingjelly_source import cifar10_dvs, utils
 from tests.events.test_readers import like_spikingjelly
 
 FOLDER = os.environ.get("MEGASNN_DATA")
@@ -37,16 +37,16 @@ def test_jaer(tmp_path):
     events = recording.events
     assert len(events) == 489_834 and recording.skipped == 0 and recording.sensor == (128, 128)
     assert (events.t[-1] - events.t[0]) / 1e6 == pytest.approx(39.8, abs=0.05)
-    theirs = cifar10_dvs._load_origin_data(path)
+    theirs = cifar10_dvs()._load_origin_data(path)
     assert like_spikingjelly(events, theirs)
     for split_by in ("number", "time"):
         frames = events_to_frames(events, recording.sensor, FrameOptions(10, split_by))
         assert np.array_equal(
-            frames, utils.integrate_events_by_fixed_frames_number(theirs, split_by, 10, *recording.sensor)
+            frames, utils().integrate_events_by_fixed_frames_number(theirs, split_by, 10, *recording.sensor)
         )
     frames = events_to_frames(events, recording.sensor, FrameOptions(None, duration=1_000_000))
     assert frames.shape[0] == 40
-    assert np.array_equal(frames, utils.integrate_events_by_fixed_duration(theirs, 1_000_000, *recording.sensor))
+    assert np.array_equal(frames, utils().integrate_events_by_fixed_duration(theirs, 1_000_000, *recording.sensor))
 
 
 def test_davis346():
@@ -62,7 +62,7 @@ def test_n_mnist(tmp_path):
         recordings, total = recordings + 1, total + len(recording.events)
         assert 1_000 < len(recording.events) < 9_000 and 290_000 < recording.events.t[-1] < 340_000
         if recordings % 50 == 0:
-            assert like_spikingjelly(recording.events, utils.load_ATIS_bin(write(tmp_path, "one.bin", data)))
+            assert like_spikingjelly(recording.events, utils().load_ATIS_bin(write(tmp_path, "one.bin", data)))
     assert (recordings, total) == (1_100, 4_518_827)
 
 
@@ -72,5 +72,5 @@ def test_dvs_gesture(tmp_path):
         recording = decode_recording(data, name, sensor_size=(128, 128))
         counts.append(len(recording.events))
         assert recording.events.t[-1] / 1e6 == pytest.approx(1.45, abs=0.001)
-        assert like_spikingjelly(recording.events, utils.load_ATIS_bin(write(tmp_path, "one.bin", data)))
+        assert like_spikingjelly(recording.events, utils().load_ATIS_bin(write(tmp_path, "one.bin", data)))
     assert len(counts) == 10 and (min(counts), max(counts)) == (63_471, 181_179)

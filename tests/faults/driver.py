@@ -12,9 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
-
-from torch import Tensor
 
 import pretrain_spikformer
 from megasnn.data import GlobalBatch
@@ -30,10 +29,10 @@ PID_FILE = "MEGASNN_TEST_PID_FILE"
 def _at_second_forward_of_second_step(act: Callable[[], None]) -> None:
     forward, calls = PipelineChunk.forward, iter(range(1_000))
 
-    def counted(self: PipelineChunk, x: Tensor) -> Tensor:
+    def counted(self: PipelineChunk, *arguments: Any) -> Any:
         if next(calls) == MICRO_BATCHES + 1:
             act()
-        return forward(self, x)
+        return forward(self, *arguments)
 
     mock.patch.object(PipelineChunk, "forward", counted).start()
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 import pretrain_spikformer
+from megasnn import launch
 from tests.faults.launch import ROOT, TINY, Torchrun, lines_of
 
 TORCHRUN_SECONDS = 25.0  # its own start is most of it: it imports torch
@@ -52,7 +53,7 @@ REFUSALS = {
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch) -> None:
     """A rank stays for a moment, until the others have spoken; here they speak one after another."""
-    monkeypatch.setattr(pretrain_spikformer.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -40,23 +40,6 @@ def test_all_ranks_end_when_one_is_killed(tmp_path, killed) -> None:
         assert f"stopping, because of rank {killed}: ended without a word (killed" in line
 
 
-def test_a_signal_to_one_rank_ends_all(tmp_path) -> None:
-    """An interrupt is an error like any other; SIGTERM ends the process at once."""
-    ranks = Ranks(tmp_path / "int", 2, *TINY, *PP2, fault=("stall_in_step", 1))
-    ranks.kill_stalled(signal.SIGINT)
-    ended = ranks.end()
-    assert ended.status == [1, 1] and "[rank 1] interrupted; what was saved before stays" in ended.output[1]
-    assert "Traceback" not in ended.output[1]
-    assert "because of rank 1: KeyboardInterrupt" in one_line_each(ended.output, [0])[0]
-
-    ranks = Ranks(tmp_path / "term", 2, *TINY, *PP2, fault=("stall_in_step", 1))
-    ranks.kill_stalled(signal.SIGTERM)
-    ended = ranks.end()
-    assert ended.status == [1, 128 + signal.SIGTERM]
-    assert "told to stop (SIGTERM)" in one_line_each(ended.output, [1])[0]
-    assert "because of rank 1: ended without a word" in one_line_each(ended.output, [0])[0]
-
-
 @pytest.mark.parametrize("fault", ["raise_before_the_grid", "raise_at_the_end"])
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_before_and_after_the_training_too(tmp_path, fault, faulty) -> None:

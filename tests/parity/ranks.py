@@ -95,42 +95,50 @@ def one_step(
         engine = build_engine(state, plan, dtype, backend, spec, bounds)
         if weights is not None:
             load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]), state.world.handle)
-        sizes = micro_batch_sizes(len(labels), micro_batch_size)
-        mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
-        pieces = list(zip(images.split(sizes), labels.split(sizes), strict=True))
-        batches = [
-            MicroBatchInput(
-                pieces[i][0] if engine.takes_images else None,
-                pieces[i][1] if engine.gives_logits else None,
-                sizes[i],
-            )
-            for i in mine
-        ]
-        fired: list[int] = []
-        for _, neuron in engine.neurons():
-            neuron.observer = lambda spikes: fired.append(int(spikes.sum()))
-        logits: list[Tensor] = []
-        inner = engine.loss
-
-        def keeping(y: Tensor, target: Tensor) -> Tensor:
-            logits.append(y.detach().clone())
-            return inner(y, target)
-
-        engine.loss = keeping
-        most = max(len(micro_batches_of(len(sizes), state.data.size, r)) for r in range(state.data.size))
-        loss = engine.forward_backward(batches, len(labels))
-        engine.merge_statistics(most)
-        place = state.coordinates
-        result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits, sum(fired))
-        for entry in engine.tensors:
-            if entry.is_parameter:
-                assert entry.tensor.grad is not None
-                result.gradients[entry.name] = (_plain(entry.shard), entry.tensor.grad.clone())
-            else:
-                result.buffers[entry.name] = (_plain(entry.shard), entry.tensor.clone())
-        return result
+        return record_step(engine, state, images, labels, micro_batch_size)
     finally:
         destroy_model_parallel()
+
+
+def record_step(
+    engine: Engine, state: ParallelState, images: Tensor, labels: Tensor, micro_batch_size: int
+) -> RankStep:
+    """This rank's part of a step on the whole batch, and all that it came to."""
+    sizes = micro_batch_sizes(len(labels), micro_batch_size)
+    mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
+    pieces = list(zip(images.split(sizes), labels.split(sizes), strict=True))
+    batches = [
+        MicroBatchInput(
+            pieces[i][0] if engine.takes_images else None,
+            pieces[i][1] if engine.gives_logits else None,
+            sizes[i],
+            range(sum(sizes[:i]), sum(sizes[: i + 1])),
+        )
+        for i in mine
+    ]
+    fired: list[int] = []
+    for _, neuron in engine.neurons():
+        neuron.observer = lambda spikes: fired.append(int(spikes.sum()))
+    logits: list[Tensor] = []
+    inner = engine.loss
+
+    def keeping(y: Tensor, target: Tensor) -> Tensor:
+        logits.append(y.detach().clone())
+        return inner(y, target)
+
+    engine.loss = keeping
+    most = max(len(micro_batches_of(len(sizes), state.data.size, r)) for r in range(state.data.size))
+    loss = engine.forward_backward(batches, len(labels))
+    engine.merge_statistics(most)
+    place = state.coordinates
+    result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits, sum(fired))
+    for entry in engine.tensors:
+        if entry.is_parameter:
+            assert entry.tensor.grad is not None
+            result.gradients[entry.name] = (_plain(entry.shard), entry.tensor.grad.clone())
+        else:
+            result.buffers[entry.name] = (_plain(entry.shard), entry.tensor.clone())
+    return result
 
 
 def _plain(shard: Shard) -> Shard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,17 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **neuron_arguments:
     return model
 
 
-def step(model: Spikformer, images: Tensor, labels: Tensor, sizes: list[int]) -> ReferenceStep:
+def mean_over_time(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.mean(0), labels, reduction="sum")
+
+
+def step(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    sizes: list[int],
+    loss_sum: Callable[[Tensor, Tensor], Tensor] = mean_over_time,
+) -> ReferenceStep:
     """Loss mean over all samples, micro-batch by micro-batch; norms' running statistics as if over all of them."""
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     inputs: dict[str, list[Tensor]] = {}
@@ -66,7 +77,7 @@ def step(model: Spikformer, images: Tensor, labels: Tensor, sizes: list[int]) ->
     for x, y in zip(images.split(sizes), labels.split(sizes), strict=True):
         functional.reset_net(model)
         out = model(x)
-        share = F.cross_entropy(out.mean(0), y, reduction="sum") / len(labels)
+        share = loss_sum(out, y) / len(labels)
         share.backward()
         loss += share.item()
         logits.append(out.detach())
@@ -74,7 +85,8 @@ def step(model: Spikformer, images: Tensor, labels: Tensor, sizes: list[int]) ->
         hook.remove()
     buffers = dict(before)
     for name, parts in inputs.items():
-        values = torch.cat([part.transpose(0, 1).flatten(1) for part in parts], dim=1)
+        frames = [part.flatten(0, 1) if part.ndim == 5 else part for part in parts]
+        values = torch.cat([part.transpose(0, 1).flatten(1) for part in frames], dim=1)
         buffers[f"{name}.running_mean"] = 0.9 * before[f"{name}.running_mean"] + 0.1 * values.mean(1)
         buffers[f"{name}.running_var"] = 0.9 * before[f"{name}.running_var"] + 0.1 * values.var(1)
         buffers[f"{name}.num_batches_tracked"] = before[f"{name}.num_batches_tracked"] + 1

@@ -3,5 +3,13 @@
 from megasnn.checkpoint.interchange.into_model import load_globals_into
 from megasnn.checkpoint.interchange.spikformer import from_spikingjelly, to_spikingjelly
 from megasnn.checkpoint.interchange.state_dict import read_state_dict
+from megasnn.checkpoint.interchange.vgg_dvs import vgg_from_spikingjelly, vgg_to_spikingjelly
 
-__all__ = ["from_spikingjelly", "load_globals_into", "read_state_dict", "to_spikingjelly"]
+__all__ = [
+    "from_spikingjelly",
+    "load_globals_into",
+    "read_state_dict",
+    "to_spikingjelly",
+    "vgg_from_spikingjelly",
+    "vgg_to_spikingjelly",
+]

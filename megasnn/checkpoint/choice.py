@@ -1,0 +1,93 @@
+"""Which checkpoint of a folder to load, and which to try when that one is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasnn.checkpoint.description import METADATA, serial_of
+from megasnn.checkpoint.errors import CheckpointError, DamagedError, NoCheckpointError
+from megasnn.checkpoint.folder import LATEST, checkpoints
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoints to try, in this order, and what the user must hear about that order."""
+
+    paths: tuple[Path, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def choose(folder: Path, step: int | None) -> Choice:
+    """The checkpoint of iteration `step` alone; or the latest, and after it the others from the newest on.
+
+    Newest is what was saved last. Where a run had gone back to an older checkpoint, those of a later iteration that
+    were saved before are of a course that was given up: they are left out.
+
+    Raises:
+        NoCheckpointError: there is none at all.
+        CheckpointError: the one of this iteration is not there; says which exist.
+    """
+    if not folder.is_dir():
+        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check --load")
+    found = checkpoints(folder)
+    if step is not None and step not in found:
+        raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); {_there(found)}")
+    if step is not None:
+        return Choice((found[step],))
+    if not found and not (folder / LATEST).exists():
+        raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check --load")
+    if not found:
+        raise CheckpointError(f"{folder} has a {LATEST}, but no complete checkpoint; check --load")
+    return _latest_first(folder, found)
+
+
+def find_checkpoint(folder: Path, step: int | None) -> Path:
+    """The folder of one checkpoint: of iteration `step`, or the latest. Raises as `choose`."""
+    choice = choose(folder, step)
+    if not choice.paths:
+        raise DamagedError(*choice.remarks)
+    return choice.paths[0]
+
+
+def _latest_first(folder: Path, found: dict[int, Path]) -> Choice:
+    serials = {step: serial_of(path) for step, path in found.items()}
+    remarks = [f"{found[step] / METADATA} is not legible" for step, serial in serials.items() if serial is None]
+    newest = _not_given_up({step: serial for step, serial in serials.items() if serial is not None})
+    named, problem = _named(folder / LATEST, found)
+    if problem:
+        remarks.append(f"{problem}; taking the newest that is intact")
+    elif newest and named != newest[0] and serials[named] is not None:
+        remarks.append(
+            f"{folder / LATEST} names iteration {named}, though iteration {newest[0]} was saved later (--ckpt-step "
+            f"{newest[0]} takes that one)"
+        )
+    order = ([] if problem else [named]) + [step for step in newest if problem or step != named]
+    return Choice(tuple(found[step] for step in order), tuple(remarks))
+
+
+def _not_given_up(serials: dict[int, int]) -> list[int]:
+    """Iterations from the newest on, each before the one that was saved after it."""
+    kept: list[int] = []
+    for step in sorted(serials, key=lambda step: serials[step], reverse=True):
+        if not kept or step < kept[-1]:
+            kept.append(step)
+    return kept
+
+
+def _named(latest: Path, found: Iterable[int]) -> tuple[int, str]:
+    """The iteration that `latest` names, and what is wrong with it ("" when nothing is)."""
+    try:
+        text = latest.read_bytes().decode(errors="replace").strip()
+    except OSError as error:
+        return -1, f"cannot read {latest}: {error}"
+    if not (text.isascii() and text.isdecimal()):
+        return -1, f"{latest} should hold an iteration, found {text[:40]!r}"
+    return int(text), "" if int(text) in found else f"{latest} names iteration {text}, which is not there"
+
+
+def _there(steps: Iterable[int]) -> str:
+    if not (there := ", ".join(map(str, steps))):
+        return "there is no complete checkpoint; check --load"
+    return f"complete checkpoints: {there}; choose one with --ckpt-step"

@@ -1,0 +1,149 @@
+"""Loading a checkpoint of any layout into this rank's tensors; only the bytes that the rank needs are read.
+
+What does not fit is refused on all ranks, with the same words, before anything of the model or the optimizer has
+changed. What is damaged is found while it is read, and named; then the newest checkpoint that is intact takes its
+place, unless one was asked for by its iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megasnn.checkpoint import folder as folders
+from megasnn.checkpoint.agreement import all_do, first_decides, gather
+from megasnn.checkpoint.choice import choose
+from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
+from megasnn.checkpoint.description import Metadata, read_metadata
+from megasnn.checkpoint.errors import CheckpointError, DamagedError, raise_problems
+from megasnn.checkpoint.files import DCP_METADATA, PieceReader, read_dcp_metadata
+from megasnn.checkpoint.optimizer_state import States, allocate, describe
+from megasnn.checkpoint.planner import plan_reading
+from megasnn.checkpoint.saving import PathLike, require_names
+from megasnn.sharding import ShardedTensor
+
+Group = dist.ProcessGroup | None
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """Where the loaded run stood: completed iterations, samples seen, and what was saved as `extra`.
+
+    `path` is the checkpoint that was loaded. `remarks` say why it is not the one that was to be expected; the user
+    must see them.
+    """
+
+    iteration: int
+    consumed_samples: int
+    extra: dict[str, Any]
+    path: Path
+    remarks: tuple[str, ...] = ()
+
+
+def load_checkpoint(
+    folder: PathLike,
+    *,
+    tensors: Sequence[ShardedTensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    config: dict[str, Any] | None = None,
+    step: int | None = None,
+    process_group: Group = None,
+    refuse: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
+    leave: str | None = None,
+) -> LoadedState:
+    """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
+
+    It may come from any layout. The optimizer's state is replaced; its hyperparameters are not touched.
+    Collective over `process_group` (the group of all ranks; None for a process on its own).
+
+    Args:
+        optimizer: None leaves the saved optimizer state aside (--finetune, --no-load-optim).
+        config: must equal the saved one; None accepts any model whose tensors fit (--finetune).
+        refuse: problems that the caller sees with this checkpoint.
+        leave: a layer whose tensors stay as they are, whatever the checkpoint holds of them (--reset-head).
+
+    Raises:
+        NoCheckpointError: on every rank, when there is no checkpoint at all.
+        DamagedError: on every rank, when files are missing, cut or altered, of the checkpoint of this step or of all
+            that there are. The tensors may then hold part of what was read.
+        CheckpointError: on every rank, when this step does not exist, the configuration differs (lists the
+            fields), tensors are missing, unexpected, of another shape or of a precision that would be lost,
+            or the optimizer is of another kind or has no saved state. Nothing has changed then.
+    """
+    wanted = [entry for entry in tensors if not _of_layer(entry.name, leave)]
+
+    def load(path: Path) -> LoadedState:
+        metadata = all_do(process_group, lambda: read_metadata(path), f"cannot load {path}:")
+        title = f"the checkpoint {path} does not fit this run:"
+
+        def prepare() -> tuple[list[ShardedTensor], States]:
+            require_names(tensors)
+            if problems := [*model_differences(metadata, config, optimizer), *refuse(metadata)]:
+                raise CheckpointError(*problems)
+            states = allocate(wanted, optimizer, metadata.tensors) if optimizer is not None else {}
+            return [*wanted, *describe(wanted, states)], states
+
+        entries, states = all_do(process_group, prepare, title)
+        reports = gather(process_group, tensor_differences(metadata.tensors, entries))
+        taken = {name for names, _ in reports for name in names}
+        saved = [name for name in metadata.tensors if not _of_layer(name, leave)]
+        unexpected = unused_tensors(saved, taken, with_optimizer=optimizer is not None)
+        raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
+        read_tensors(path, metadata, entries, process_group)
+        if optimizer is not None:
+            optimizer.state.update(states)
+        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path)
+
+    state, remarks = first_intact(folder, step, process_group, load)
+    return LoadedState(state.iteration, state.consumed_samples, state.extra, state.path, remarks)
+
+
+def _of_layer(name: str, layer: str | None) -> bool:
+    return layer is not None and name.startswith(f"{layer}.")
+
+
+def first_intact(
+    folder: PathLike, step: int | None, process_group: Group, load: Callable[[Path], T]
+) -> tuple[T, tuple[str, ...]]:
+    """Tries to load one checkpoint after the other until one is intact; what it gave, and what to tell the user.
+
+    Args:
+        step: try this iteration only; None begins with the latest.
+        load: raises DamagedError on all ranks or on none.
+    Raises:
+        DamagedError: none is intact; lists what is wrong with each. Otherwise whatever `choose` and `load` raise.
+    """
+    choice = first_decides(process_group, lambda: choose(Path(folder), step))
+    remarks = list(choice.remarks)
+    for path in choice.paths:
+        try:
+            loaded = load(path)
+        except DamagedError as error:
+            if step is not None:
+                raise
+            remarks.append(f"{path} is damaged and was passed over: {error}")
+        else:
+            return loaded, tuple(remarks)
+    raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
+
+
+def read_tensors(path: Path, metadata: Metadata, entries: Iterable[ShardedTensor], process_group: Group) -> None:
+    """Reads this rank's part of the given tensors, and checks every byte of it; collective.
+
+    Raises:
+        DamagedError: on every rank, when bytes that some rank needs are missing or altered.
+        CheckpointError: the saved boxes do not cover a tensor.
+    """
+
+    def read() -> None:
+        with folders.reading(path):
+            saved = read_dcp_metadata(path, int(metadata.files[DCP_METADATA]["crc32"], 16))
+            PieceReader(path, saved).read(plan_reading(entries, saved))
+
+    all_do(process_group, read, f"cannot read the checkpoint {path}:")

@@ -1,0 +1,136 @@
+"""The saves of a run: at once or in the background, and a failed one does not end the run."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megasnn.checkpoint.agreement import is_first
+from megasnn.checkpoint.errors import CheckpointError
+from megasnn.checkpoint.optimizer_state import describe
+from megasnn.checkpoint.retention import Retention, prune
+from megasnn.checkpoint.saving import Group, Progress, require_names, write_checkpoint
+from megasnn.checkpoint.snapshot import Snapshot
+from megasnn.sharding import ShardedTensor
+
+# Ranks wait for each other as long as the slowest disk takes. The loss of a rank is noticed elsewhere (megasnn.fault).
+_PATIENCE = datetime.timedelta(days=7)
+
+
+class Saver:
+    """One rank's part in saving a run's checkpoints. Making one, `save` and `finish` are collective.
+
+    Args:
+        is_writer, process_group: as for `save_checkpoint`.
+        background: write while training goes on; a group of its own lets the ranks agree beside it.
+        report: where the user is told, in lines; may be called from another thread. Only the first rank tells.
+    Attributes:
+        saved: the iteration that was saved last; None before the first.
+        failed: the save that was asked for last has failed. The same on every rank after `finish`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_writer: bool,
+        process_group: Group,
+        background: bool = False,
+        retention: Retention | None = None,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self._folder, self._is_writer, self._retention = folder, is_writer, retention or Retention()
+        self._group = process_group
+        self._snapshot = Snapshot() if background else None
+        if background and process_group is not None:
+            self._group = dist.new_group(dist.get_process_group_ranks(process_group), _PATIENCE, backend="gloo")
+            dist.barrier(self._group)  # making a group does not wait for its members
+        self._thread: threading.Thread | None = None
+        self._in_flight: int | None = None
+        self.report = report
+        self.saved: int | None = None
+        self.failed = False
+
+    def prepare(self, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> None:
+        """Gets ready for the first save in the background, once the optimizer has its state; otherwise does nothing."""
+        if self._snapshot is not None:
+            self._snapshot.prepare(self._written_here(_entries(tensors, optimizer)))
+
+    def save(
+        self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        """Saves, unless this iteration is saved already. In the background it returns once the values are copied.
+
+        A failure is told and remembered; the next save tries again.
+        """
+        if self._in_flight is not None:
+            if self._thread is not None and self._thread.is_alive() and self._in_flight != progress.iteration:
+                self._tell(f"the checkpoint of iteration {self._in_flight} is still being written: waiting for it")
+            self.finish()
+        if self.saved == progress.iteration:
+            return
+        entries = _entries(tensors, optimizer)
+        kind = type(optimizer).__name__ if optimizer is not None else None
+        if self._snapshot is None:
+            self._write(progress, entries, kind)
+            return
+        mine = self._written_here(entries)
+        copies = {copy.name: copy for copy in self._snapshot.take(mine)}
+        entries = [copies.get(entry.name, entry) for entry in entries]
+        self._in_flight = progress.iteration
+        self._thread = threading.Thread(
+            target=self._write, args=(progress, entries, kind), name="megasnn-save", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits for the save in the background, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._in_flight = None
+
+    def _written_here(self, entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+        return [entry for entry in entries if self._is_writer and entry.shard.is_primary]
+
+    def _write(self, progress: Progress, entries: Sequence[ShardedTensor], kind: str | None) -> None:
+        began = time.monotonic()
+        try:
+            path = write_checkpoint(self._folder, progress, entries, kind, self._is_writer, self._group)
+        except Exception as error:
+            self.failed = True
+            self._tell(
+                f"WARNING: the checkpoint of iteration {progress.iteration} was NOT SAVED; the run goes on and tries "
+                f"again at the next interval. {_text(error)}"
+            )
+            return
+        self.failed, self.saved = False, progress.iteration
+        self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
+        self._prune()
+
+    def _prune(self) -> None:
+        if not is_first(self._group):
+            return
+        try:
+            for path in prune(self._folder, self._retention):
+                self._tell(f"removed {path} (--keep-last {self._retention.last})")
+        except OSError as error:
+            self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")
+
+    def _tell(self, text: str) -> None:
+        if is_first(self._group):
+            self.report(text)
+
+
+def _entries(tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> list[ShardedTensor]:
+    require_names(tensors)
+    return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,195 @@
+"""Saving a run: model, optimizer and progress, as global tensors that any layout can load.
+
+Every function is collective over `process_group` (the group of all ranks; None for a process on its own), and
+every rank passes only what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import megasnn
+from megasnn.checkpoint import folder as folders
+from megasnn.checkpoint.agreement import all_do, first_decides, gather, is_first
+from megasnn.checkpoint.checksum import file_checksum
+from megasnn.checkpoint.description import Metadata
+from megasnn.checkpoint.errors import CheckpointError, problem_list
+from megasnn.checkpoint.files import DCP_METADATA, PieceWriter, file_checksum_of, saved_pieces
+from megasnn.checkpoint.optimizer_state import PREFIX, describe
+from megasnn.checkpoint.planner import PieceSavePlanner
+from megasnn.sharding import ShardedTensor
+
+PathLike = str | os.PathLike[str]
+Group = dist.ProcessGroup | None
+
+# A process on its own saves without torch.distributed, which torch finds worth a warning each time.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is saved beside tensors, all of it JSON-able.
+
+    Attributes:
+        iteration, consumed_samples: how far the run is.
+        extra: whatever the training loop keeps.
+        config: what defines the model and must be equal when it is loaded.
+        layout: for the reader only.
+    """
+
+    iteration: int
+    consumed_samples: int
+    extra: dict[str, Any]
+    config: dict[str, Any] | None
+    layout: dict[str, Any] | None
+
+
+def save_checkpoint(
+    folder: PathLike,
+    *,
+    iteration: int,
+    consumed_samples: int,
+    tensors: Sequence[ShardedTensor],
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any],
+    config: dict[str, Any] | None,
+    layout: dict[str, Any] | None,
+    is_writer: bool = True,
+    process_group: Group = None,
+) -> Path:
+    """Writes `<folder>/iter_<iteration>` and makes it the latest; an older one of this iteration is replaced.
+
+    Args:
+        tensors: this rank's parameters and buffers (`megasnn.sharding.sharded_tensors`).
+        optimizer: whose state is saved; None for weights only.
+        extra, config, layout: JSON-able. `config` is what defines the model and must be equal when it is
+            loaded; `layout` is for the reader only. Those of the group's first rank are written.
+        is_writer: True on the data-parallel replica that writes (rank 0 of each data-parallel group).
+
+    Raises:
+        CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
+            element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
+    """
+    progress = Progress(iteration, consumed_samples, extra, config, layout)
+
+    def everything() -> list[ShardedTensor]:
+        require_names(tensors)
+        return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
+
+    entries = all_do(process_group, everything, "this run cannot be saved:")
+    kind = type(optimizer).__name__ if optimizer is not None else None
+    return write_checkpoint(folder, progress, entries, kind, is_writer, process_group)
+
+
+def write_checkpoint(
+    folder: PathLike,
+    progress: Progress,
+    entries: Sequence[ShardedTensor],
+    optimizer: str | None,
+    is_writer: bool,
+    process_group: Group,
+) -> Path:
+    """`save_checkpoint` of tensors that are all described, the optimizer's state (of this kind) among them."""
+    root = Path(folder)
+
+    def names_of_all() -> list[str]:
+        for label in ("extra", "config", "layout"):
+            _require_json(label, getattr(progress, label))
+        return [entry.name for entry in entries]
+
+    mine = all_do(process_group, names_of_all, "this run cannot be saved:")
+    names = set[str]().union(*gather(process_group, mine))
+    aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
+    try:
+        planner = PieceSavePlanner(entries if is_writer else [], names)
+        written = _write(aside, planner, process_group)
+        return first_decides(
+            process_group, lambda: folders.commit(root, _describe(progress, optimizer, aside, written))
+        )
+    except CheckpointError:
+        if is_first(process_group):
+            folders.discard(root, progress.iteration)
+        raise
+
+
+def _describe(progress: Progress, optimizer: str | None, aside: Path, written: DcpMetadata) -> Metadata:
+    sums = {name: file_checksum_of(pieces) for name, pieces in saved_pieces(written).items()}
+    sums[DCP_METADATA] = file_checksum(aside / DCP_METADATA)
+    return Metadata(
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        config=progress.config,
+        layout=progress.layout,
+        extra=progress.extra,
+        optimizer=optimizer,
+        tensors=_tensor_list(written.state_dict_metadata),
+        files={
+            name: {"bytes": (aside / name).stat().st_size, "crc32": f"{checksum:08x}"}
+            for name, checksum in sorted(sums.items())
+        },
+        versions=_versions(),
+    )
+
+
+def _write(path: Path, planner: PieceSavePlanner, process_group: Group) -> DcpMetadata:
+    """Failures of torch.distributed.checkpoint become one error, on every rank."""
+    try:
+        return dcp.save(
+            {},
+            storage_writer=PieceWriter(path),
+            planner=planner,
+            process_group=process_group,
+            no_dist=process_group is None,
+        )
+    except CheckpointException as failure:
+        problems = [text for rank, (error, _) in failure.failures.items() for text in _texts(rank, error)]
+        raise problem_list(f"cannot write the checkpoint {path}:", problems) from None
+
+
+def _texts(rank: int, error: BaseException) -> list[str]:
+    if isinstance(error, CheckpointError):
+        return list(error.args)
+    return [f"rank {rank}: {type(error).__name__}: {error}"]
+
+
+def _versions() -> dict[str, str]:
+    return {"megasnn": megasnn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _tensor_list(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"shape": list(told.size), "dtype": str(told.properties.dtype).removeprefix("torch.")}
+        for name, told in sorted(saved.items())
+        if isinstance(told, TensorStorageMetadata)
+    }
+
+
+def require_names(tensors: Iterable[ShardedTensor]) -> None:
+    names: set[str] = set()
+    for entry in tensors:
+        if entry.name in names:
+            raise CheckpointError(f"two tensors of one rank are called {entry.name}")
+        if entry.name.startswith(PREFIX):
+            raise CheckpointError(f"{entry.name}: names that start with {PREFIX!r} are the optimizer's")
+        names.add(entry.name)
+
+
+def _require_json(label: str, value: Any) -> None:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{label} cannot be written as JSON: {error}") from None

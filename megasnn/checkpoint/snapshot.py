@@ -1,0 +1,54 @@
+"""Tensors as they were at one moment, in memory of the CPU, so that training can go on while they are written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megasnn.sharding import ShardedTensor
+
+
+class Snapshot:
+    """The memory is kept from one time to the next: new memory costs several times as much as the copy itself."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+        self._preparation: threading.Thread | None = None
+
+    def prepare(self, entries: Sequence[ShardedTensor]) -> None:
+        """Gets the memory that these tensors will need, in the background."""
+        self._preparation = threading.Thread(target=self._touch, args=(entries,), name="megasnn-snapshot", daemon=True)
+        self._preparation.start()
+
+    def _touch(self, entries: Iterable[ShardedTensor]) -> None:
+        for entry in entries:
+            self._memory_for(entry).zero_()  # the system gives memory when it is first written to
+
+    def take(self, entries: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+        """The same tensors with their present values. The copies are valid until the next time."""
+        if self._preparation is not None:
+            self._preparation.join()
+            self._preparation = None
+        copies = [
+            ShardedTensor(
+                entry.name,
+                self._memory_for(entry).copy_(entry.tensor.detach(), non_blocking=True),
+                entry.shard,
+                entry.is_parameter,
+            )
+            for entry in entries
+        ]
+        for device in {entry.tensor.device for entry in entries if entry.tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return copies
+
+    def _memory_for(self, entry: ShardedTensor) -> Tensor:
+        there = self._memory.get(entry.name)
+        like = entry.tensor.detach()
+        if there is None or there.shape != like.shape or there.dtype != like.dtype:
+            there = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+            self._memory[entry.name] = there
+        return there

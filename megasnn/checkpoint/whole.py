@@ -1,0 +1,92 @@
+"""Whole tensors of checkpoints in one process, for tools and tests, and the check of every byte."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasnn.checkpoint.description import read_metadata
+from megasnn.checkpoint.files import DCP_METADATA, PieceReader, file_checksum_of, read_dcp_metadata, saved_pieces
+from megasnn.checkpoint.loading import first_intact, read_tensors
+from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.saving import PathLike, save_checkpoint
+from megasnn.sharding import Shard, ShardedTensor
+
+
+def load_global_tensors(
+    folder: PathLike, step: int | None = None, *, prefix: str = "", with_optimizer: bool = False
+) -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint by global name, on the CPU, in one process.
+
+    Warns when it is not the latest that they are of, because that one is damaged.
+
+    Args:
+        prefix: only names that start so.
+        with_optimizer: the optimizer's state too.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`.
+    """
+
+    def load(path: Path) -> dict[str, Tensor]:
+        metadata = read_metadata(path)
+        tensors = {
+            name: torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
+            for name, told in metadata.tensors.items()
+            if name.startswith(prefix) and (with_optimizer or not name.startswith(PREFIX))
+        }
+        read_tensors(path, metadata, _whole(tensors), None)
+        return tensors
+
+    tensors, remarks = first_intact(folder, step, None, load)
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=2)
+    return tensors
+
+
+def save_global_tensors(
+    folder: PathLike,
+    tensors: Mapping[str, Tensor],
+    *,
+    iteration: int = 0,
+    config: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Writes whole tensors, in one process, as a checkpoint of weights only; load it with --finetune."""
+    return save_checkpoint(
+        folder,
+        iteration=iteration,
+        consumed_samples=0,
+        tensors=_whole(tensors),
+        optimizer=None,
+        extra=extra or {},
+        config=config,
+        layout=None,
+    )
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> list[ShardedTensor]:
+    return [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
+
+
+def verify_checkpoint(path: Path) -> Iterator[tuple[int, str | None]]:
+    """Reads every byte of one checkpoint (`.../iter_0000100`) and checks it.
+
+    Yields:
+        for each piece of a file the number of its bytes, and what is wrong with it, or None.
+    Raises:
+        CheckpointError: what describes the files is damaged itself, or a file is missing or of another size.
+    """
+    metadata = read_metadata(path)
+    saved = read_dcp_metadata(path, int(metadata.files[DCP_METADATA]["crc32"], 16))
+    reader, files = PieceReader(path, saved), saved_pieces(saved)
+    for name in sorted(metadata.files.keys() - {DCP_METADATA}):
+        pieces = files.get(name, [])
+        yield from reader.damage(name, pieces)
+        if f"{file_checksum_of(pieces):08x}" != metadata.files[name]["crc32"]:
+            yield 0, f"{path / name}: metadata.json and {DCP_METADATA} tell different checksums"

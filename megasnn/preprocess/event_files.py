@@ -1,0 +1,122 @@
+"""An event sample inside a shard: ``<key>.frames.npz`` or ``<key>.events.npz``, and what makes frames of a recording.
+
+frames.npz holds one array "frames" [T, 2, H, W]: counts as uint8 or uint16, or float32 where they were scaled or
+normalised. events.npz holds t (µs from the first event), x, y, p, height and width, so that a program may choose the
+number of frames later.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasnn.events import ARRAY_FILE_ERRORS, FrameOptions, Recording, decode_recording, events_to_frames
+
+FRAMES, EVENTS = "frames.npz", "events.npz"
+_LEVEL = 4  # of zlib: beyond it a few per cent less space cost many times the time
+
+
+@dataclass(frozen=True)
+class FrameSettings:
+    """How a recording becomes exactly `time_steps` frames.
+
+    Attributes:
+        time_steps: number of frames, T.
+        split_by: what the frames have equal shares of, time or the number of events.
+        frame_duration: microseconds of a frame instead: what comes after T of them is left out, and a recording that
+            ends before is filled up with empty frames.
+        size: height and width to scale to; None keeps the sensor's.
+        normalize: see `megasnn.events.FrameOptions`.
+    """
+
+    time_steps: int = 10
+    split_by: Literal["number", "time"] = "number"
+    frame_duration: int | None = None
+    size: int | None = None
+    normalize: Literal["none", "frame-max"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.time_steps < 1:
+            raise ValueError(f"--time-steps must be at least 1, got {self.time_steps}")
+        self.options()
+
+    def options(self) -> FrameOptions:
+        steps = None if self.frame_duration is not None else self.time_steps
+        return FrameOptions(steps, self.split_by, self.frame_duration, self.size, self.normalize)
+
+
+def make_frames(recording: Recording, settings: FrameSettings) -> NDArray[Any]:
+    """Frames [T, 2, H, W] of a recording: int32 counts, or float32 where settings scale or normalise.
+
+    Raises:
+        ValueError: it is too short for so many frames by time.
+    """
+    if settings.frame_duration is None:
+        return events_to_frames(recording.events, recording.sensor, settings.options())
+    events, duration = recording.events, settings.frame_duration
+    start = int(events.t[0])
+    whole = events.between(start, start + settings.time_steps * duration)
+    frames = events_to_frames(whole, recording.sensor, settings.options())
+    missing = settings.time_steps - len(frames)
+    return np.concatenate([frames, np.zeros((missing, *frames.shape[1:]), frames.dtype)])
+
+
+def encode_frames(frames: NDArray[Any]) -> bytes:
+    """frames.npz of [T, 2, H, W]; integer counts become the smallest type that holds them."""
+    if frames.dtype.kind in "iu":
+        frames = frames.astype(np.min_scalar_type(int(frames.max(initial=0))))
+    return _npz({"frames": frames})
+
+
+def encode_events(recording: Recording) -> bytes:
+    """events.npz of a recording; equal recordings give equal bytes."""
+    events, sensor = recording.events, recording.sensor
+    t = events.t - events.t[0]
+    place = np.uint8 if max(sensor) <= 256 else np.uint16
+    return _npz(
+        {
+            "t": t.astype(np.uint32) if t[-1] < 2**32 else t,
+            "x": events.x.astype(place),
+            "y": events.y.astype(place),
+            "p": events.p,
+            "height": np.array(sensor.height),
+            "width": np.array(sensor.width),
+        }
+    )
+
+
+def decode_sample(data: bytes) -> Recording | NDArray[Any]:
+    """The recording of an events.npz, or the array [T, 2, H, W] of a frames.npz.
+
+    Raises:
+        ValueError: damaged, or neither; events out of order or outside their sensor.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+            frames = stored["frames"] if "frames" in stored.files else None
+    except ARRAY_FILE_ERRORS as error:
+        raise ValueError(f"cannot be decoded: {error}") from error
+    if frames is None:
+        return decode_recording(data, "its events.npz", "numpy")
+    if frames.ndim != 4 or frames.shape[1] != 2 or frames.dtype.kind not in "iuf":
+        raise ValueError(f"cannot be decoded: frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
+    return frames
+
+
+def _npz(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """NumPy's .npz, always with the same bytes: no times of writing in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.lib.format.write_array(content, np.asarray(array, order="C"), allow_pickle=False)
+            info = zipfile.ZipInfo(f"{name}.npy")  # dated 1980
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, content.getvalue(), compresslevel=_LEVEL)
+    return buffer.getvalue()

@@ -1,0 +1,115 @@
+"""Writes one shard: aside, to disk, then in its place, so that a shard is whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+PARTIAL = ".partial"
+Sample = tuple[str, Mapping[str, bytes]]
+"""Key, and the contents of its files by suffix."""
+_BUFFER = 1 << 20
+
+
+class Output:
+    """What tarfile needs of a file to write to; counts and hashes all that passes.
+
+    Raises:
+        ValueError: the file cannot be written (disk full, no right); the message names `path`, which it is to become.
+    """
+
+    def __init__(self, partial: Path, path: Path) -> None:
+        self._path, self._digest, self._waiting, self.size = path, hashlib.sha256(), bytearray(), 0
+        with _named(path):
+            self._descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        self.size += len(data)
+        self._waiting += data
+        if len(self._waiting) >= _BUFFER:
+            self._drain()
+        return len(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def to_disk(self) -> None:
+        self._drain()
+        with _named(self._path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _drain(self) -> None:
+        with _named(self._path):
+            rest = bytes(self._waiting)
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[os.write(self._descriptor, rest) :]
+        self._waiting.clear()
+
+
+def write_shard(path: Path, samples: Iterable[Sample]) -> tuple[int, int, str]:
+    """Write a shard whose bytes depend on `samples` only; returns the number of samples, the size and the sha256.
+
+    Neither the shard nor a part of it is left when something goes wrong, here or in `samples`.
+
+    Raises:
+        ValueError: it cannot be written (disk full, no right); the message names it.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with contextlib.closing(Output(partial, path)) as output:
+            count = _fill(output, samples)
+            output.to_disk()
+        with _named(path):
+            os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    _flush_folder(path.parent)
+    return count, output.size, output.sha256
+
+
+def _fill(output: Output, samples: Iterable[Sample]) -> int:
+    count = 0
+    with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+        for key, files in samples:
+            for suffix, data in sorted(files.items()):
+                # Owner, rights and time of change are the same everywhere and always.
+                header = tarfile.TarInfo(f"{key}.{suffix}")
+                header.size, header.mtime, header.mode = len(data), 0, 0o644
+                archive.addfile(header, io.BytesIO(data))
+            count += 1
+    return count
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot write shard {path}: {error.strerror or error}; the shards that are finished stay, and the same "
+            f"command goes on from there"
+        ) from error
+
+
+def _flush_folder(folder: Path) -> None:
+    """Bring the new name to disk too; not every file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,149 @@
+"""The VGG's side of the parity tests: SpikingJelly's small network, and what a rank builds beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional, layer, surrogate
+from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
+from torch import Tensor, nn
+
+from megasnn.checkpoint import load_globals_into, vgg_from_spikingjelly
+from megasnn.config import VggDvsConfig
+from megasnn.engine import Engine
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
+from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.partition import balanced_bounds
+from megasnn.random import keyed_generator
+from tests.parity import spikingjelly_reference as reference
+from tests.parity.ranks import Layout, RankStep, record_step
+
+# Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
+CONFIG = VggDvsConfig("8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
+POOLS = [block.pool for block in CONFIG.blocks]
+NEURON = NeuronSpec(tau=1.333, decay_input=False, surrogate="atan")
+SIZES = [3, 3, 3, 2]
+SEED = 5
+SHARE, MEAN = 0.05, 0.4  # of TET
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What of the model differs between tests."""
+
+    dropout: float = 0.0
+    loss: str = "cross-entropy"
+    style: str = "auto"
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross-entropy": cross_entropy_sum,
+    "tet": partial(tet_sum, share=SHARE, mean=MEAN),
+    "mse": mse_sum,
+}
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Event counts [N, T, 2, H, W] and labels."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (sum(SIZES), CONFIG.time_steps, CONFIG.in_channels, CONFIG.image_size, CONFIG.image_size)
+    frames = torch.poisson(torch.full(shape, 0.7), generator=generator).to(dtype)
+    return frames, torch.randint(0, CONFIG.num_classes, (sum(SIZES),), generator=generator)
+
+
+class _Masks(nn.Module):
+    """Dropout in place of SpikingJelly's, with the masks that the key of each sample gives."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.position = p, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = []
+        for sample in x.unbind(1):
+            generator = keyed_generator(SEED, "dropout", "classifier.dropout", self.position)
+            out.append(sample * (torch.rand(sample.shape, generator=generator) >= self.p) / (1 - self.p))
+            self.position += 1
+        return torch.stack(out, dim=1)
+
+
+class SmallVgg(nn.Module):
+    """CIFAR10DVSVGG with other channels: its blocks, its classifier, its forward."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        options = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
+        blocks, inputs = [], CONFIG.in_channels
+        for block in CONFIG.blocks:
+            blocks.append(VGGBlock(inputs, block.channels, 3, 1, 1, block.pool, step_mode="m", **options))
+            inputs = block.channels
+        self.features = nn.Sequential(*blocks, layer.AvgPool2d(2))
+        linear = nn.Linear(inputs * CONFIG.final_size**2, CONFIG.num_classes)
+        self.classifier = nn.Sequential(*([_Masks(dropout)] if dropout else []), linear)
+        functional.set_step_mode(self, "m")
+
+    forward = CIFAR10DVSVGG.forward
+
+
+def build(dropout: float) -> SmallVgg:
+    """With norm parameters away from their initial values, so that errors in them show."""
+    torch.manual_seed(1)
+    model = SmallVgg(dropout).double()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.8, 1.6)
+            nn.init.uniform_(module.bias, 0.1, 0.6)
+    return model
+
+
+def _reference_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The losses as their papers' programs write them, for a mean over the samples."""
+
+    def tet(logits: Tensor, labels: Tensor) -> Tensor:
+        each = sum(F.cross_entropy(step, labels) for step in logits) / len(logits)
+        return len(labels) * ((1 - SHARE) * each + SHARE * F.mse_loss(logits, torch.full_like(logits, MEAN)))
+
+    def mse(logits: Tensor, labels: Tensor) -> Tensor:
+        return len(labels) * F.mse_loss(logits.mean(0), F.one_hot(labels, CONFIG.num_classes).double())
+
+    return {"cross-entropy": reference.mean_over_time, "tet": tet, "mse": mse}[name]
+
+
+def truth(variant: Variant) -> reference.ReferenceStep:
+    """One step of SpikingJelly's network."""
+    return reference.step(build(variant.dropout), *data(), SIZES, _reference_loss(variant.loss))
+
+
+def one_step(
+    layout: Layout,
+    variant: Variant,
+    weights: dict[str, Tensor],
+    dtype: torch.dtype = torch.float64,
+    backend: str = "auto",
+) -> RankStep:
+    """One of our steps, on every rank of an initialised world."""
+    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    try:
+        config = VggDvsConfig(
+            CONFIG.channels,
+            image_size=CONFIG.image_size,
+            time_steps=CONFIG.time_steps,
+            num_classes=CONFIG.num_classes,
+            dropout=variant.dropout,
+            tensor_parallel_style=variant.style,  # type: ignore[arg-type]
+        )
+        model = describe_vgg_dvs(config, NEURON)
+        context = BuildContext(state.tensor, dtype, dtype, backend, seed=SEED)
+        bounds = balanced_bounds([1.0] * len(model.layers), state.pipeline.size)
+        engine = Engine(model, state, context, bounds, layout.schedule, loss=LOSSES[variant.loss])
+        load_globals_into(engine.tensors, vgg_from_spikingjelly(weights, POOLS), state.world.handle)
+        return record_step(engine, state, *data(dtype), SIZES[0])
+    finally:
+        destroy_model_parallel()

@@ -1,0 +1,58 @@
+"""Draw samples of shards into a PNG: images, or the frames of event recordings in two colours.
+
+    python tools/show_data.py SHARDS --output samples.png
+    python tools/show_data.py "SHARDS/train-{00000..00017}.tar" --output samples.png --samples 4 --time-steps 10
+
+Red is where it became brighter, blue where darker; each row is one sample, its frames from left to right, with its key
+and class above.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from PIL import Image
+
+from megasnn.data.show import read_samples
+from megasnn.telemetry.pictures import sample_sheet
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 when the shards cannot be read or the picture not be written, after saying why on stderr."""
+    return tyro.cli(show, args=arguments, description=__doc__)
+
+
+def show(
+    shards: tyro.conf.Positional[str],
+    output: Annotated[Path, tyro.conf.arg(metavar="PNG")],
+    samples: int = 8,
+    seed: int | None = None,
+    time_steps: int = 10,
+) -> int:
+    """Draws samples.
+
+    Args:
+        shards: What --data-path takes: a shard, a folder of them, braces or a glob.
+        output: The picture to write.
+        samples: How many are drawn.
+        seed: Draw random ones; by default the first ones.
+        time_steps: Frames that are made of a recording where the shards hold events.
+    """
+    try:
+        if output.suffix.lower() != ".png":
+            raise ValueError(f"--output {output} must end in .png")
+        arrays, captions = read_samples(shards, samples, seed, time_steps)
+        Image.fromarray(sample_sheet(arrays, captions)).save(output)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(arrays)} samples drawn in {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
