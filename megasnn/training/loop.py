@@ -54,8 +54,7 @@ class TrainingRun:
         self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
-        size, units = training.micro_batch_size, provider.unit_of_layer
-        self.plan = plan_of(model, parallel, size, counts, context, state, units)
+        self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state)
         self.bounds = self.plan.bounds
         loss, wires = sample_loss(training), wire_options(parallel)
         self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)

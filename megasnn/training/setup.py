@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,12 +35,10 @@ class ModelProvider:
 
     Attributes:
         description: the layers.
-        unit_of_layer: for each layer its unit, for explicit layouts.
         from_spikingjelly: a state_dict of SpikingJelly's model -> global tensors by name.
     """
 
     description: ModelDescription
-    unit_of_layer: Sequence[str]
     from_spikingjelly: ImportWeights
 
 
@@ -86,7 +84,6 @@ def plan_of(
     micro_batches: Sequence[int],
     context: BuildContext,
     state: ParallelState,
-    unit_of_layer: Sequence[str] = (),
 ) -> PipelinePlan:
     """The layers and the place of each chunk, and the schedules. Collective.
 
@@ -95,12 +92,12 @@ def plan_of(
     Raises:
         ValueError: the schedule cannot keep `--pipeline-memory-limit`.
     """
-    layout = parallel.layout
+    layout, units = parallel.layout, [layer.unit for layer in model.layers]
     request = PipelineRequest(
         schedule=parallel.pipeline_schedule,
         chunks_per_rank=parallel.chunks_per_rank,
         memory_limit=parallel.pipeline_memory_limit,
-        bounds=None if layout is None else tuple(layout_to_bounds(layout, unit_of_layer)),
+        bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=micro_batch_size,
         micro_batches=tuple(micro_batches),
     )
