@@ -57,8 +57,9 @@ class TensorDescriptor:
 
     @classmethod
     def of(cls, tensor: Tensor, wire: Wire, sent_as: torch.dtype | None = None) -> TensorDescriptor:
+        # Dimensions of size 1 come first: their strides mean nothing and differ from one operation to the next.
         strides = tensor.stride()
-        order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+        order = sorted(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, -strides[dim]))
         return cls(tuple(tensor.shape), tuple(order), tensor.dtype, wire, sent_as or tensor.dtype)
 
     @property

@@ -6,6 +6,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from megasnn.batching import micro_batches_of
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig, describe, to_json
 from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets, order_identity
@@ -47,11 +48,10 @@ class TrainingRun:
         self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
-        self.bounds = cut_into_chunks(
-            model, parallel, training.micro_batch_size, context, state, provider.unit_of_layer
-        )
+        size, count = training.micro_batch_size, len(micro_batches_of(training.micro_batches, state.data.size, 0))
+        self.bounds, plan = cut_into_chunks(model, parallel, size, count, context, state)
         loss, wires = sample_loss(training), wire_options(parallel)
-        self.engine = Engine(model, state, context, self.bounds, parallel.pipeline_schedule, training.seed, loss, wires)
+        self.engine = Engine(model, state, context, self.bounds, plan, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         layout = layers_per_chunk(self.bounds)
@@ -166,8 +166,8 @@ class TrainingRun:
             micro_batch_size=config.training.micro_batch_size,
             dp_size=state.data.size,
             dp_rank=state.data.rank,
-            need_images=state.is_first_stage,
-            need_labels=state.is_last_stage,
+            need_images=self.engine.takes_images,
+            need_labels=self.engine.gives_logits,
             num_workers=config.data.num_workers,
             skip_broken=config.data.skip_broken_samples,
             training=training,
@@ -189,7 +189,7 @@ class TrainingRun:
         if not self.config.data.skip_broken_samples:
             return None
         # All ranks of a replica that read images come to the same choice.
-        mine = skipped_samples if self.state.is_first_stage and self.state.tensor.rank == 0 else 0
+        mine = skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
         return int(self.engine.sum_over_ranks([float(mine)])[0])
 
     def _evaluate_if(self, due: bool) -> None:

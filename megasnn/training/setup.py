@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,9 +19,12 @@ from megasnn.layers import BuildContext
 from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.partition import balanced_bounds, layout_to_bounds
+from megasnn.partition import layout_to_bounds, placed_bounds
 from megasnn.pipeline.costs import agreed_layer_costs
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.schedule import ChunkCost, SchedulePlan, plan_schedule
+from megasnn.schedule.generate import LOOK_AT_COSTS
+from megasnn.schedule.memory import stage_shares
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,12 +37,10 @@ class ModelProvider:
 
     Attributes:
         description: the layers.
-        unit_of_layer: for each layer its unit, for explicit layouts.
         from_spikingjelly: a state_dict of SpikingJelly's model -> global tensors by name.
     """
 
     description: ModelDescription
-    unit_of_layer: Sequence[str]
     from_spikingjelly: ImportWeights
 
 
@@ -82,14 +83,40 @@ def cut_into_chunks(
     model: ModelDescription,
     parallel: ParallelConfig,
     micro_batch_size: int,
+    micro_batches: int,
     context: BuildContext,
     state: ParallelState,
-    unit_of_layer: Sequence[str] = (),
-) -> list[range]:
-    """The layers of each chunk: the explicit layout, or the cut that balances the measured costs. Collective."""
-    if parallel.layout is not None:
-        return layout_to_bounds(parallel.layout, unit_of_layer)
-    if parallel.chunks == 1:
-        return [range(len(model.layers))]
-    costs = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
-    return balanced_bounds(costs, parallel.chunks)
+) -> tuple[list[range], SchedulePlan]:
+    """The layers of each chunk, and the schedule with the place of each chunk. Collective.
+
+    The layers are those of the explicit layout, or of the cut that balances the measured costs on the placement.
+
+    Args:
+        micro_batches: of a replica in a step.
+    Raises:
+        ValueError: the schedule cannot keep `--pipeline-memory-limit`.
+    """
+    units = [layer.unit for layer in model.layers]
+    name, stages, chunks_per_rank = parallel.pipeline_schedule, state.pipeline.size, parallel.chunks_per_rank
+    if chunks_per_rank is None and 2 * stages > len(model.layers):
+        chunks_per_rank = 1
+    limit = parallel.pipeline_memory_limit
+    if stages == chunks_per_rank == 1:
+        return [range(len(model.layers))], plan_schedule(name, 1, 1, micro_batches, None, limit)
+    if parallel.layout is not None and name not in LOOK_AT_COSTS:
+        plan = plan_schedule(name, stages, chunks_per_rank, micro_batches, None, limit)
+        return layout_to_bounds(parallel.layout, units), plan
+    seconds = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
+
+    def bounds_of(placement: tuple[int, ...]) -> list[range]:
+        if parallel.layout is not None:
+            return layout_to_bounds(parallel.layout, units)
+        return placed_bounds(seconds, placement)
+
+    def costs_of(placement: tuple[int, ...]) -> list[ChunkCost]:
+        shares = stage_shares(placement)
+        sums = [sum(seconds[span.start : span.stop]) for span in bounds_of(placement)]
+        return [ChunkCost(cost / 3, cost * 2 / 3, activation=share) for cost, share in zip(sums, shares, strict=True)]
+
+    plan = plan_schedule(name, stages, chunks_per_rank, micro_batches, costs_of, limit)
+    return bounds_of(plan.placement), plan

@@ -12,7 +12,8 @@ from megasnn.models.spikformer import MLPHalf
 from tests.rank_pool import RankError
 from tests.training.runs import Outcome, train, whole
 
-PP2 = ("--pipeline-model-parallel-size", "2", "--train-iters", "2", "--eval-iters", "0", "--log-interval", "1")
+PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "1f1b")
+PP2 += ("--train-iters", "2", "--eval-iters", "0", "--log-interval", "1")
 IN_THE_STEM, BETWEEN_BLOCKS = "3|5", "6|2"
 
 
