@@ -6,7 +6,6 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from megasnn.batching import micro_batches_of
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig, describe, to_json
 from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets, order_identity
@@ -17,7 +16,14 @@ from megasnn.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.saving import Saves
-from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks, sample_loss, wire_options
+from megasnn.training.setup import (
+    ModelProvider,
+    build_context,
+    micro_batch_counts,
+    plan_of,
+    sample_loss,
+    wire_options,
+)
 from megasnn.training.step import TrainingStep
 from megasnn.training.watch import Watch
 
@@ -48,10 +54,11 @@ class TrainingRun:
         self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
-        size, count = training.micro_batch_size, len(micro_batches_of(training.micro_batches, state.data.size, 0))
-        self.bounds, plan = cut_into_chunks(model, parallel, size, count, context, state)
+        counts = micro_batch_counts(training.micro_batches, state.data.size)
+        self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state)
+        self.bounds = self.plan.bounds
         loss, wires = sample_loss(training), wire_options(parallel)
-        self.engine = Engine(model, state, context, self.bounds, plan, training.seed, loss, wires)
+        self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         layout = layers_per_chunk(self.bounds)
