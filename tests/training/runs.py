@@ -52,7 +52,6 @@ def train_vgg(*flags: str) -> Outcome:
     config = parse(PretrainVggDvsConfig, [*TINY_VGG, *flags])
     provider = training.ModelProvider(
         describe_vgg_dvs(config.model, training.neuron_spec(config)),
-        config.model.unit_of_layer(),
         lambda weights: vgg_from_spikingjelly(weights, [block.pool for block in config.model.blocks]),
     )
     return _run(config, provider)
