@@ -22,7 +22,7 @@ from megasnn.optim import build_optimizer
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput
-from megasnn.training.setup import build_context, cut_into_chunks
+from megasnn.training.setup import build_context, plan_of
 
 OPTIMIZER = OptimizerConfig()
 
@@ -108,9 +108,9 @@ class MegaSNNStep:
         parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule)
         sizes = micro_batch_sizes(samples, micro_batch_size)
         self._samples, self._most = samples, len(micro_batches_of(len(sizes), state.data.size, 0))
-        bounds, plan = cut_into_chunks(description, parallel, micro_batch_size, self._most, context, state)
-        self.layout = layers_per_chunk(bounds) if len(bounds) > 1 else ""
-        self.engine = Engine(description, state, context, bounds, plan)
+        self.plan = plan_of(description, parallel, micro_batch_size, [self._most], context, state)
+        self.layout = layers_per_chunk(self.plan.bounds) if len(self.plan.bounds) > 1 else ""
+        self.engine = Engine(description, state, context, self.plan.bounds, self.plan.schedules)
         self.optimizer = build_optimizer(self.engine.tensors, OPTIMIZER)
         self._micro_batches = _local_micro_batches(model, self.engine, samples, sizes)
 

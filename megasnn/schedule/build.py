@@ -26,12 +26,14 @@ class SchedulePlan:
         placement: the pipeline rank of each chunk.
         costs: of each chunk; equal ones when not given.
         memory_limit: activations that a rank may hold, in the unit of the costs (whole stages' micro-batches).
+        decided: schedules that were settled on before, where ranks must not search for themselves.
     """
 
     name: str
     placement: tuple[int, ...]
     costs: tuple[ChunkCost, ...] | None = None
     memory_limit: float | None = None
+    decided: tuple[Schedule, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -43,6 +45,9 @@ class SchedulePlan:
 
     def training(self, micro_batches: int) -> Schedule:
         """Validated, with transfers and gradient sync. Raises ValueError where it cannot keep the memory limit."""
+        for schedule in self.decided:
+            if schedule.micro_batches == micro_batches:
+                return schedule
         stages, chunks, limit = self.stages, self.chunks_per_rank, self.memory_limit
         if self.name == "auto":
             return find_best(stages, micro_batches, self._costs_of, limit, chunks, self.placement)
@@ -80,14 +85,16 @@ def plan_schedule(
     """
     chunks_per_rank = chunks_of_schedule(name, chunks_per_rank)
     costs_of = costs_of or equal_costs(stages)
+    decided: tuple[Schedule, ...] = ()
     if name == "auto":
         placement = loop_placement(1)
         if stages > 1 or chunks_per_rank != 1:
-            placement = find_best(stages, micro_batches, costs_of, memory_limit, chunks_per_rank).placement
+            decided = (find_best(stages, micro_batches, costs_of, memory_limit, chunks_per_rank),)
+            placement = decided[0].placement
     else:
         assert chunks_per_rank is not None
         placement = v_placement(stages) if name in V_NAMES else loop_placement(stages, chunks_per_rank)
-    plan = SchedulePlan(name, placement, tuple(costs_of(placement)), memory_limit)
+    plan = SchedulePlan(name, placement, tuple(costs_of(placement)), memory_limit, decided)
     if memory_limit is not None:
         plan.training(micro_batches)
     return plan
