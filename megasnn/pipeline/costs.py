@@ -56,9 +56,7 @@ def measure_layer_costs(
     return costs
 
 
-def _measure(
-    layer: torch.nn.Module, x: Tensor, samples: range, needs_input_gradient: bool
-) -> tuple[Tensor, float]:
+def _measure(layer: torch.nn.Module, x: Tensor, samples: range, needs_input_gradient: bool) -> tuple[Tensor, float]:
     times = []
     # The first run pays for compiling and allocating; it is not counted.
     for _ in range(REPETITIONS + 1):

@@ -50,13 +50,21 @@ class Ranks:
     Args:
         argv: the program's flags.
         fault: name and rank of a fault of tests.faults.driver.
+        more: further environment of all ranks.
     """
 
-    def __init__(self, folder: Path, size: int, *argv: str, fault: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        *argv: str,
+        fault: tuple[str, int] | None = None,
+        more: dict[str, str] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         folder.mkdir(parents=True, exist_ok=True)
-        self.pid_file = folder / "pid"
+        self.folder, self.pid_file = folder, folder / "pid"
         self.files = [folder / f"rank{rank}.txt" for rank in range(size)]
         self.started = time.monotonic()
         environment = {
@@ -66,6 +74,7 @@ class Ranks:
             "MASTER_PORT": str(free_port()),
             "MEGASNN_CACHE": os.environ["MEGASNN_CACHE"],
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
+            **(more or {}),
         }
         self.processes = []
         for rank, file in enumerate(self.files):
