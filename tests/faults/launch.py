@@ -124,10 +124,11 @@ def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple
 class Torchrun:
     """The program under torchrun; everything it writes goes to one file."""
 
-    def __init__(self, folder: Path, size: int, program: str, *argv: str) -> None:
+    def __init__(self, folder: Path, size: int, program: str, *argv: str, restarts: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.file, self.pid_file = folder / "output.txt", folder / "pid"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["--max-restarts", str(restarts)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
