@@ -21,7 +21,6 @@ def train(config: PretrainSpikformerConfig) -> int:
 
     provider = training.ModelProvider(
         description=describe_spikformer(config.model, training.neuron_spec(config)),
-        unit_of_layer=config.model.unit_of_layer(),
         from_spikingjelly=lambda weights: from_spikingjelly(weights, config.model.depth),
     )
     return training.run(config, config.model, provider)

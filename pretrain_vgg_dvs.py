@@ -24,7 +24,6 @@ def train(config: PretrainVggDvsConfig) -> int:
     pools = [block.pool for block in config.model.blocks]
     provider = training.ModelProvider(
         description=describe_vgg_dvs(config.model, training.neuron_spec(config)),
-        unit_of_layer=config.model.unit_of_layer(),
         from_spikingjelly=lambda weights: vgg_from_spikingjelly(weights, pools),
     )
     return training.run(config, config.model, provider)

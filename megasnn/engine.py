@@ -6,6 +6,7 @@ Data, tensor and pipeline parallelism are built together here, from a model desc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 
 import torch
@@ -16,13 +17,13 @@ from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelNeuron
 from megasnn.losses import correct_predictions, cross_entropy_sum
 from megasnn.models.description import ModelDescription
-from megasnn.non_finite import NonFinite, NonFiniteWatch
+from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.schedule import Schedule, build_schedule
+from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.sharding import ShardedTensor, parameter_count
 
 SampleLoss = Callable[[Tensor, Tensor], Tensor]
@@ -32,8 +33,9 @@ class Engine:
     """
     Args:
         model: what to build; only this rank's chunks are.
-        bounds: the layers of each chunk, chunk c on pipeline rank c.
-        schedule: name of the pipeline schedule.
+        bounds: the layers of each chunk.
+        schedule: how micro-batches go through the chunks, and on which pipeline rank each of them lives; a name alone
+            stands for equal costs.
         seed: of the initial values.
         loss: (logits, labels) -> the sum of the samples' losses.
         wires: how tensors travel between stages.
@@ -46,6 +48,7 @@ class Engine:
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
         gradient_norm: of the whole model, see megasnn.optim.
+        plan: the schedules and the placement of the chunks.
         executor: works off the schedules; its `observer` sees every action.
     """
 
@@ -55,14 +58,14 @@ class Engine:
         state: ParallelState,
         context: BuildContext,
         bounds: Sequence[range],
-        schedule: str = "auto",
+        schedule: str | SchedulePlan = "auto",
         seed: int = 0,
         loss: SampleLoss = cross_entropy_sum,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
     ) -> None:
         self.model, self.state, self.context, self.loss = model, state, context, loss
-        self._schedule_name = schedule
-        placement = tuple(range(len(bounds)))
+        self.plan = _planned(schedule, state.pipeline.size, len(bounds))
+        placement = self.plan.placement
         self.chunks: dict[int, PipelineChunk] = {
             index: build_chunk(model, bounds, index, context, state.device, seed)
             for index, home in enumerate(placement)
@@ -85,10 +88,18 @@ class Engine:
         self.executor = PipelineExecutor(
             self.chunks, placement, state, self._micro_batch_loss, self.data_parallel, wires=wires
         )
-        self._schedule = lru_cache(maxsize=None)(self._build_schedule)
+        self._training_schedule = lru_cache(maxsize=None)(self.plan.training)
+        self._evaluation_schedule = lru_cache(maxsize=None)(self.plan.evaluation)
 
-    def _build_schedule(self, micro_batches: int, forward_only: bool) -> Schedule:
-        return build_schedule(self._schedule_name, self.state.pipeline.size, micro_batches, forward_only=forward_only)
+    @property
+    def takes_images(self) -> bool:
+        """Whether this rank's micro-batches need images: it has the first chunk."""
+        return 0 in self.chunks
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether this rank's micro-batches need labels: it has the last chunk, and computes the loss."""
+        return len(self.plan.placement) - 1 in self.chunks
 
     def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.loss(logits, labels) / self._global_batch_size
@@ -119,7 +130,7 @@ class Engine:
         for norm in self.norms:
             norm.pending.clear()
         self._set_mode(training=True)
-        loss = self.executor.train_step(self._schedule(len(micro_batches), False), micro_batches)
+        loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
         # The vote travels with the loss: no step has a collective of its own for it.
         total, self.stop_votes = self._over_all_replicas(loss.reshape(1), [float(self.wants_to_stop())])
         return total
@@ -133,7 +144,7 @@ class Engine:
         merge_running_statistics(self.norms, self.state.data, most_micro_batches)
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
-        """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, on the last stage."""
+        """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, where the logits are."""
         totals = [0.0, 0.0, 0.0, 0.0]
 
         def consume(logits: Tensor, labels: Tensor) -> None:
@@ -143,21 +154,33 @@ class Engine:
 
         self._set_mode(training=False)
         if micro_batches:
-            self.executor.evaluate(self._schedule(len(micro_batches), True), micro_batches, consume)
+            self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume)
         return totals
 
-    def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> NonFinite | None:
+    def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> tuple[int, NonFinite] | None:
         """Runs the forward of a step again and returns this rank's first output with a nan or infinity in it.
 
         Collective over the pipeline and tensor groups. Nothing that training keeps is touched.
+
+        Returns:
+            the chunk and the output in it; None where all is finite.
         """
         for norm in self.norms:
             norm.recording = False
-        named = [pair for chunk in self.chunks.values() for pair in _leaves(chunk)]
-        with NonFiniteWatch(named) as watch:
-            schedule = self._schedule(len(micro_batches), True)
+        with ExitStack() as stack:
+            watches = [(c, stack.enter_context(NonFiniteWatch(_leaves(chunk)))) for c, chunk in self.chunks.items()]
+            schedule = self._evaluation_schedule(len(micro_batches))
             self.executor.evaluate(schedule, micro_batches, lambda logits, labels: None)
-        return watch.found
+        return next(((chunk, watch.found) for chunk, watch in watches if watch.found is not None), None)
+
+    def first_non_finite_gradient(self) -> tuple[int, NonFinite] | None:
+        """This rank's first gradient, in the order of backward, with a nan or infinity in it, and its chunk."""
+        for index, chunk in reversed(self.chunks.items()):
+            tensors = reversed(chunk.sharded_tensors())
+            found = first_non_finite((e.name, e.tensor.grad) for e in tensors if e.tensor.grad is not None)
+            if found is not None:
+                return index, found
+        return None
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, on every rank."""
@@ -165,11 +188,11 @@ class Engine:
         return all_reduce_sum(tensor, self.state.world, "step").tolist()
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Sums of the last stages' values over all replicas, on every rank."""
+        """Sums over all replicas of the values where their logits are, on every rank."""
         return self._over_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device))
 
     def _over_all_replicas(self, values: Tensor, of_every_rank: Sequence[float] = ()) -> list[float]:
-        counts = self.state.is_last_stage and self.state.tensor.rank == 0
+        counts = self.gives_logits and self.state.tensor.rank == 0
         mine = torch.cat([values if counts else torch.zeros_like(values), values.new_tensor(of_every_rank)])
         return all_reduce_sum(mine, self.state.world, "step").tolist()
 
@@ -178,6 +201,17 @@ class Engine:
             chunk.train(training)
         for norm in self.norms:
             norm.recording = training
+
+
+def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:
+    """Raises ValueError for a number of chunks that the schedule does not have."""
+    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, stages, chunks // stages)
+    if len(plan.placement) != chunks or plan.stages != stages:
+        raise ValueError(
+            f"--pipeline-schedule {plan.name} has {len(plan.placement)} chunks on {plan.stages} pipeline rank(s), "
+            f"the model is cut into {chunks} for {stages}"
+        )
+    return plan
 
 
 def _leaves(chunk: PipelineChunk) -> list[tuple[str, nn.Module]]:

@@ -78,7 +78,7 @@ def earliest(found: NonFinite | None, stage: int, group: dist.ProcessGroup | Non
     A collective over `group`; None is a group of this rank alone.
 
     Args:
-        stage: the pipeline stage (with virtual stages: the chunk) in which `found` appeared.
+        stage: the chunk of the pipeline in which `found` appeared.
     """
     if group is None:
         return found

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, combinations, groupby
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+FILL_AND_DRAIN = 1 / 8  # of a chunk's cost beside a rank's: about that of a step of eight micro-batches
+MOST_CUTS = 20_000
 
 
 def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = False) -> list[range]:
@@ -68,6 +70,53 @@ def _best_cuts(
     for choice in reversed(choices[1:]):
         cuts.insert(0, choice[cuts[0]])
     return best[layers], cuts if parts else []
+
+
+def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
+    """The contiguous partition into a chunk for each entry of `placement`, none empty, that balances the ranks.
+
+    What counts is the most that a rank computes for a micro-batch, and with less weight the most costly chunk, since
+    filling and draining the pipeline takes that once a step. With one chunk a rank it is `balanced_bounds`. Otherwise
+    all cuts are tried where that is quick, and else the balanced ones are moved as long as that helps.
+
+    Raises ValueError as `balanced_bounds` does.
+    """
+    bounds = balanced_bounds(costs, len(placement))
+    if len(set(placement)) == len(placement):
+        return bounds
+    total = list(accumulate(costs, initial=0.0))
+
+    def badness(cuts: Sequence[int]) -> float:
+        spans = [total[stop] - total[start] for start, stop in zip([0, *cuts], [*cuts, len(costs)], strict=True)]
+        loads = [0.0] * (max(placement) + 1)
+        for rank, span in zip(placement, spans, strict=True):
+            loads[rank] += span
+        return max(loads) + FILL_AND_DRAIN * max(spans)
+
+    if math.comb(len(costs) - 1, len(bounds) - 1) <= MOST_CUTS:
+        best = min(combinations(range(1, len(costs)), len(bounds) - 1), key=badness)
+    else:
+        best = _moved_while_better(tuple(span.stop for span in bounds[:-1]), len(costs), badness)
+    return _ranges([*best, len(costs)])
+
+
+def _moved_while_better(
+    cuts: tuple[int, ...], layers: int, badness: Callable[[Sequence[int]], float]
+) -> tuple[int, ...]:
+    """One or two cuts at a time by one layer."""
+    steps = [((a, x), (b, y)) for a in range(len(cuts)) for b in range(a, len(cuts)) for x in (-1, 1) for y in (-1, 1)]
+    least = badness(cuts)
+    while True:
+        found = []
+        for step in steps:
+            moved = list(cuts)
+            for place, by in dict(step).items():
+                moved[place] += by
+            if all(a < b for a, b in zip([0, *moved], [*moved, layers], strict=True)):
+                found.append((badness(moved), tuple(moved)))
+        if not found or min(found)[0] >= least:
+            return cuts
+        least, cuts = min(found)
 
 
 def loop_placement(ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ LAYERS = [
     ["models", "data", "checkpoint"],
     ["optim", "data_parallel", "pipeline"],
     ["engine"],
-    ["training", "benchmark"],
+    ["training", "benchmark", "convert"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PACKAGE = Path(__file__).parent.parent / "megasnn"

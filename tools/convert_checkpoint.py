@@ -1,122 +1,199 @@
-"""Look into checkpoints, and exchange weights with SpikingJelly. One process, no GPU needed.
+"""Look into checkpoints, lay them out for other ranks, compare them, exchange weights. One process, no GPU needed.
 
     python tools/convert_checkpoint.py inspect checkpoints/run
+    python tools/convert_checkpoint.py verify checkpoints/run
+    python tools/convert_checkpoint.py reshard --load checkpoints/run --save checkpoints/tp2_pp2 \\
+        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
     python tools/convert_checkpoint.py export --load checkpoints/run --output spikformer.pt
     python tools/convert_checkpoint.py import --input spikformer.pt --save checkpoints/start
+    python tools/convert_checkpoint.py compare checkpoints/run spikformer.pt --model-only
 
-The exported file is a state_dict that SpikingJelly's Spikformer loads strictly. The imported checkpoint holds
-weights only: a run takes it up with `--load checkpoints/start --finetune`.
+A path may lead to a run's folder of checkpoints or one checkpoint in it, ours or in Megatron's classic mp_rank files,
+or to a file of torch.save or safetensors. Tensors pass one at a time. Nothing that exists is overwritten.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-import torch
 import tyro
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    find_checkpoint,
-    from_spikingjelly,
-    load_global_tensors,
-    read_metadata,
-    read_state_dict,
-    save_global_tensors,
-    to_spikingjelly,
-)
-from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint import CheckpointError, find_checkpoint, verify_checkpoint
+from megasnn.convert.differences import differences
+from megasnn.convert.exchange import Names, export_weights, import_weights
+from megasnn.convert.layout import Target
+from megasnn.convert.listing import as_json, as_text, size_text
+from megasnn.convert.opening import in_our_names, open_source
+from megasnn.convert.reshard import reshard
+from megasnn.convert.source import TensorSource
+
+Place = Annotated[Path, tyro.conf.Positional]
+Differs = bool  # what a command returns: whether to end with status 1
 
 
-def inspect_checkpoint(load: Annotated[Path, tyro.conf.Positional], ckpt_step: int | None = None) -> None:
-    """Print what a checkpoint holds: progress, layout, and every tensor with type, size and shape.
+def _inspect(path: Place, ckpt_step: int | None = None, json_output: bool = False) -> Differs:
+    """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and place.
 
     Args:
-        load: checkpoint folder of a run.
+        path: what to look into.
+        ckpt_step: iteration; the latest when not given.
+        json_output: print JSON instead.
+    """
+    source = open_source(path, ckpt_step)
+    print(json.dumps(as_json(source), indent=2) if json_output else as_text(source))
+    return False
+
+
+def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
+    """Read every byte of a checkpoint and check it. Status 1 when something is wrong.
+
+    Args:
+        path: a run's folder, or one checkpoint in it.
         ckpt_step: iteration; the latest when not given.
     """
-    metadata = read_metadata(find_checkpoint(load, ckpt_step))
-    print(f"iteration {metadata.iteration}, {metadata.consumed_samples} samples consumed")
-    print(f"written by {_pairs(metadata.versions)}; layout: {_pairs(metadata.layout or {}) or 'one process'}")
-    width = max(map(len, metadata.tensors), default=0)
-    for name, told in metadata.tensors.items():
-        print(f"{name:<{width}}  {told['dtype']:<8}  {_size(_bytes(told)):>10}  {told['shape']}")
-    for label, of_optimizer in (("model", False), ("optimizer state", True)):
-        chosen = [told for name, told in metadata.tensors.items() if name.startswith(PREFIX) == of_optimizer]
-        elements = sum(prod(told["shape"]) for told in chosen)
-        print(f"{label}: {len(chosen)} tensors, {elements:,} elements, {_size(sum(map(_bytes, chosen)))}")
-    stored = sum(file["bytes"] for file in metadata.files.values())
-    print(f"on disk: {len(metadata.files)} files, {_size(stored)}")
+    found = path if (path / "metadata.json").is_file() else find_checkpoint(path, ckpt_step)
+    total, problems = 0, []
+    for count, problem in verify_checkpoint(found):
+        total += count
+        problems += [problem] if problem else []
+    print("\n".join([*problems, f"{found}: {size_text(total)} read, {len(problems) or 'no'} problem(s)"]))
+    return bool(problems)
 
 
-def export_weights(load: Path, output: Path, ckpt_step: int | None = None) -> None:
-    """Write a checkpoint's model as a state_dict of SpikingJelly's Spikformer.
+def _reshard(
+    load: Path,
+    save: Path,
+    target_tensor_parallel_size: int = 1,
+    target_pipeline_parallel_size: int = 1,
+    target_virtual_stages: int = 1,
+    target_placement: Literal["loop", "v"] = "loop",
+    pipeline_model_parallel_layout: str | None = None,
+    format: Literal["megasnn", "classic"] = "megasnn",
+    ckpt_step: int | None = None,
+) -> Differs:
+    """Write a checkpoint again with a file for each rank of another grid, optimizer state included.
+
+    Any layout loads any checkpoint without this; here each target rank finds all it needs in its own file.
 
     Args:
-        load: checkpoint folder of a run.
-        output: file to write, for torch.load; an existing one is replaced.
+        load: checkpoint to read, ours or classic.
+        save: folder to write to, under the same iteration.
+        target_tensor_parallel_size: tensor-parallel ranks of the target.
+        target_pipeline_parallel_size: pipeline-parallel ranks of the target.
+        target_virtual_stages: chunks of layers on each pipeline rank.
+        target_placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
+        pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1"; by default as it was saved where
+            that has as many chunks, otherwise balanced by what each layer costs here.
+        format: classic writes Megatron's mp_rank_TT_PPP files, which only this tool reads.
         ckpt_step: iteration; the latest when not given.
     """
-    state_dict = to_spikingjelly(load_global_tensors(load, ckpt_step))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(f"{output.name}.tmp")
-    torch.save(state_dict, aside)
-    os.replace(aside, output)
-    print(f"{output}: {_counts(state_dict)}")
+    target = Target(
+        target_tensor_parallel_size,
+        target_pipeline_parallel_size,
+        target_virtual_stages,
+        pipeline_model_parallel_layout,
+        target_placement,
+    )
+    path, laid_out = reshard(open_source(load, ckpt_step), save, target, format)
+    print(f"{path}: a file for each of {len(laid_out.ranks)} ranks")
+    if len(target.placement) > 1:
+        layout = laid_out.layout["bounds"]
+        print(f'each rank opens its own file only with --pipeline-model-parallel-layout "{layout}"')
+    return False
 
 
-def import_weights(input: Path, save: Path) -> None:
-    """Make a checkpoint of weights only from a state_dict of SpikingJelly's Spikformer.
+def _export(
+    load: Path,
+    output: Path,
+    format: Literal["spikingjelly", "published", "safetensors"] = "spikingjelly",
+    names: Names | None = None,
+    ckpt_step: int | None = None,
+) -> Differs:
+    """Write a model's weights to a file for another program.
 
     Args:
-        input: file written by torch.save(model.state_dict(), ...).
+        load: checkpoint or file to read.
+        output: file to write.
+        format: spikingjelly and published (the code of the Spikformer paper): a state_dict of torch.save with that
+            program's names; safetensors: that format, with the names that --names says.
+        names: by default those of the format, and of safetensors spikingjelly's.
+        ckpt_step: iteration; the latest when not given.
+    """
+    default: Names = "published" if format == "published" else "spikingjelly"
+    source = open_source(load, ckpt_step)
+    print(f"{output}: {_counts(export_weights(source, output, names or default, format == 'safetensors'))}")
+    return False
+
+
+def _import(input: Path, save: Path) -> Differs:
+    """Make a checkpoint of weights only from another program's file; its names tell which program it is.
+
+    Args:
+        input: state_dict of torch.save, or safetensors.
         save: checkpoint folder to write into, as iteration 0 and its latest.
     """
-    tensors = from_spikingjelly(read_state_dict(input))
-    path = save_global_tensors(save, tensors, extra={"source": str(input)})
-    print(f"{path}: {_counts(tensors)}; start from it with --load {save} --finetune")
+    source = open_source(input)
+    path, title = import_weights(source, save)
+    print(f"{path}: {_counts(open_source(path))}, from {title}; start from it with --load {save} --finetune")
+    return False
 
 
-def _counts(tensors: Mapping[str, torch.Tensor]) -> str:
-    return f"{len(tensors)} tensors, {sum(tensor.numel() for tensor in tensors.values()):,} elements"
+def _compare(
+    first: Place,
+    second: Place,
+    tolerance: float = 0.0,
+    model_only: bool = False,
+    ckpt_step: int | None = None,
+    second_ckpt_step: int | None = None,
+) -> Differs:
+    """Print for each tensor how far two checkpoints are apart, whatever their formats. Status 1 beyond the tolerance.
+
+    Args:
+        first: checkpoint or file.
+        second: checkpoint or file.
+        tolerance: largest difference that still counts as equal, relative to the tensor's largest value.
+        model_only: leave optimizer state aside.
+        ckpt_step: iteration of the first; its latest when not given.
+        second_ckpt_step: iteration of the second; its latest when not given.
+    """
+    sources = [in_our_names(open_source(first, ckpt_step)), in_our_names(open_source(second, second_ckpt_step))]
+    found = list(differences(sources[0], sources[1], model_only))
+    width = max(len(entry.name) for entry in found)
+    for entry in found:
+        figures = f"{entry.absolute:<10.4g} relative {entry.relative:<10.4g}" if entry.is_comparable else ""
+        mark = "differs" if entry.exceeds(tolerance) else "equal" if entry.absolute == 0 else "close"
+        print(f"{entry.name:<{width}}  {mark:<7}  {figures}{entry.note}".rstrip())
+    differing = sum(entry.exceeds(tolerance) for entry in found)
+    print(f"{differing} of {len(found)} tensors differ by more than {tolerance:g}")
+    return differing > 0
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+def _counts(source: TensorSource) -> str:
+    elements = sum(info.elements for info in source.tensors.values())
+    return f"{len(source.tensors)} tensors, {elements:,} elements"
 
 
-def _bytes(told: Mapping[str, Any]) -> int:
-    return prod(told["shape"]) * getattr(torch, told["dtype"]).itemsize
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
-
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "inspect": inspect_checkpoint,
-    "export": export_weights,
-    "import": import_weights,
+COMMANDS: dict[str, Callable[..., Differs]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "reshard": _reshard,
+    "export": _export,
+    "import": _import,
+    "compare": _compare,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns 0, or 1 after saying on stderr why it could not be done."""
+    """Runs one subcommand. Returns 0; 1 for a difference or damage that was found; 2 when it could not be done."""
     try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments)
+        return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return 2
 
 
 if __name__ == "__main__":

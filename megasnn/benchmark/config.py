@@ -10,7 +10,8 @@ from typing import Any, Literal
 from megasnn.benchmark.rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
 from megasnn.config.checks import ConfigError, above, at_least, refusal
 from megasnn.config.model import SpikformerConfig
-from megasnn.schedule.build import resolve_schedule_name
+from megasnn.config.parallel import ScheduleName
+from megasnn.schedule.build import chunks_of_schedule
 
 IMAGE_SIZES = {"spikformer_cifar10": 32}
 
@@ -49,7 +50,7 @@ class BenchmarkConfig:
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
     neuron_backend: Literal["auto", "torch", "fused"] = "auto"
     """Of MegaSNN's rows."""
-    pipeline_schedule: str = "auto"
+    pipeline_schedule: ScheduleName = "auto"
     """Of rows with a pipeline; auto is what pretrain takes."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda needs a GPU for each rank of a row."""
@@ -116,7 +117,7 @@ class BenchmarkConfig:
         if row.library == MEGASNN:
             identity["neuron_backend"] = self.neuron_backend
         if row.pipeline > 1:
-            identity["pipeline_schedule"] = resolve_schedule_name(self.pipeline_schedule)
+            identity["pipeline_schedule"] = self.pipeline_schedule
         return identity
 
     def check(self) -> None:
@@ -129,7 +130,7 @@ class BenchmarkConfig:
 
     def _row_problems(self) -> list[str]:
         model = self.spikformer()
-        wrong = model.problems(1) + refusal(resolve_schedule_name, self.pipeline_schedule)
+        wrong = model.problems(1) + refusal(chunks_of_schedule, self.pipeline_schedule)
         for row in self.table_rows():
             wrong += [f"row {row.name}: {problem}" for problem in model.problems(row.tensor) if problem not in wrong]
             samples, pieces = self.samples(row), self._pieces(row)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.model import SpikformerConfig
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.config.parallel import ParallelConfig
+from megasnn.config.parallel import ParallelConfig, ScheduleName
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.models.spikformer import describe_spikformer
@@ -22,7 +22,7 @@ from megasnn.optim import build_optimizer
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput
-from megasnn.training.setup import build_context, cut_into_chunks
+from megasnn.training.setup import build_context, plan_of
 
 OPTIMIZER = OptimizerConfig()
 
@@ -101,19 +101,18 @@ class MegaSNNStep:
         micro_batch_size: int,
         precision: str,
         neuron_backend: str,
-        schedule: str,
+        schedule: ScheduleName,
     ) -> None:
         context = build_context(state.tensor, precision, neuron_backend)
         description = describe_spikformer(model, NeuronSpec())
-        parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size)
-        bounds = cut_into_chunks(description, parallel, micro_batch_size, context, state)
-        self.layout = layers_per_chunk(bounds) if len(bounds) > 1 else ""
-        self.engine = Engine(description, state, context, bounds, schedule)
-        self.optimizer = build_optimizer(self.engine.tensors, OPTIMIZER)
-        self._samples = samples
+        parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule)
         sizes = micro_batch_sizes(samples, micro_batch_size)
-        self._most = len(micro_batches_of(len(sizes), state.data.size, 0))
-        self._micro_batches = _local_micro_batches(model, state, samples, sizes)
+        self._samples, self._most = samples, len(micro_batches_of(len(sizes), state.data.size, 0))
+        self.plan = plan_of(description, parallel, micro_batch_size, [self._most], context, state)
+        self.layout = layers_per_chunk(self.plan.bounds) if len(self.plan.bounds) > 1 else ""
+        self.engine = Engine(description, state, context, self.plan.bounds, self.plan.schedules)
+        self.optimizer = build_optimizer(self.engine.tensors, OPTIMIZER)
+        self._micro_batches = _local_micro_batches(model, self.engine, samples, sizes)
 
     def forward_backward(self) -> float:
         loss = self.engine.forward_backward(self._micro_batches, self._samples)
@@ -126,16 +125,17 @@ class MegaSNNStep:
 
 
 def _local_micro_batches(
-    model: SpikformerConfig, state: ParallelState, samples: int, sizes: list[int]
+    model: SpikformerConfig, engine: Engine, samples: int, sizes: list[int]
 ) -> list[MicroBatchInput]:
     images, labels = random_batch(model, samples)
     pieces = list(zip(images.split(sizes), labels.split(sizes), sizes, strict=True))
+    state = engine.state
     mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
     # Copies: a view would keep the whole batch in memory.
     return [
         MicroBatchInput(
-            x.clone().to(state.device) if state.is_first_stage else None,
-            y.clone().to(state.device) if state.is_last_stage else None,
+            x.clone().to(state.device) if engine.takes_images else None,
+            y.clone().to(state.device) if engine.gives_logits else None,
             size,
         )
         for x, y, size in (pieces[index] for index in mine)

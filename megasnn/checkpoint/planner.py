@@ -34,8 +34,18 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.sharding import ShardedTensor
 
+COPY = "copy."
 
-def _boxes(entry: ShardedTensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, Tensor]]:
+
+def copy_name(entry: ShardedTensor) -> str:
+    """Under which name the copy of a whole tensor is stored that is meant for this tensor-parallel rank alone.
+
+    A checkpoint laid out for certain ranks may hold such copies, so that each rank finds all it needs in one file.
+    """
+    return f"{COPY}{entry.shard.rank}/{entry.shard.size}.{entry.name}"
+
+
+def boxes_of(entry: ShardedTensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, Tensor]]:
     """The pieces of one tensor: where each lies in the global tensor, and its view of the local memory."""
     for piece in entry.shard.pieces():
         chunk = ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(piece.sizes))
@@ -60,7 +70,7 @@ class PieceSavePlanner(SavePlanner):
 
     def _add(self, entry: ShardedTensor) -> None:
         size = torch.Size(entry.shard.global_shape)
-        for index, chunk, view in _boxes(entry):
+        for index, chunk, view in boxes_of(entry):
             data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), size)
             self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
             self._views[index] = view
@@ -121,10 +131,13 @@ def plan_reading(entries: Iterable[ShardedTensor], metadata: Metadata) -> list[t
     wanted: list[tuple[ReadItem, Tensor]] = []
     problems = []
     for entry in entries:
-        boxes = list(_boxes(entry))
-        saved = metadata.state_dict_metadata.get(entry.name)
+        name = entry.name
+        if not entry.shard.is_primary and copy_name(entry) in metadata.state_dict_metadata:
+            name = copy_name(entry)
+        boxes = [(MetadataIndex(name, index.offset), chunk, view) for index, chunk, view in boxes_of(entry)]
+        saved = metadata.state_dict_metadata.get(name)
         found = (
-            create_read_items_for_chunk_list(entry.name, saved, [chunk for _, chunk, _ in boxes])
+            create_read_items_for_chunk_list(name, saved, [chunk for _, chunk, _ in boxes])
             if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == entry.shard.global_shape
             else []
         )

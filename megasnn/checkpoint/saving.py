@@ -30,7 +30,7 @@ from megasnn.checkpoint.description import Metadata
 from megasnn.checkpoint.errors import CheckpointError, problem_list
 from megasnn.checkpoint.files import DCP_METADATA, PieceWriter, file_checksum_of, saved_pieces
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
-from megasnn.checkpoint.planner import PieceSavePlanner
+from megasnn.checkpoint.planner import COPY, PieceSavePlanner
 from megasnn.sharding import ShardedTensor
 
 PathLike = str | os.PathLike[str]
@@ -118,7 +118,7 @@ def write_checkpoint(
         planner = PieceSavePlanner(entries if is_writer else [], names)
         written = _write(aside, planner, process_group)
         return first_decides(
-            process_group, lambda: folders.commit(root, _describe(progress, optimizer, aside, written))
+            process_group, lambda: folders.commit(root, describe_written(progress, optimizer, aside, written))
         )
     except CheckpointError:
         if is_first(process_group):
@@ -126,7 +126,8 @@ def write_checkpoint(
         raise
 
 
-def _describe(progress: Progress, optimizer: str | None, aside: Path, written: DcpMetadata) -> Metadata:
+def describe_written(progress: Progress, optimizer: str | None, aside: Path, written: DcpMetadata) -> Metadata:
+    """What `metadata.json` says of the files written to `aside`."""
     sums = {name: file_checksum_of(pieces) for name, pieces in saved_pieces(written).items()}
     sums[DCP_METADATA] = file_checksum(aside / DCP_METADATA)
     return Metadata(
@@ -174,7 +175,7 @@ def _tensor_list(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         name: {"shape": list(told.size), "dtype": str(told.properties.dtype).removeprefix("torch.")}
         for name, told in sorted(saved.items())
-        if isinstance(told, TensorStorageMetadata)
+        if isinstance(told, TensorStorageMetadata) and not name.startswith(COPY)
     }
 
 

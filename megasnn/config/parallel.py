@@ -7,7 +7,9 @@ from typing import Literal
 
 from megasnn.config.checks import above, at_least, refusal
 from megasnn.partition import parse_layout
-from megasnn.schedule.build import refuse_chunks_per_rank
+from megasnn.schedule.build import chunks_of_schedule
+
+ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", "v-half", "v-min"]
 
 
 @dataclass(frozen=True)
@@ -18,13 +20,17 @@ class ParallelConfig:
     """Ranks that share every layer, by channels and heads."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the depth of the model."""
-    num_virtual_stages_per_pipeline_rank: int = 1
-    """Chunks of layers on each pipeline rank."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Chunks of layers on each pipeline rank. By default what the schedule stands for: 2 for interleaved and the V
+    schedules, 1 for the others; auto chooses 1 or 2."""
     pipeline_model_parallel_layout: str | None = None
     """Units (patch stem, each block, head) or single layers in each chunk, as "1|2|2|1". By default the
     cost of each layer is measured and balanced."""
-    pipeline_schedule: Literal["auto", "gpipe", "1f1b"] = "auto"
-    """Order of forward and backward; auto is 1f1b."""
+    pipeline_schedule: ScheduleName = "auto"
+    """Order of forwards and backwards; auto is the fastest found for the measured costs of the layers."""
+    pipeline_memory_limit: float | None = None
+    """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
+    needs more is refused."""
     strict_wire: bool = False
     """Stop where a value does not fit the packed format of its boundary; otherwise that tensor goes dense."""
     pipeline_gradient_dtype: Literal["fp32", "bf16"] | None = None
@@ -38,9 +44,20 @@ class ParallelConfig:
     """How long a rank waits for another before it gives up."""
 
     @property
+    def chunks_per_rank(self) -> int | None:
+        """None where auto may choose. Raises ValueError for what the schedule cannot place."""
+        asked, stages = self.num_virtual_stages_per_pipeline_rank, self.pipeline_model_parallel_size
+        if asked is None and self.pipeline_schedule == "auto":
+            if stages == 1:
+                asked = 1
+            elif self.layout is not None:
+                asked = max(1, len(self.layout) // stages)
+        return chunks_of_schedule(self.pipeline_schedule, asked)
+
+    @property
     def chunks(self) -> int:
-        """Chunks of the whole pipeline."""
-        return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank
+        """Chunks of the whole pipeline, at least. Raises ValueError as `chunks_per_rank` does."""
+        return self.pipeline_model_parallel_size * (self.chunks_per_rank or 1)
 
     @property
     def layout(self) -> tuple[int, ...] | None:
@@ -54,7 +71,7 @@ class ParallelConfig:
             "pipeline_model_parallel_size",
             "num_virtual_stages_per_pipeline_rank",
         )
-        wrong = at_least(self, 1, *sizes) + above(self, 0, "distributed_timeout_minutes")
+        wrong = at_least(self, 1, *sizes, "pipeline_memory_limit") + above(self, 0, "distributed_timeout_minutes")
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
         if self.pipeline_model_parallel_size == 1:
@@ -62,8 +79,8 @@ class ParallelConfig:
             wrong += [f"--strict-wire {needed}"] * self.strict_wire
             if self.pipeline_gradient_dtype is not None:
                 wrong.append(f"--pipeline-gradient-dtype {self.pipeline_gradient_dtype} {needed}")
-        if self.num_virtual_stages_per_pipeline_rank > 1:
-            wrong += refusal(refuse_chunks_per_rank, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
+        if not wrong:
+            wrong += refusal(chunks_of_schedule, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
         if self.pipeline_model_parallel_layout is not None:
             wrong += refusal(parse_layout, self.pipeline_model_parallel_layout)
         return wrong

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from megasnn.batching import micro_batches_of
 from megasnn.config.checks import ConfigError, refusal
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Grid
 from megasnn.partition import layout_to_bounds
+from megasnn.schedule import plan_schedule
 
 FUSED_SURROGATES = ("sigmoid", "atan")  # of megasnn.kernels, which needs torch
 
@@ -27,6 +31,8 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _grid_problems(config, world_size)
     if not of_model and not of_parallel:
         problems += _partition_problems(config)
+    if len(problems) == 0:
+        problems += _memory_problems(config, world_size)
     problems += _length_problems(config) + _evaluation_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config)
     if problems:
@@ -62,13 +68,26 @@ def _partition_problems(config: PretrainConfig) -> list[str]:
     if parallel.layout is not None:
         return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
     if parallel.chunks > len(units):
-        virtual = parallel.num_virtual_stages_per_pipeline_rank
+        virtual = parallel.chunks_per_rank or 1
         return [
             f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} x "
             f"--num-virtual-stages-per-pipeline-rank {virtual} are more chunks than "
             f"the model's {len(units)} layers"
         ]
     return []
+
+
+def _memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """Whether the schedule keeps the memory limit with as many micro-batches as a replica has at most."""
+    parallel = config.parallel
+    limit = parallel.pipeline_memory_limit
+    if limit is None:
+        return []
+    stages = parallel.pipeline_model_parallel_size
+    replicas = Grid.fit(world_size, parallel.tensor_model_parallel_size, stages).data
+    most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
+    arguments = parallel.pipeline_schedule, stages, parallel.chunks_per_rank, most
+    return refusal(partial(plan_schedule, *arguments, memory_limit=limit))
 
 
 def _length_problems(config: PretrainConfig) -> list[str]:

@@ -1,6 +1,6 @@
 """Event cameras: recordings of every usual format, checked, as frames for a network; and a simulated camera."""
 
-from megasnn.events.arrays import save_events
+from megasnn.events.arrays import ARRAY_FILE_ERRORS
 from megasnn.events.events import Events, Recording, RecordingError, SensorSize
 from megasnn.events.frames import FrameOptions, count_events, events_to_frames, frame_starts, normalize_frames
 from megasnn.events.movement import CLOSED_LOOP, SACCADES, STILL
@@ -9,6 +9,7 @@ from megasnn.events.resize import resize_frames
 from megasnn.events.simulate import SimulatedSensor, simulate_recording
 
 __all__ = [
+    "ARRAY_FILE_ERRORS",
     "CLOSED_LOOP",
     "FORMATS",
     "SACCADES",
@@ -28,6 +29,5 @@ __all__ = [
     "normalize_frames",
     "read_recording",
     "resize_frames",
-    "save_events",
     "simulate_recording",
 ]

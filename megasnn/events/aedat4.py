@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megasnn.events.aedat4_layout import check_layout
 from megasnn.events.checks import Decoded
 from megasnn.events.events import Events, RecordingError, SensorSize
-
-MAGIC = b"#!AER-DAT4.0\r\n"
 
 
 def read_aedat4(path: str, sensor: SensorSize | None = None) -> Decoded:
@@ -22,7 +20,7 @@ def read_aedat4(path: str, sensor: SensorSize | None = None) -> Decoded:
         sensor: by default what the file says.
 
     Raises:
-        RecordingError: cut, empty, another format, no event stream or more than one.
+        RecordingError: cut, damaged, empty, another format, no event stream or more than one.
         ModuleNotFoundError: the package aedat is not installed.
     """
     try:
@@ -31,21 +29,25 @@ def read_aedat4(path: str, sensor: SensorSize | None = None) -> Decoded:
         raise ModuleNotFoundError(
             f"{path}: AEDAT 4 files are read with the package aedat: pip install megasnn[events]", name="aedat"
         ) from error
-    _check_length(path)
+    check_layout(Path(path).read_bytes(), path)
     packets: list[np.ndarray] = []
     try:
         decoder = aedat.Decoder(path)
         stream = _event_stream(decoder.id_to_stream(), path)
         packets.extend(packet["events"] for packet in decoder if "events" in packet)
-    except RuntimeError as error:
+    except RecordingError:
+        raise
+    except BaseException as error:
+        # What its Rust code panics about is no Exception.
+        if not isinstance(error, RuntimeError) and type(error).__name__ != "PanicException":
+            raise
         done = sum(len(packet) for packet in packets)
         raise RecordingError(path, f"cannot be decoded after event {done} ({error})") from error
     if not packets:
         raise RecordingError(path, "has no events")
     raw = np.concatenate(packets)
     events = Events.make(raw["t"], raw["x"], raw["y"], raw["on"])
-    sensor = sensor or SensorSize(stream["height"], stream["width"])
-    return Decoded(events, sensor, "aedat4")
+    return Decoded(events, sensor or SensorSize(stream["height"], stream["width"]), "aedat4")
 
 
 def _event_stream(streams: dict[int, dict[str, Any]], path: str) -> dict[str, Any]:
@@ -53,32 +55,3 @@ def _event_stream(streams: dict[int, dict[str, Any]], path: str) -> dict[str, An
     if len(found) != 1:
         raise RecordingError(path, f"has {len(found)} event streams; exactly one can be read")
     return found[0]
-
-
-def _check_length(path: str) -> None:
-    """The decoder takes a file that ends between two packets for a whole one; the header says where the table of
-    packets begins, which is the last part of a file."""
-    with Path(path).open("rb") as file:
-        head = file.read(4096)
-        size = file.seek(0, 2)
-    try:
-        table = _table_position(head)
-    except struct.error as error:
-        raise RecordingError(path, f"is cut: its header is not complete ({size} bytes)") from error
-    if table is not None and table >= size:
-        raise RecordingError(path, f"is cut: its table of packets begins at byte {table}, the file ends at byte {size}")
-
-
-def _table_position(head: bytes) -> int | None:
-    """From the header, a FlatBuffers table with the compression, the position of the table of packets, and a text.
-
-    None where the program that recorded did not come to write it. Raises struct.error for a header that is cut.
-    """
-    start = len(MAGIC) + 4  # after the header's size
-    root = start + struct.unpack_from("<I", head, start)[0]
-    fields = root - struct.unpack_from("<i", head, root)[0]
-    last = fields + struct.unpack_from("<H", head, fields)[0]
-    entry = fields + 4 + 2  # two sizes, then the offset of each field
-    offset = struct.unpack_from("<H", head, entry)[0] if entry < last else 0
-    position = struct.unpack_from("<q", head, root + offset)[0] if offset else -1
-    return position if position >= 0 else None

@@ -1,6 +1,6 @@
 """Events as NumPy files: .npz with arrays t, x, y and p (SpikingJelly's), or .npy with one structured array.
 
-What `save_events` writes also holds the sensor's height and width; SpikingJelly's files do not.
+An .npz may also hold the sensor's height and width, as the samples in shards do; SpikingJelly's files do not.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import io
 import zipfile
 import zlib
 from collections.abc import Mapping
-from os import PathLike
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,20 +22,17 @@ NAMES = {
     "y": ("y",),
     "p": ("p", "on", "polarity"),
 }
-_DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
-
-
-def save_events(file: str | PathLike[str] | IO[bytes], events: Events, sensor: SensorSize) -> None:
-    """Writes a compressed .npz with t, x, y, p, height and width. Equal events give equal bytes."""
-    np.savez_compressed(
-        file,
-        t=events.t,
-        x=events.x,
-        y=events.y,
-        p=events.p,
-        height=np.int64(sensor.height),
-        width=np.int64(sensor.width),
-    )
+ARRAY_FILE_ERRORS = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    NotImplementedError,  # a damaged version or compression in a zip file
+    RuntimeError,  # a damaged flag, which says that it is encrypted
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What NumPy raises for a damaged .npz or .npy."""
 
 
 def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
@@ -75,7 +71,7 @@ def _load(data: bytes, name: str) -> Mapping[str, np.ndarray]:
             return {field: loaded[field] for field in loaded.dtype.names or ()}
         with loaded:
             return {field: loaded[field] for field in loaded.files}
-    except _DAMAGE as error:
+    except ARRAY_FILE_ERRORS as error:
         raise RecordingError(name, f"cannot be read as a NumPy file of {len(data)} bytes ({error})") from error
 
 

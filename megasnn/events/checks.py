@@ -50,7 +50,11 @@ def checked(name: str, decoded: Decoded, sort: bool = False) -> Recording:
             index = int(backwards.argmax()) + 1
             before, after = int(events.t[index - 1]), int(events.t[index])
             place = decoded.place(index)
-            raise RecordingError(name, f"time runs backwards at {place}: {after} us comes after {before} us")
+            raise RecordingError(
+                name,
+                f"time runs backwards at {place}: {after} us comes after {before} us; "
+                "sort=True (--sort-events) puts events in order",
+            )
         events = events[np.argsort(events.t, kind="stable")]
     return Recording(events, decoded.sensor, decoded.format, decoded.skipped)
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 def resize_frames(frames: NDArray[Any], size: int) -> NDArray[np.float32]:
     """Frames [..., H, W] scaled to [..., size, size]: bilinear, each new pixel a mean over all it covers (antialiased).
 
-    That is what the literature does with CIFAR10-DVS (128 to 48): Deng et al. 2022 (TET) and Duan et al. 2022 (TEBN)
-    through torchvision's `Resize`, and SpikingJelly's example of memory optimisation likewise, on plain counts.
-    Values are means of counts, no sums: the scale of the input does not depend on the size.
+    That is torchvision's `Resize`, with which the literature scales CIFAR10-DVS from 128 to 48: Deng et al. 2022 (TET)
+    as images, after normalising; SpikingJelly's example of memory optimisation as tensors of plain counts (which
+    torchvision antialiases since 0.17). Values are means of counts, no sums: their scale does not depend on the size.
     """
     height, width = frames.shape[-2:]
     rows, columns = _weights(height, size), _weights(width, size)

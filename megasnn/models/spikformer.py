@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
+from megasnn.config.model import STEM_STAGES, SpikformerConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -28,11 +28,7 @@ from megasnn.layers.conv import cheaper_style
 from megasnn.layers.neuron import build_neuron
 from megasnn.models.description import LayerDescription, ModelDescription
 
-if TYPE_CHECKING:
-    from megasnn.config.model import SpikformerConfig
-
 ATTENTION_THRESHOLD = 0.5
-STEM_STAGES = 4
 
 
 def describe_spikformer(config: SpikformerConfig, neuron: NeuronSpec) -> ModelDescription:

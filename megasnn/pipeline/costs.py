@@ -1,78 +1,295 @@
-"""What each layer costs, measured on one rank and told to all, for balancing the pipeline."""
+"""What each layer and each boundary between stages costs: measured, taken from one rank, told to all.
+
+Ranks that used figures of their own would cut the model differently and wait for each other for ever. All of them
+measure nevertheless, at the same time: in training every core is at work, and shares caches and memory with the others.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from tqdm import tqdm
 
+from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
 from megasnn.layers.keyed import apply_layer
-from megasnn.models.description import ModelDescription
+from megasnn.layers.weight_gradients import Task, WeightGradients
+from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.pipeline.executor import Entry
+from megasnn.pipeline.link import LinkCost, measure_link
+from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
+from megasnn.schedule import ChunkCost, Transfer
+from megasnn.schedule.memory import stage_shares
 from megasnn.sharding import materialise
 
-REPETITIONS = 3
+IN_FLIGHT = 2  # micro-batches that are forward before one is backward, as in a pipeline: memory is not reused at once
+ROUNDS = 3
 
 
-def agreed_layer_costs(
-    model: ModelDescription, samples: int, context: BuildContext, device: torch.device, world: Group
-) -> list[float]:
-    """Seconds of forward and backward of each layer for `samples` samples, as rank 0 measured them, on every rank.
+@dataclass(frozen=True)
+class LayerCost:
+    """One micro-batch through one layer, seconds and bytes.
 
-    Ranks that measured for themselves would cut the model differently and wait for each other forever.
+    Attributes:
+        forward, input_gradient, weight_gradient: to compute.
+        held: bytes kept from the forward until the weight gradient is done.
+        message, gradient: bytes of the output and of its gradient on the way to another stage.
+        pack, unpack: seconds to make the message of the output, and to restore the output from it.
     """
-    costs: list[list[float]] = [[]]
-    if world.rank == 0:
-        costs[0] = measure_layer_costs(model, samples, context, device)
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    held: int = 0
+    message: int = 0
+    gradient: int = 0
+    pack: float = 0.0
+    unpack: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """Of every layer of a model for one micro-batch, and of the way between two stages."""
+
+    layers: tuple[LayerCost, ...]
+    link: LinkCost
+
+    def of_chunks(self, bounds: Sequence[range], placement: Sequence[int]) -> list[ChunkCost]:
+        """For the simulator, in seconds; activations in whole stages' micro-batches.
+
+        Args:
+            bounds: the layers of each chunk. placement: its rank.
+        """
+        shares = stage_shares(placement)
+        return [self._of_chunk(span, share) for span, share in zip(bounds, shares, strict=True)]
+
+    def held_bytes(self, bounds: Sequence[range]) -> list[int]:
+        """What each chunk keeps of a micro-batch from forward to backward."""
+        return [sum(self.layers[i].held for i in span) for span in bounds]
+
+    def _of_chunk(self, span: range, share: float) -> ChunkCost:
+        layers = [self.layers[i] for i in span]
+        # What a chunk without layers hands on is what it was given.
+        last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost(0, 0, 0)
+        inputs, weights = (sum(getattr(each, f"{part}_gradient") for each in layers) for part in ("input", "weight"))
+        return ChunkCost(
+            forward=sum(each.forward for each in layers),
+            backward=inputs + weights,
+            activation=share,
+            input_gradient=inputs,
+            weight_gradient=weights,
+            output=self._transfer(last.message, last.pack, last.unpack),
+            gradient=self._transfer(last.gradient, 0.0, 0.0),
+        )
+
+    def _transfer(self, size: int, pack: float, unpack: float) -> Transfer:
+        link = self.link
+        sender, receiver = size * link.sender_per_byte, size * link.receiver_per_byte
+        on_the_way = link.latency + size * link.per_byte - sender - receiver
+        return Transfer(on_the_way, pack + sender, unpack + receiver)
+
+
+def agreed_costs(
+    model: ModelDescription,
+    samples: int,
+    context: BuildContext,
+    device: torch.device,
+    world: Group,
+    pipeline: Group,
+    wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
+) -> PipelineCosts:
+    """The costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank."""
     if world.size > 1:
-        dist.broadcast_object_list(costs, src=0, group=world.handle)
-    return costs[0]
+        dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
+    layers = measure_layers(model, samples, context, device, wires, pipeline.size)
+    measured = [PipelineCosts(tuple(layers), LinkCost())]
+    if world.size > 1:
+        dist.barrier(group=world.handle)
+        measured[0] = replace(measured[0], link=measure_link(pipeline, device))
+        dist.broadcast_object_list(measured, src=0, group=world.handle)
+    return measured[0]
 
 
-def measure_layer_costs(
-    model: ModelDescription, samples: int, context: BuildContext, device: torch.device
-) -> list[float]:
-    """The fastest of three runs of each layer, on copies of its own: the model in training is not touched.
+def measure_layers(
+    model: ModelDescription,
+    samples: int,
+    context: BuildContext,
+    device: torch.device,
+    wires: WireOptions,
+    stages: int = 1,
+) -> list[LayerCost]:
+    """Medians over a few runs of each layer, on copies of its own: the model in training is not touched.
 
-    A layer is built whole (tensor parallelism divides all of them alike), measured on the output of the layer before
-    it, and dropped again, so that at most one layer exists at a time. Values come from keyed generators: no random
-    state moves.
+    Layers are built whole (tensor parallelism divides all of them alike) and run one after another as in training:
+    one that ran alone would find its weights in the cache, and its output in memory that is warm from the last time.
+    No more exist at a time than a stage has. Values come from keyed generators: no random state moves.
     """
     generator = torch.Generator().manual_seed(0)
-    alone = replace(context, tensor=Group("tensor"))
-    shape = (samples, *model.input_shape)
-    x = torch.randn(shape, generator=generator).to(device, context.dtype)
-    costs = []
-    for index, description in enumerate(model.layers):
-        layer = description.build(alone)
-        materialise([(description.name, layer)], device, seed=0)
-        x, seconds = _measure(layer, x, range(samples), needs_input_gradient=index > 0)
-        costs.append(seconds)
+    x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
+    costs: list[LayerCost] = []
+    each = -(-len(model.layers) // stages)
+    quiet = True if dist.is_initialized() and dist.get_rank() > 0 else None  # None: only on a terminal
+    for first in tqdm(range(0, len(model.layers), each), desc="measuring layers", leave=False, disable=quiet):
+        described = model.layers[first : first + each]
+        layers = [_Layer(description, context, range(samples), device) for description in described]
+        x = _measure(layers, x, needs_input_gradient=first > 0)
+        costs += [layer.cost(wires) for layer in layers]
     return costs
 
 
-def _measure(layer: torch.nn.Module, x: Tensor, samples: range, needs_input_gradient: bool) -> tuple[Tensor, float]:
-    times = []
-    # The first run pays for compiling and allocating; it is not counted.
-    for _ in range(REPETITIONS + 1):
-        entry = x.detach().requires_grad_(needs_input_gradient)
-        start = _now(x.device)
-        y = apply_layer(layer, entry, samples)
-        y.backward(torch.ones_like(y))
-        times.append(_now(x.device) - start)
-        layer.zero_grad()
-    return y.detach(), min(times[1:])
+class _Layer:
+    """A copy of a layer, with what its runs took.
+
+    Attributes:
+        edges, tasks: one for each micro-batch that has been forward, and one that has been backward.
+    """
+
+    def __init__(
+        self, description: LayerDescription, context: BuildContext, samples: range, device: torch.device
+    ) -> None:
+        self._wire, self._samples, self._weight_gradients = description.output, samples, WeightGradients()
+        alone = replace(context, tensor=Group("tensor"), weight_gradients=self._weight_gradients)
+        self._layer = description.build(alone)
+        materialise([(description.name, self._layer)], device, seed=0)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._held = 0
+        self._output: Tensor | None = None
+        self.clock = _Clock(device)
+        self.edges: list[GradientEdge | None] = []
+        self.tasks: list[list[Task]] = []
+        self._gradients: list[Tensor] = []
+
+    def forward(self, x: Tensor, needs_input_gradient: bool) -> Tensor:
+        entry = x
+        if needs_input_gradient:
+            entry = Entry.apply(self._anchor, x, self._gradients.append)
+        with self.clock("forward"):
+            y = apply_layer(self._layer, entry, self._samples)
+        # Without anything to learn up to here there is no backward.
+        self.edges.append(get_gradient_edge(y) if y.requires_grad else None)
+        self._output = y.detach()
+        return self._output
+
+    def count_held(self, x: Tensor) -> None:
+        """What one forward keeps for backward, once."""
+        with _counting_saved(self._layer) as held:
+            apply_layer(self._layer, x, self._samples)
+        self._held = held[0]
+
+    def backward(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of the input, of the oldest micro-batch; None at the beginning of the model."""
+        edge = self.edges.pop(0)
+        with self.clock("input_gradient"), self._weight_gradients.deferred() as tasks:
+            if edge is not None:
+                torch.autograd.backward(edge, gradient)
+        self.tasks.append(tasks)
+        return self._gradients.pop() if self._gradients else None
+
+    def add_weight_gradients(self) -> None:
+        tasks = self.tasks.pop(0)
+        tasks.reverse()
+        with self.clock("weight_gradient"):
+            while tasks:
+                tasks.pop()()
+
+    def cost(self, wires: WireOptions) -> LayerCost:
+        times = self.clock.times
+        forward, inputs, weights = (median(times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
+        assert self._output is not None
+        return _with_messages(LayerCost(forward, inputs, weights, self._held), self._output, self._wire, wires)
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _measure(layers: Sequence[_Layer], x: Tensor, needs_input_gradient: bool) -> Tensor:
+    """Runs the layers as a stage would; returns the output of the last one."""
+    y = x
+    for number in range(ROUNDS + 1):
+        for _ in range(IN_FLIGHT):
+            y = x
+            for index, layer in enumerate(layers):
+                if number == 0:
+                    layer.count_held(y)
+                y = layer.forward(y, needs_input_gradient or index > 0)
+        for _ in range(IN_FLIGHT):
+            gradient: Tensor | None = torch.ones_like(y)
+            for layer in reversed(layers):
+                if gradient is not None:
+                    gradient = layer.backward(gradient)
+        for _ in range(IN_FLIGHT):
+            for layer in reversed(layers):
+                layer.add_weight_gradients()
+        if number == 0:
+            for layer in layers:
+                layer.clock.times.clear()  # the first round pays for compiling and for the gradients' memory
+    return y
+
+
+def _with_messages(cost: LayerCost, y: Tensor, wire: Wire, wires: WireOptions) -> LayerCost:
+    """Adds what it costs to hand the output to another stage."""
+    descriptor = TensorDescriptor.of(y, wire)
+    clock = _Clock(y.device)
+    for _ in range(ROUNDS):
+        with clock("pack"):
+            messages = messages_of(descriptor.flatten(y), descriptor)
+        with clock("unpack"):
+            descriptor.restore(messages[0])
+    width = (wires.gradient_dtype or y.dtype).itemsize
+    return replace(
+        cost,
+        message=sum(message.nbytes for message in messages),
+        gradient=y.numel() * width,
+        pack=median(clock.times["pack"]),
+        unpack=median(clock.times["unpack"]),
+    )
+
+
+@contextmanager
+def _counting_saved(layer: nn.Module) -> Iterator[list[int]]:
+    """Inside, the one element of the list is the bytes that autograd keeps for backward, weights not counted."""
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+    total = [0]
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total[0] += storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        yield total
+
+
+class _Clock:
+    """Attributes: times: seconds of each block by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.times: dict[str, list[float]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.times.setdefault(name, []).append(self._now() - start)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:

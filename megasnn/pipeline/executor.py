@@ -194,7 +194,7 @@ class PipelineExecutor:
         def deliver(gradient: Tensor) -> None:
             run.gradients[chunk - 1, micro_batch] = gradient
 
-        return _Entry.apply(self._anchor, x, deliver)
+        return Entry.apply(self._anchor, x, deliver)
 
     def _finish_forward(self, run: _Run, key: tuple[int, int], logits: Tensor, labels: Tensor) -> None:
         if self._consume is not None:
@@ -306,7 +306,7 @@ def _key(action: Action) -> tuple[int, int]:
     return action.chunk, action.micro_batch
 
 
-class _Entry(torch.autograd.Function):
+class Entry(torch.autograd.Function):
     """The start of a chunk's graph: hands on the input and, in backward, its gradient.
 
     A leaf in its place would keep the dense input alive until backward, where the layers keep it packed.

@@ -57,8 +57,9 @@ class TensorDescriptor:
 
     @classmethod
     def of(cls, tensor: Tensor, wire: Wire, sent_as: torch.dtype | None = None) -> TensorDescriptor:
+        # Dimensions of size 1 come first: their strides mean nothing and differ from one operation to the next.
         strides = tensor.stride()
-        order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+        order = sorted(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, -strides[dim]))
         return cls(tuple(tensor.shape), tuple(order), tensor.dtype, wire, sent_as or tensor.dtype)
 
     @property
@@ -113,6 +114,22 @@ HEADER_LENGTH = 4 + 2 * MAX_DIMS
 FITS, DENSE_FOLLOWS = 0, 1  # the last byte of a packed message
 
 
+def messages_of(flat: Tensor, descriptor: TensorDescriptor, strict: bool = False) -> list[Tensor]:
+    """What is sent for a tensor's values in memory order: one message, or two where a packed one cannot hold them.
+
+    The first then has the same size, and says so. Raises ValueError, with `strict`, where there would be two.
+    """
+    if descriptor.wire is Wire.DENSE:
+        return [flat.to(descriptor.sent_as)]
+    try:
+        packed = encode(flat, descriptor.wire, check=True)
+    except ValueError as error:
+        if strict:
+            raise ValueError(f"{error} (--strict-wire; without it the tensor goes dense)") from error
+        return [torch.full_like(descriptor.buffer(flat.device), DENSE_FOLLOWS), flat]
+    return [torch.cat([packed, packed.new_full((1,), FITS)])]
+
+
 class Sender:
     """The sending end of one link: a peer, a direction ("forward", "backward"). Sends do not wait for the peer."""
 
@@ -143,7 +160,7 @@ class Sender:
             raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
         header = None if key in self._known else descriptor.to_header(self._device)
         flat = descriptor.flatten(tensor)
-        messages = [flat.to(descriptor.sent_as)] if wire is Wire.DENSE else self._packed(flat, descriptor)
+        messages = messages_of(flat, descriptor, self._strict)
         if header is not None:
             self._known[key] = descriptor
             self._start(header)
@@ -151,16 +168,6 @@ class Sender:
             dense = tensor.nbytes if operation == "send" else 0
             statistics.record(self._group.name, operation, self._direction, message.nbytes, dense)
             self._start(message)
-
-    def _packed(self, flat: Tensor, descriptor: TensorDescriptor) -> list[Tensor]:
-        """The packed message; where the values do not fit, one of the same size that says so, and the values."""
-        try:
-            packed = encode(flat, descriptor.wire, check=True)
-        except ValueError as error:
-            if self._strict:
-                raise ValueError(f"{error} (--strict-wire; without it the tensor goes dense)") from error
-            return [torch.full_like(descriptor.buffer(flat.device), DENSE_FOLLOWS), flat]
-        return [torch.cat([packed, packed.new_full((1,), FITS)])]
 
     def _start(self, payload: Tensor) -> None:
         work = dist.isend(payload, self._peer, group=self._group.handle)

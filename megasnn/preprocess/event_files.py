@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,11 +16,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events import FrameOptions, Recording, decode_recording, events_to_frames
+from megasnn.events import ARRAY_FILE_ERRORS, FrameOptions, Recording, decode_recording, events_to_frames
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
 _LEVEL = 4  # of zlib: beyond it a few per cent less space cost many times the time
-_DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def decode_sample(data: bytes) -> Recording | NDArray[Any]:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             frames = stored["frames"] if "frames" in stored.files else None
-    except _DAMAGE as error:
+    except ARRAY_FILE_ERRORS as error:
         raise ValueError(f"cannot be decoded: {error}") from error
     if frames is None:
         return decode_recording(data, "its events.npz", "numpy")

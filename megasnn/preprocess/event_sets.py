@@ -27,13 +27,16 @@ class EncodeRecording:
     Attributes:
         settings: of the frames; None keeps the events.
         sensor: height and width where a file does not say them.
+        sort: puts events in order of time.
     """
 
     settings: FrameSettings | None
     sensor: tuple[int, int] | None = None
+    sort: bool = False
 
     def __call__(self, item: Item) -> Mapping[str, bytes]:
-        recording = _read(item.source, self.sensor if item.source.suffix.lower() in _FIVE_BYTES else None)
+        sensor = self.sensor if item.source.suffix.lower() in _FIVE_BYTES else None
+        recording = _read(item.source, sensor, self.sort)
         if item.part:
             recording = _clip(recording, item)
         if self.settings is None:
@@ -45,8 +48,8 @@ class EncodeRecording:
 
 
 @lru_cache(maxsize=1)  # the clips of a recording come one after another
-def _read(path: Path, sensor: tuple[int, int] | None) -> Recording:
-    return read_recording(path, sensor_size=sensor)
+def _read(path: Path, sensor: tuple[int, int] | None, sort: bool) -> Recording:
+    return read_recording(path, sensor_size=sensor, sort=sort)
 
 
 def _clip(recording: Recording, item: Item) -> Recording:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -101,13 +102,25 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file that is complete or not there, also after a power cut."""
+    """Write a file that is complete or not there, also after a power cut.
+
+    Raises:
+        ValueError: it cannot be written (disk full, no right); the message names it.
+    """
     temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ValueError(
+            f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
+            f"goes on from there"
+        ) from error
 
 
 def _sha256(path: Path, progress: Callable[[int], object]) -> str:

@@ -96,6 +96,8 @@ class EventOptions(ShardOptions):
     empty."""
     normalize_frames: Literal["none", "frame-max"] | None = None
     """frame-max divides each frame by its largest count; by default counts stay."""
+    sort_events: bool = False
+    """Put events in order of time, instead of refusing recordings that are not: some cameras send a few late."""
     keep_events: bool = False
     """Keep the events rather than frames: training then chooses frames by its own flags. Larger, and slower to read."""
 
@@ -124,11 +126,12 @@ class EventOptions(ShardOptions):
         )
 
     def encode(self) -> Encode:
-        return EncodeRecording(self.settings())
+        return EncodeRecording(self.settings(), sort=self.sort_events)
 
     def contents(self) -> dict[str, Any]:
         settings = self.settings()
-        return {"keep_events": True} if settings is None else asdict(settings)
+        contents = {"keep_events": True} if settings is None else asdict(settings)
+        return {**contents, "sort_events": self.sort_events}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +162,7 @@ class NMnist(EventOptions):
         return find_listed(self.input, self.train_list, self.test_list)
 
     def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), (34, 34))
+        return EncodeRecording(self.settings(), (34, 34), self.sort_events)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +176,7 @@ class Dvs128Gesture(NMnist):
         return find_listed(self.input, self.train_list, self.test_list)
 
     def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), (128, 128))
+        return EncodeRecording(self.settings(), (128, 128), self.sort_events)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: generated, completed by passes, validated, simulated and executed."""
 
 from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.build import SCHEDULE_NAMES, build_schedule, resolve_schedule_name
+from megasnn.schedule.build import SCHEDULE_NAMES, SchedulePlan, build_schedule, plan_schedule
 from megasnn.schedule.draw import format_actions
 from megasnn.schedule.generate import GENERATED_NAMES, equal_costs, find_best, generate, per_stage
 from megasnn.schedule.simulate import ChunkCost, Simulation, Transfer, chunk_costs, simulate
@@ -15,6 +15,7 @@ __all__ = [
     "Kind",
     "Schedule",
     "ScheduleError",
+    "SchedulePlan",
     "Simulation",
     "Transfer",
     "build_schedule",
@@ -24,7 +25,7 @@ __all__ = [
     "format_actions",
     "generate",
     "per_stage",
-    "resolve_schedule_name",
+    "plan_schedule",
     "simulate",
     "validate",
 ]

@@ -1,4 +1,4 @@
-"""The schedules with one chunk per pipeline rank, as computing alone; `passes` adds the rest.
+"""The schedules with one chunk per pipeline rank, and evaluation, as computing alone; `passes` adds the rest.
 
 Each function is a whole schedule. Micro-batches run backward in ascending order in all of them, so
 gradients are accumulated in the same order and every schedule gives the same bits.
@@ -39,7 +39,15 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     return Schedule("1f1b", tuple(range(stages)), micro_batches, tuple(actions))
 
 
-def forward_only(stages: int, micro_batches: int) -> Schedule:
-    """Evaluation: every stage takes the micro-batches one after another."""
-    actions = tuple(tuple(Action(stage, Kind.FORWARD, m) for m in range(micro_batches)) for stage in range(stages))
-    return Schedule("forward", tuple(range(stages)), micro_batches, actions, forward_only=True)
+def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
+    """Evaluation on any placement: a rank takes what is ready, the chunk nearest to the end first."""
+    chunks = len(placement)
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    done = [0] * chunks  # micro-batches that each chunk has computed
+    while done[-1] < micro_batches:
+        ready = {placement[c]: c for c in range(chunks) if done[c] < (done[c - 1] if c else micro_batches)}
+        for rank, chunk in ready.items():
+            rows[rank].append(Action(chunk, Kind.FORWARD, done[chunk]))
+        for chunk in ready.values():
+            done[chunk] += 1
+    return Schedule("forward", placement, micro_batches, tuple(map(tuple, rows)), forward_only=True)

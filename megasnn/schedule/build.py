@@ -1,63 +1,135 @@
-"""From a schedule's name to a schedule that an executor can run."""
+"""From a schedule's name to the schedules that an executor runs, for any number of micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from megasnn.partition import loop_placement, v_placement
 from megasnn.schedule.actions import Schedule
-from megasnn.schedule.basic import forward_only as forward_only_order
-from megasnn.schedule.basic import gpipe, one_f_one_b
-from megasnn.schedule.generate import GENERATED_NAMES
-from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
+from megasnn.schedule.basic import forward_only
+from megasnn.schedule.generate import GENERATED_NAMES, NAMES, V_NAMES, CostsOf, equal_costs, find_best, generate
+from megasnn.schedule.passes import insert_transfers
+from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.validate import validate
 
-GENERATORS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
-SCHEDULE_NAMES = ("auto", *GENERATORS)
+SCHEDULE_NAMES = ("auto", *NAMES)
+FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
-def resolve_schedule_name(name: str) -> str:
-    """What ``auto`` stands for: 1f1b, as fast as gpipe and never with more activations, on a single stage too.
+@dataclass(frozen=True)
+class SchedulePlan:
+    """How a run's micro-batches go through its pipeline, however many of them a step has.
 
-    Raises ValueError for an unknown name.
+    Attributes:
+        name: of the schedule; "auto" is the best one on this placement, searched for each number of micro-batches.
+        placement: the pipeline rank of each chunk.
+        costs: of each chunk; equal ones when not given.
+        memory_limit: activations that a rank may hold, in the unit of the costs (whole stages' micro-batches).
+        decided: schedules that were settled on before, where ranks must not search for themselves.
     """
-    if name in GENERATED_NAMES and name not in SCHEDULE_NAMES:
-        raise ValueError(
-            f"--pipeline-schedule {name} can be drawn and simulated (tools/draw_schedule.py) but not trained with "
-            f"yet: it splits the backward or has several chunks per rank; use one of {', '.join(SCHEDULE_NAMES)}"
-        )
-    if name not in SCHEDULE_NAMES:
+
+    name: str
+    placement: tuple[int, ...]
+    costs: tuple[ChunkCost, ...] | None = None
+    memory_limit: float | None = None
+    decided: tuple[Schedule, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return max(self.placement) + 1
+
+    @property
+    def chunks_per_rank(self) -> int:
+        return len(self.placement) // self.stages
+
+    def training(self, micro_batches: int) -> Schedule:
+        """Validated, with transfers and gradient sync. Raises ValueError where it cannot keep the memory limit."""
+        for schedule in self.decided:
+            if schedule.micro_batches == micro_batches:
+                return schedule
+        stages, chunks, limit = self.stages, self.chunks_per_rank, self.memory_limit
+        if self.name == "auto":
+            return find_best(stages, micro_batches, self._costs_of, limit, chunks, self.placement)
+        return generate(self.name, stages, micro_batches, chunks, self._costs_of, limit)
+
+    def evaluation(self, micro_batches: int) -> Schedule:
+        """Forwards only, validated, with transfers."""
+        schedule = insert_transfers(forward_only(self.placement, micro_batches))
+        validate(schedule)
+        return schedule
+
+    def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
+        if self.costs is None or placement != self.placement:
+            return equal_costs(self.stages)(placement)
+        return self.costs
+
+
+def plan_schedule(
+    name: str,
+    stages: int,
+    chunks_per_rank: int | None = None,
+    micro_batches: int = 1,
+    costs_of: CostsOf | None = None,
+    memory_limit: float | None = None,
+) -> SchedulePlan:
+    """Settles on a placement.
+
+    Args:
+        chunks_per_rank: see `chunks_of_schedule`; auto chooses when not given.
+        micro_batches: of a usual step: auto takes the placement that is best for them.
+        costs_of: the costs of the chunks of a placement; equal ones when not given.
+        memory_limit: as in `SchedulePlan`.
+    Raises:
+        ValueError: an unknown name, sizes below 1, chunks that the schedule cannot place, a limit it cannot keep.
+    """
+    chunks_per_rank = chunks_of_schedule(name, chunks_per_rank)
+    costs_of = costs_of or equal_costs(stages)
+    decided: tuple[Schedule, ...] = ()
+    if name == "auto":
+        placement = loop_placement(1)
+        if stages > 1 or chunks_per_rank != 1:
+            decided = (find_best(stages, micro_batches, costs_of, memory_limit, chunks_per_rank),)
+            placement = decided[0].placement
+    else:
+        assert chunks_per_rank is not None
+        placement = v_placement(stages) if name in V_NAMES else loop_placement(stages, chunks_per_rank)
+    plan = SchedulePlan(name, placement, tuple(costs_of(placement)), memory_limit, decided)
+    if memory_limit is not None:
+        plan.training(micro_batches)
+    return plan
+
+
+def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
+    """The chunks on each pipeline rank: as many as asked for, otherwise what the schedule stands for.
+
+    None: auto may choose. Raises ValueError for an unknown name, and for chunks that the schedule cannot place.
+    """
+    if name not in GENERATED_NAMES:
         raise ValueError(f"unknown --pipeline-schedule {name!r}; known: {', '.join(SCHEDULE_NAMES)}")
-    return "1f1b" if name == "auto" else name
-
-
-def refuse_chunks_per_rank(name: str, chunks_per_rank: int) -> None:
-    """Raises ValueError when the schedule cannot take so many chunks on each pipeline rank."""
-    if chunks_per_rank != 1:
+    if asked is not None and asked < 1:
+        raise ValueError(f"{FLAG} must be at least 1, got {asked}")
+    if name == "auto":
+        return asked
+    if name == "interleaved":
+        if asked == 1:
+            raise ValueError(f"{FLAG} 1: --pipeline-schedule interleaved needs 2 or more; one chunk a rank is 1f1b")
+        return asked or 2
+    fixed = 2 if name in V_NAMES else 1
+    if asked not in (None, fixed):
         raise ValueError(
-            f"--num-virtual-stages-per-pipeline-rank {chunks_per_rank}: --pipeline-schedule {name} computes "
-            f"one chunk per pipeline rank; leave the flag at 1"
+            f"{FLAG} {asked}: --pipeline-schedule {name} computes {fixed} chunk(s) per pipeline rank; "
+            f"leave the flag out"
         )
+    return fixed
 
 
 def build_schedule(
-    name: str, stages: int, micro_batches: int, chunks_per_rank: int = 1, forward_only: bool = False
+    name: str, stages: int, micro_batches: int, chunks_per_rank: int | None = None, forward_only: bool = False
 ) -> Schedule:
-    """A validated schedule with transfers and gradient sync, for `stages` pipeline ranks.
-
-    Raises ValueError for an unknown name, sizes smaller than 1, or more chunks per rank than the schedule
-    can take.
-    """
-    for flag, value in (
-        ("--pipeline-model-parallel-size", stages),
-        ("number of micro-batches", micro_batches),
-    ):
+    """The schedule of a name at equal costs, for training or evaluation. Raises ValueError as `plan_schedule` does."""
+    for flag, value in (("--pipeline-model-parallel-size", stages), ("number of micro-batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    name = resolve_schedule_name(name)
-    refuse_chunks_per_rank(name, chunks_per_rank)
-    if forward_only:
-        schedule = insert_transfers(forward_only_order(stages, micro_batches))
-    else:
-        schedule = insert_gradient_sync(insert_transfers(GENERATORS[name](stages, micro_batches)))
-    validate(schedule)
-    return schedule
+    plan = plan_schedule(name, stages, chunks_per_rank, micro_batches)
+    return plan.evaluation(micro_batches) if forward_only else plan.training(micro_batches)

@@ -20,6 +20,7 @@ ZERO_BUBBLE = {"zb1p": zb1p, "zb2p": zb2p, "zbv": zbv, "v-half": v_half, "v-min"
 V_NAMES = ("zbv", "v-half", "v-min")
 NAMES = (*ONE_CHUNK, "interleaved", *ZERO_BUBBLE)
 GENERATED_NAMES = (*NAMES, "auto")
+LOOK_AT_COSTS = (*ZERO_BUBBLE, "auto")
 GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
 
 
@@ -67,17 +68,21 @@ def find_best(
     costs_of: CostsOf,
     memory_limit: float | None = None,
     chunks_per_rank: int | None = None,
+    placement: tuple[int, ...] | None = None,
 ) -> Schedule:
     """The schedule of least simulated makespan that keeps the limit; among equals the one that holds least.
 
     Tried are all named ones, filled by these costs and by equal ones, 1F1B's order with every smaller memory,
     and the V schedules with several memory limits and shorter gaps filled. It is never slower than a named one
-    that fits, and with one chunk a rank there is always one that holds a single micro-batch.
+    that fits, and with one chunk a rank there is always one that holds a single micro-batch. With a `placement`,
+    only schedules on it are looked at.
 
     Raises ValueError when none keeps the limit.
     """
     found = []
     for index, order in enumerate(_candidates(stages, micro_batches, costs_of, chunks_per_rank)):
+        if placement not in (None, order.placement):
+            continue
         complete = _complete(order)
         result = simulate(complete, costs_of(complete.placement))
         held = max(result.peak_activations)
@@ -101,7 +106,7 @@ def _candidates(stages: int, micro_batches: int, costs_of: CostsOf, chunks_per_r
         for name in NAMES:
             if _possible_chunks(name, count):
                 found.append(_order(name, stages, micro_batches, count, costs_of))
-                if name in ZERO_BUBBLE:  # the others do not look at costs
+                if name in LOOK_AT_COSTS:
                     found.append(_order(name, stages, micro_batches, count, equal_costs(stages)))
     if 1 in counts:
         costs = costs_of(loop_placement(stages))

@@ -30,7 +30,7 @@ def validate(schedule: Schedule, memory_limit: float | None = None, activation: 
     """Raises ScheduleError for a complete schedule (with transfers and gradient sync) that is wrong.
 
     Every action is there exactly once and on the right rank; everything an action uses is there before it;
-    a chunk's backwards are in ascending order, so that every schedule accumulates gradients alike; receives
+    a chunk's forwards and backwards are in ascending order, so that every schedule accumulates alike; receives
     on a link are in the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is
     either whole (B) or in two parts (I and W). With a `memory_limit`, no rank ever holds more activations than
     that; see `activations_held` for what is counted, and `activation` for how much each chunk's are.
@@ -153,6 +153,8 @@ def _needed_on_rank(schedule: Schedule, action: Action, present: set[Action]) ->
         yield input_gradient(chunk, m)
     elif action.kind is Kind.FORWARD:
         yield from received or ([Action(chunk - 1, Kind.FORWARD, m)] if chunk > 0 else [])
+        if m > 0:
+            yield Action(chunk, Kind.FORWARD, m - 1)
     elif action.kind.propagates:
         yield Action(chunk, Kind.FORWARD, m)
         yield from received or ([input_gradient(chunk + 1, m)] if chunk + 1 < schedule.chunks else [])

@@ -16,7 +16,14 @@ from megasnn.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.saving import Saves
-from megasnn.training.setup import ModelProvider, build_context, cut_into_chunks, sample_loss, wire_options
+from megasnn.training.setup import (
+    ModelProvider,
+    build_context,
+    micro_batch_counts,
+    plan_of,
+    sample_loss,
+    wire_options,
+)
 from megasnn.training.step import TrainingStep
 from megasnn.training.watch import Watch
 
@@ -46,11 +53,11 @@ class TrainingRun:
         model, training, parallel = provider.description, config.training, config.parallel
         self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
-        self.bounds = cut_into_chunks(
-            model, parallel, training.micro_batch_size, context, state, provider.unit_of_layer
-        )
+        counts = micro_batch_counts(training.micro_batches, state.data.size)
+        self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state)
+        self.bounds = self.plan.bounds
         loss, wires = sample_loss(training), wire_options(parallel)
-        self.engine = Engine(model, state, context, self.bounds, parallel.pipeline_schedule, training.seed, loss, wires)
+        self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         dataset, layout = self.datasets.train.fingerprint(), layers_per_chunk(self.bounds)
@@ -165,8 +172,8 @@ class TrainingRun:
             micro_batch_size=config.training.micro_batch_size,
             dp_size=state.data.size,
             dp_rank=state.data.rank,
-            need_images=state.is_first_stage,
-            need_labels=state.is_last_stage,
+            need_images=self.engine.takes_images,
+            need_labels=self.engine.gives_logits,
             num_workers=config.data.num_workers,
             skip_broken=config.data.skip_broken_samples,
             training=training,
@@ -187,7 +194,7 @@ class TrainingRun:
         if not self.config.data.skip_broken_samples:
             return None
         # All ranks of a replica that read images come to the same choice.
-        mine = self._skipped_samples if self.state.is_first_stage and self.state.tensor.rank == 0 else 0
+        mine = self._skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
         return int(self.engine.sum_over_ranks([float(mine)])[0])
 
     def _evaluate_if(self, due: bool) -> None:

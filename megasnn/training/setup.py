@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megasnn.batching import micro_batches_of
 from megasnn.comm.group import Group
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
@@ -19,9 +20,9 @@ from megasnn.layers import BuildContext
 from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.partition import balanced_bounds, layout_to_bounds
-from megasnn.pipeline.costs import agreed_layer_costs
+from megasnn.partition import layout_to_bounds
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,12 +35,10 @@ class ModelProvider:
 
     Attributes:
         description: the layers.
-        unit_of_layer: for each layer its unit, for explicit layouts.
         from_spikingjelly: a state_dict of SpikingJelly's model -> global tensors by name.
     """
 
     description: ModelDescription
-    unit_of_layer: Sequence[str]
     from_spikingjelly: ImportWeights
 
 
@@ -78,18 +77,34 @@ def wire_options(parallel: ParallelConfig) -> WireOptions:
     return WireOptions(parallel.strict_wire, None if asked is None else WIRE_DTYPES[asked])
 
 
-def cut_into_chunks(
+def plan_of(
     model: ModelDescription,
     parallel: ParallelConfig,
     micro_batch_size: int,
+    micro_batches: Sequence[int],
     context: BuildContext,
     state: ParallelState,
-    unit_of_layer: Sequence[str] = (),
-) -> list[range]:
-    """The layers of each chunk: the explicit layout, or the cut that balances the measured costs. Collective."""
-    if parallel.layout is not None:
-        return layout_to_bounds(parallel.layout, unit_of_layer)
-    if parallel.chunks == 1:
-        return [range(len(model.layers))]
-    costs = agreed_layer_costs(model, micro_batch_size, context, state.device, state.world)
-    return balanced_bounds(costs, parallel.chunks)
+) -> PipelinePlan:
+    """The layers and the place of each chunk, and the schedules. Collective.
+
+    Args:
+        micro_batches: the numbers of them that replicas have in a step, the largest first.
+    Raises:
+        ValueError: the schedule cannot keep `--pipeline-memory-limit`.
+    """
+    layout, units = parallel.layout, [layer.unit for layer in model.layers]
+    request = PipelineRequest(
+        schedule=parallel.pipeline_schedule,
+        chunks_per_rank=parallel.chunks_per_rank,
+        memory_limit=parallel.pipeline_memory_limit,
+        bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
+        micro_batch_size=micro_batch_size,
+        micro_batches=tuple(micro_batches),
+    )
+    return plan_pipeline(model, request, context, state, wire_options(parallel))
+
+
+def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
+    """How many of a global batch's micro-batches a replica may have, the largest number first."""
+    counts = {len(micro_batches_of(micro_batches, replicas, replica)) for replica in (0, replicas - 1)}
+    return tuple(sorted(counts, reverse=True))

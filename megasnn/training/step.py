@@ -11,7 +11,7 @@ from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.non_finite import earliest, first_non_finite
+from megasnn.non_finite import earliest
 from megasnn.optim import build_optimizer, learning_rate
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.executor import MicroBatchInput
@@ -95,13 +95,14 @@ class TrainingStep:
 
     def _first_non_finite(self, micro_batches: Sequence[MicroBatchInput]) -> str | None:
         """In which layer's output it appeared first, otherwise in which gradient; collective."""
-        stage, world = self._state.pipeline.rank, self._state.world.handle
-        where = earliest(self._engine.first_non_finite_output(micro_batches), stage, world)
+        world = self._state.world.handle
+        chunk, found = self._engine.first_non_finite_output(micro_batches) or (0, None)
+        where = earliest(found, chunk, world)
         if where is not None:
             return f"not finite in forward, first in {where}"
-        gradients = [(e.name, e.tensor.grad) for e in reversed(self._engine.tensors) if e.tensor.grad is not None]
-        # Backward runs from the last stage to the first.
-        where = earliest(first_non_finite(gradients), -stage, world)
+        # Backward runs from the last chunk to the first.
+        chunk, found = self._engine.first_non_finite_gradient() or (0, None)
+        where = earliest(found, -chunk, world)
         return (
             None if where is None else f"not finite in backward, first in the gradient of {where}; the step is skipped"
         )

@@ -18,6 +18,7 @@ LOWEST = (
     "megasnn.schedule",
     "megasnn.schedule.simulate",
     "megasnn.config",
+    "megasnn.events",
 )
 
 

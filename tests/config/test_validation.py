@@ -57,7 +57,22 @@ REFUSED = [
     ("--surrogate-alpha -1", "--surrogate-alpha must be greater than 0"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size must be at least 1, got 0"),
     ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size must be at least 1, got 0"),
-    ("--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 2"),
+    (
+        "--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
+        "--num-virtual-stages-per-pipeline-rank 2: --pipeline-schedule 1f1b computes 1",
+    ),
+    (
+        "--pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 3",
+        "--num-virtual-stages-per-pipeline-rank 3: --pipeline-schedule zbv computes 2",
+    ),
+    (
+        "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1",
+        "--num-virtual-stages-per-pipeline-rank 1: --pipeline-schedule interleaved needs 2",
+    ),
+    ("--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 20", "are more chunks than"),
+    ("--pipeline-schedule zbv --pipeline-model-parallel-layout 1|2|3", "has 3 entries for 2 chunks"),
+    ("--pipeline-schedule gpipe --pipeline-memory-limit 2", "where --pipeline-memory-limit allows 2"),
+    ("--pipeline-memory-limit 0.5", "--pipeline-memory-limit must be at least 1, got 0.5"),
     ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank must be at least 1"),
     ("--backend nccl --device cpu", "--backend nccl cannot serve --device cpu"),
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes must be greater than 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +80,12 @@ def atis(events: Events) -> bytes:
         bytes([x, y]) + (int(p) << 23 | int(t)).to_bytes(3, "big")
         for t, x, y, p in zip(events.t, events.x, events.y, events.p, strict=True)
     )
+
+
+def npz(events: Events, height: int, width: int) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, t=events.t, x=events.x, y=events.y, p=events.p, height=height, width=width)
+    return file.getvalue()
 
 
 AEDAT4_INFO = """<dv version="2.0"><node name="outInfo" path="/outInfo/"><node name="0" path="/outInfo/0/">

@@ -8,6 +8,8 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megasnn.events import FORMATS, Events, RecordingError, decode_recording, read_recording
 from tests.events import files
@@ -123,7 +125,8 @@ def test_no_version(tmp_path):
 )
 def test_time_that_runs_backwards(tmp_path, name, make, byte):
     problem = refusal(tmp_path, name, make(BACKWARDS))
-    assert problem == f"time runs backwards at event 30 (byte {byte}): 0 us comes after {BACKWARDS.t[29]} us"
+    place = f"time runs backwards at event 30 (byte {byte}): 0 us comes after {BACKWARDS.t[29]} us"
+    assert problem == f"{place}; sort=True (--sort-events) puts events in order"
 
 
 @pytest.mark.parametrize(("name", "make"), [("a.aedat", as_dvs128), ("a.aedat", as_aedat3), ("a.bin", files.atis)])
@@ -140,6 +143,13 @@ def test_events_may_be_put_in_order_instead(tmp_path, name, make):
 )
 def test_outside_the_sensor(tmp_path, name, make, byte):
     assert f"x = 200 at event 25 (byte {byte}) is outside the sensor of" in refusal(tmp_path, name, make(OUTSIDE))
+
+
+def test_the_last_row_and_column_are_inside(tmp_path):
+    path = write(tmp_path, "a.bin", files.atis(Events.make([0], [6], [4], [1])))
+    assert len(read_recording(path, sensor_size=(5, 7)).events) == 1
+    for size, field in (((4, 7), "y = 4"), ((5, 6), "x = 6")):
+        assert field in refusal(tmp_path, "a.bin", path.read_bytes(), sensor_size=size)
 
 
 def test_the_place_counts_what_was_left_out():
@@ -219,8 +229,14 @@ def test_aedat4(tmp_path):
     between_packets = (len(data) - 8 + len(files.aedat4([], 34, 34)) - 8) // 2  # both packets are equally long
     problem = refusal(tmp_path, "a.aedat4", data[:between_packets])
     assert problem == f"is cut: its table of packets begins at byte {table}, the file ends at byte {between_packets}"
-    assert "its header is not complete" in refusal(tmp_path, "a.aedat4", data[:20])
-    assert "cannot be decoded after event 0" in refusal(tmp_path, "a.aedat4", data[:40] + bytes(len(data) - 40))
+    assert "header that is cut or damaged" in refusal(tmp_path, "a.aedat4", data[:20])
+    assert "header that is cut or damaged" in refusal(tmp_path, "a.aedat4", data[:40] + bytes(len(data) - 40))
+    first_packet = len(files.aedat4([], 34, 34)) - 8
+    sizes = bytearray(data)
+    sizes[first_packet + 4] += 1
+    assert f"the packet at byte {between_packets + 1} " in refusal(tmp_path, "a.aedat4", bytes(sizes))
+    inside = data[: first_packet + 8] + b"\xff" * 20 + data[first_packet + 28 :]
+    assert "cannot be decoded after event 0" in refusal(tmp_path, "a.aedat4", inside)
     assert refusal(tmp_path, "a.aedat4", files.aedat4([], 34, 34)) == "has no events"
     assert "time runs backwards at event 30" in refusal(tmp_path, "a.aedat4", files.aedat4([BACKWARDS], 34, 34))
     assert "x = 200 at event 25" in refusal(tmp_path, "a.aedat4", files.aedat4([OUTSIDE], 34, 34))
@@ -231,6 +247,34 @@ def test_aedat4(tmp_path):
 def test_aedat4_needs_a_file():
     with pytest.raises(RecordingError, match="a.aedat4: cannot be decoded in memory as aedat4"):
         decode_recording(files.aedat4([EVENTS], 34, 34), "a.aedat4")
+
+
+WHOLE = {
+    "a.aedat": as_dvs128(EVENTS),
+    "b.aedat": as_aedat3(EVENTS),
+    "a.bin": files.atis(EVENTS),
+    "a.npz": files.npz(EVENTS, 34, 34),
+    "a.aedat4": files.aedat4([EVENTS[:20], EVENTS[20:]], 34, 34),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(WHOLE)), st.data())
+def test_whatever_is_damaged_is_read_or_refused(tmp_path_factory, name, draw):
+    if name == "a.aedat4":
+        pytest.importorskip("aedat")
+    data = bytearray(WHOLE[name])
+    for _ in range(draw.draw(st.integers(1, 4))):
+        start = draw.draw(st.integers(0, len(data)))
+        end = draw.draw(st.sampled_from([start, start + 1, start + 7, len(data)]))
+        data[start:end] = draw.draw(st.binary(max_size=9))
+    path = write(tmp_path_factory.getbasetemp(), name, bytes(data))
+    try:
+        recording = read_recording(path)
+    except RecordingError as error:
+        assert str(path) in str(error)
+    else:
+        assert len(recording.events) > 0
 
 
 def test_a_missing_file_and_unknown_formats(tmp_path):

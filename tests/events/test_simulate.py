@@ -82,6 +82,23 @@ def test_the_number_of_events_is_the_contrast_in_thresholds():
         assert per_pixel == pytest.approx(np.log(1 / sensor.background) / threshold, abs=0.5)
 
 
+def test_times_do_not_hang_on_the_rendered_images():
+    bar = np.zeros((26, 26))
+    bar[:, :13] = 1.0
+    sensor = replace(QUIET, path=RIGHT)
+    fine, coarse = (
+        simulate_recording(bar, "edge", sensor=replace(sensor, frame_time=step)).events for step in (1_000, 10_000)
+    )
+    at_17, at_18 = ([events.t[events.x == column].mean() for events in (fine, coarse)] for column in (17, 18))
+    assert at_18[0] - at_17[0] > 20_000
+    assert at_17[0] == pytest.approx(at_17[1], abs=1_500) and at_18[0] == pytest.approx(at_18[1], abs=1_500)
+
+
+def test_the_image_rests_at_the_corners_of_its_path():
+    rate = np.bincount(digit(0, sensor=QUIET).events.t // 10_000, minlength=30)[:30].reshape(3, 10)
+    assert (rate[:, [0, 9]] < 0.5 * rate[:, 4:6]).all()
+
+
 def test_mismatch_belongs_to_the_camera():
     bar = np.zeros((26, 26))
     bar[:, :13] = 1.0

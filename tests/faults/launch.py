@@ -22,8 +22,9 @@ TINY = (
     *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "4"),
     *("--log-interval", "1", "--eval-iters", "0"),
 )
-PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "5|3")
-PP3 = ("--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "4|2|2")
+ONE_F_ONE_B = ("--pipeline-schedule", "1f1b")
+PP2 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "5|3")
+PP3 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "4|2|2")
 TP2 = ("--tensor-model-parallel-size", "2")
 
 

@@ -17,6 +17,7 @@ from megasnn.models.spikformer import describe_spikformer
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.partition import balanced_bounds
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.sharding import Shard
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
 
@@ -26,7 +27,8 @@ class Layout:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
-    schedule: str = "auto"
+    schedule: str = "1f1b"
+    chunks: int | None = None  # per pipeline rank; by default what the schedule stands for
 
     @property
     def world_size(self) -> int:
@@ -62,7 +64,7 @@ def model_config() -> SpikformerConfig:
 
 def build_engine(
     state: ParallelState,
-    schedule: str,
+    schedule: str | SchedulePlan,
     dtype: torch.dtype,
     backend: str = "auto",
     spec: NeuronSpec | None = None,
@@ -70,8 +72,9 @@ def build_engine(
 ) -> Engine:
     model = describe_spikformer(model_config(), spec or NeuronSpec())
     context = BuildContext(state.tensor, dtype, dtype, backend)
-    bounds = bounds or balanced_bounds([1.0] * len(model.layers), state.pipeline.size)
-    return Engine(model, state, context, bounds, schedule)
+    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
+    bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+    return Engine(model, state, context, bounds, plan)
 
 
 def one_step(
@@ -88,7 +91,8 @@ def one_step(
     """Runs on every rank of an initialised world. Without `weights`, keeps the initial values."""
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
-        engine = build_engine(state, layout.schedule, dtype, backend, spec, bounds)
+        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
+        engine = build_engine(state, plan, dtype, backend, spec, bounds)
         if weights is not None:
             load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]), state.world.handle)
         return record_step(engine, state, images, labels, micro_batch_size)
@@ -105,8 +109,8 @@ def record_step(
     pieces = list(zip(images.split(sizes), labels.split(sizes), strict=True))
     batches = [
         MicroBatchInput(
-            pieces[i][0] if state.is_first_stage else None,
-            pieces[i][1] if state.is_last_stage else None,
+            pieces[i][0] if engine.takes_images else None,
+            pieces[i][1] if engine.gives_logits else None,
             sizes[i],
             range(sum(sizes[:i]), sum(sizes[: i + 1])),
         )

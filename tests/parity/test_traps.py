@@ -14,7 +14,7 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.partition import balanced_bounds
 from megasnn.pipeline import costs
 from megasnn.pipeline.chunk import build_chunk
-from megasnn.pipeline.costs import agreed_layer_costs
+from megasnn.pipeline.costs import LayerCost, PipelineCosts, agreed_costs
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, model_config, one_step
 from tests.parity.test_layouts import SIZES, error, run_step
@@ -74,15 +74,15 @@ def test_initial_values_depend_on_the_name_and_not_on_the_layout(ranks) -> None:
     assert all(not torch.equal(a, b) for i, a in enumerate(kernels) for b in kernels[:i])
 
 
-def _costs_with_one_slow_rank() -> list[float]:
+def _costs_with_one_slow_rank() -> PipelineCosts:
     monkeypatch = pytest.MonkeyPatch()
     state = initialize_model_parallel(1, 2)
     try:
         if state.rank == 1:
             # A rank that would measure something else if it were asked.
-            monkeypatch.setattr(costs, "measure_layer_costs", lambda *_: [1.0] + [1000.0] * 9)
+            monkeypatch.setattr(costs, "measure_layers", lambda *_: [LayerCost(1000, 1000, 1000)] * 10)
         model = describe_spikformer(model_config(), NeuronSpec())
-        return agreed_layer_costs(model, 2, BuildContext(state.tensor), state.device, state.world)
+        return agreed_costs(model, 2, BuildContext(state.tensor), state.device, state.world, state.pipeline)
     finally:
         monkeypatch.undo()
         destroy_model_parallel()
@@ -91,7 +91,8 @@ def _costs_with_one_slow_rank() -> list[float]:
 def test_ranks_agree_on_measured_costs(ranks) -> None:
     """Trap 5: stage splits from rank-local timings."""
     first, second = ranks(2, _costs_with_one_slow_rank)
-    assert first == second and len(first) == 10 and all(0 < cost < 100 for cost in first)
+    assert first == second and len(first.layers) == 10 and all(0 < layer.seconds < 100 for layer in first.layers)
+    assert first.link.per_byte > 0
 
 
 @pytest.mark.parametrize("samples, size", [(11, 3), (7, 7), (5, 1), (4, 3)])

@@ -14,7 +14,7 @@ import pytest
 from megasnn.data.shards import open_shard
 from megasnn.events import Events, FrameOptions, SensorSize, events_to_frames, resize_frames
 from megasnn.preprocess.event_files import EVENTS, FRAMES, decode_sample
-from tests.preprocess.recordings import cifar10_dvs, dvs128_gesture, n_mnist, random_events
+from tests.preprocess.recordings import cifar10_dvs, dvs128_gesture, five_bytes, n_mnist, random_events
 from tools import preprocess_data
 
 
@@ -76,6 +76,21 @@ def test_n_mnist_keeps_every_event(tmp_path) -> None:
     found = (recording.events.t, recording.events.x, recording.events.y, recording.events.p)
     assert all(np.array_equal(a, b) for a, b in zip(found, (t - t[0], x, y, p), strict=True))
     assert len(contents(tmp_path / "out" / "test-00000.tar")) == 12
+
+
+def test_events_out_of_order_are_refused_or_sorted(tmp_path, capsys) -> None:
+    n_mnist(tmp_path / "in")
+    path = tmp_path / "in" / "Train" / "1" / "Tr00002.bin"
+    swapped = random_events(12, side=34)[:, [*range(1, 300), 0]]
+    path.write_bytes(five_bytes(swapped))
+    arguments = ["n-mnist", "--input", tmp_path / "in", "--output", tmp_path / "out", "--keep-events"]
+    assert preprocess_data.main([*map(str, arguments), "--workers", "1"]) != 0
+    told = capsys.readouterr().err
+    assert str(path) in told and "time runs backwards at event 299" in told and "--sort-events" in told
+    arguments[4] = tmp_path / "sorted"
+    preprocess(*arguments, "--sort-events")
+    train = contents(tmp_path / "sorted" / "train-00000.tar")
+    assert np.array_equal(train["1_Tr00002"][1].events.x, random_events(12, side=34)[1])
 
 
 def test_lists_of_a_flat_folder(tmp_path) -> None:

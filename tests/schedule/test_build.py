@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.schedule import Kind, build_schedule, resolve_schedule_name, validate
+from megasnn.schedule import Kind, build_schedule, equal_costs, plan_schedule, simulate, validate
+from megasnn.schedule.generate import NAMES
 
 
 def rows(name: str, stages: int, micro_batches: int, **options: bool) -> list[str]:
@@ -37,12 +38,24 @@ def test_evaluation_has_no_backward_and_no_sync() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 32), st.booleans())
+@given(st.sampled_from(NAMES), st.integers(1, 8), st.integers(1, 32), st.booleans())
 def test_all_sizes_are_valid(name: str, stages: int, micro_batches: int, forward_only: bool) -> None:
     schedule = build_schedule(name, stages, micro_batches, forward_only=forward_only)
     validate(schedule)
     forwards = [a for order in schedule.actions for a in order if a.kind is Kind.FORWARD]
-    assert len(forwards) == stages * micro_batches
+    assert len(forwards) == len(schedule.placement) * micro_batches
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 32), st.integers(1, 4))
+def test_evaluation_on_a_loop_keeps_every_rank_busy(stages: int, micro_batches: int, chunks: int) -> None:
+    """No rank waits longer than the pipeline takes to fill and drain."""
+    name = "interleaved" if chunks > 1 else "1f1b"
+    schedule = build_schedule(name, stages, micro_batches, chunks, forward_only=True)
+    validate(schedule)
+    result = simulate(schedule, equal_costs(stages)(schedule.placement))
+    assert result.makespan <= micro_batches + stages - 1 + 1e-9
+    assert max(result.peak_activations) == 1 / chunks
 
 
 @pytest.mark.parametrize("stages", range(1, 6))
@@ -52,10 +65,24 @@ def test_warm_up_of_1f1b(stages: int) -> None:
         assert computed.index(Kind.BACKWARD) == stages - rank  # p - r - 1 of warm-up, and the first of the steady state
 
 
-def test_auto() -> None:
-    assert resolve_schedule_name("auto") == "1f1b"
-    assert resolve_schedule_name("gpipe") == "gpipe"
-    assert build_schedule("auto", 4, 8) == build_schedule("1f1b", 4, 8)
+def test_auto_keeps_the_placement_that_is_best_for_a_usual_step() -> None:
+    plan = plan_schedule("auto", 4, micro_batches=8)
+    best = plan.training(8)
+    assert simulate(best, equal_costs(4)(best.placement)).makespan <= 25.5  # of zbv
+    for micro_batches in (1, 3, 8, 9):
+        assert plan.training(micro_batches).placement == plan.placement
+        assert plan.evaluation(micro_batches).placement == plan.placement
+
+
+def test_auto_on_one_stage_is_1f1b() -> None:
+    assert plan_schedule("auto", 1).placement == (0,)
+    assert build_schedule("auto", 1, 3).actions == build_schedule("1f1b", 1, 3).actions
+
+
+@pytest.mark.parametrize("name, placement", [("interleaved", (0, 1, 0, 1)), ("zbv", (0, 1, 1, 0)), ("zb2p", (0, 1))])
+def test_placements(name: str, placement: tuple[int, ...]) -> None:
+    assert plan_schedule(name, 2).placement == placement
+    assert plan_schedule(name, 2, len(placement) // 2).placement == placement
 
 
 def test_one_stage_holds_one_micro_batch_at_a_time() -> None:
@@ -68,6 +95,12 @@ def test_refusals_name_the_flag() -> None:
         build_schedule("zigzag", 2, 2)
     with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 2"):
         build_schedule("1f1b", 2, 2, chunks_per_rank=2)
+    with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 3: --pipeline-schedule zbv"):
+        plan_schedule("zbv", 2, 3)
+    with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 1: --pipeline-schedule interleaved"):
+        plan_schedule("interleaved", 2, 1)
+    with pytest.raises(ValueError, match="activations are held where --pipeline-memory-limit allows 3"):
+        plan_schedule("gpipe", 2, micro_batches=4, memory_limit=3)
     with pytest.raises(ValueError, match="--pipeline-model-parallel-size must be at least 1, got 0"):
         build_schedule("1f1b", 0, 2)
     with pytest.raises(ValueError, match="micro-batches must be at least 1, got 0"):

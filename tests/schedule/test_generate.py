@@ -9,7 +9,6 @@ from megasnn.schedule import (
     ChunkCost,
     Schedule,
     ScheduleError,
-    build_schedule,
     equal_costs,
     generate,
     per_stage,
@@ -144,9 +143,3 @@ def test_refusals() -> None:
         generate("zigzag", 2, 4)
     with pytest.raises(ValueError, match="--pipeline-memory-limit 0.5: no schedule .* the least found is 1"):
         generate("auto", 1, 4, memory_limit=0.5)
-
-
-@pytest.mark.parametrize("name", ["interleaved", "zb1p", "zb2p", "zbv", "v-half", "v-min"])
-def test_training_refuses_what_the_executor_cannot_run(name: str) -> None:
-    with pytest.raises(ValueError, match=f"--pipeline-schedule {name} can be drawn .* not trained"):
-        build_schedule(name, 2, 4)

@@ -100,7 +100,8 @@ def ready(schedule: Schedule, action: Action, done: set[Action]) -> bool:
     if action.kind is Kind.SYNC_GRADIENTS:
         return len(backwards) == schedule.micro_batches
     if action.kind is Kind.FORWARD:
-        return chunk == 0 or Action(chunk, Kind.RECV_FORWARD, m) in done
+        forwards = [a for a in done if a.kind is Kind.FORWARD]
+        return len(forwards) == m and (chunk == 0 or Action(chunk, Kind.RECV_FORWARD, m) in done)
     has_gradient = chunk == schedule.chunks - 1 or Action(chunk, Kind.RECV_BACKWARD, m) in done
     return has_gradient and Action(chunk, Kind.FORWARD, m) in done and len(backwards) == m
 

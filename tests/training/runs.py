@@ -38,7 +38,6 @@ def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
     validate(config, world)
     provider = training.ModelProvider(
         describe_spikformer(config.model, training.neuron_spec(config)),
-        config.model.unit_of_layer(),
         lambda weights: from_spikingjelly(weights, config.model.depth),
     )
     parallel = config.parallel

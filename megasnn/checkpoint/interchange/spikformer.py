@@ -14,13 +14,14 @@ The tensors are the same on both sides, shape by shape; only names differ:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor
 
-from megasnn.checkpoint.interchange.names import NORM_TENSORS, require_equal
+from megasnn.checkpoint.interchange.names import NORM_TENSORS, Dialect, ModelValues, Recipe, renamed, require_equal
 
 STAGES = 4
+OUR_MARKER = "patch_embed.stages.0.conv.weight"
 
 
 def spikingjelly_names(depth: int, parametric: bool) -> dict[str, str]:
@@ -60,7 +61,7 @@ def from_spikingjelly(state_dict: Mapping[str, Tensor], depth: int | None = None
     Raises:
         CheckpointError: names are missing or unexpected (lists them, as SpikingJelly calls them).
     """
-    ours = spikingjelly_names(_depth(state_dict, depth), parametric=_is_parametric(state_dict))
+    ours = spikingjelly_names(block_count(state_dict, depth), parametric=_is_parametric(state_dict))
     require_equal(ours.values(), state_dict, "this is not the state_dict of SpikingJelly's Spikformer:")
     return {name: state_dict[theirs] for name, theirs in ours.items()}
 
@@ -71,17 +72,37 @@ def to_spikingjelly(tensors: Mapping[str, Tensor], depth: int | None = None) -> 
     Raises:
         CheckpointError: names are missing or unexpected (lists them, as we call them).
     """
-    ours = spikingjelly_names(_depth(tensors, depth), parametric=_is_parametric(tensors))
+    ours = spikingjelly_names(block_count(tensors, depth), parametric=_is_parametric(tensors))
     require_equal(ours, tensors, "these are not the tensors of a Spikformer:")
     return {theirs: tensors[name] for name, theirs in ours.items()}
 
 
-def _depth(names: Iterable[str], depth: int | None) -> int:
+def block_count(names: Iterable[str], depth: int | None = None) -> int:
+    """`depth` where it is given, otherwise what the names say."""
     if depth is not None:
         return depth
-    found = (re.match(r"blocks\.(\d+)\.", name) for name in names)
+    found = (re.match(r"blocks?\.(\d+)\.", name) for name in names)
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
 def _is_parametric(names: Iterable[str]) -> bool:
     return any(name.endswith(".w") for name in names)
+
+
+def _incoming(theirs: Collection[str]) -> Recipe:
+    return renamed(spikingjelly_names(block_count(theirs), _is_parametric(theirs)))
+
+
+def _outgoing(ours: Collection[str], model: ModelValues | None) -> Recipe:
+    names = spikingjelly_names(block_count(ours), _is_parametric(ours))
+    return renamed({theirs: name for name, theirs in names.items()})
+
+
+SPIKINGJELLY = Dialect(
+    name="spikingjelly",
+    title="SpikingJelly's Spikformer",
+    marker="patch_embed.stages.0.conv_bn.block.0.weight",
+    our_marker=OUR_MARKER,
+    incoming=_incoming,
+    outgoing=_outgoing,
+)

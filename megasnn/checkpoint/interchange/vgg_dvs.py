@@ -13,11 +13,14 @@ first place in front of the convolution; in their classifier, dropout does if th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from megasnn.checkpoint.interchange.names import NORM_TENSORS, require_equal
+from megasnn.checkpoint.errors import CheckpointError
+from megasnn.checkpoint.interchange.names import NORM_TENSORS, Dialect, ModelValues, Recipe, renamed, require_equal
+from megasnn.config.vgg_dvs import CIFAR10_DVS, parse_channels
 
 
 def spikingjelly_names(pools: Sequence[bool], dropout: bool, parametric: bool) -> dict[str, str]:
@@ -64,3 +67,35 @@ def vgg_to_spikingjelly(tensors: Mapping[str, Tensor], pools: Sequence[bool], dr
 
 def _is_parametric(names: Iterable[str]) -> bool:
     return any(name.endswith(".w") for name in names)
+
+
+def _incoming(theirs: Collection[str]) -> Recipe:
+    pools = [f"features.{block}.proj_bn.2.weight" in theirs for block in range(_block_count(theirs))]
+    return renamed(spikingjelly_names(pools, "classifier.1.weight" in theirs, _is_parametric(theirs)))
+
+
+def _outgoing(ours: Collection[str], model: ModelValues | None) -> Recipe:
+    blocks, _ = parse_channels(model["channels"] if model is not None else CIFAR10_DVS)
+    if len(blocks) != _block_count(ours):
+        raise CheckpointError(
+            f"these are weights of a VGG with {_block_count(ours)} convolutions, and nothing says where it pools; only "
+            f"the default --channels ({CIFAR10_DVS}), with {len(blocks)}, are known without a model configuration"
+        )
+    dropout = model is None or model["dropout"] > 0
+    names = spikingjelly_names([block.pool for block in blocks], dropout, _is_parametric(ours))
+    return renamed({theirs: name for name, theirs in names.items()})
+
+
+def _block_count(names: Iterable[str]) -> int:
+    found = (re.match(r"features\.(\d+)\.", name) for name in names)
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
+SPIKINGJELLY = Dialect(
+    name="spikingjelly",
+    title="SpikingJelly's CIFAR10DVSVGG",
+    marker="features.0.proj_bn.1.weight",
+    our_marker="classifier.linear.weight",
+    incoming=_incoming,
+    outgoing=_outgoing,
+)

@@ -1,0 +1,83 @@
+"""A model's weights to other programs' files, and theirs to a checkpoint that a run can start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megasnn.checkpoint import CheckpointError
+from megasnn.checkpoint.interchange import dialect_for, dialect_of, is_ours
+from megasnn.checkpoint.interchange.names import renamed
+from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.saving import Progress
+from megasnn.convert.opening import in_our_names
+from megasnn.convert.progress import byte_bar
+from megasnn.convert.rank_files import write_rank_files
+from megasnn.convert.safetensors_file import new_safetensors_file
+from megasnn.convert.source import DerivedSource, TensorSource
+from megasnn.convert.target import without_memory
+from megasnn.convert.torch_file import new_torch_file
+from megasnn.sharding import Shard
+
+Names = Literal["spikingjelly", "published", "published-cifar10", "published-imagenet", "megasnn"]
+
+
+def weights_as(source: TensorSource, names: Names) -> TensorSource:
+    """The model's tensors, without the optimizer's, under another program's names.
+
+    Raises:
+        CheckpointError: the source is of no model that the program has, or tensors are missing or unexpected.
+    """
+    ours = in_our_names(source)
+    weights = [name for name in ours.tensors if not name.startswith(PREFIX)]
+    if names == "megasnn":
+        return DerivedSource(ours, renamed({name: name for name in weights}))
+    model = (ours.facts.config or {}).get("model")
+    program = _published_variant(model) if names == "published" else names
+    return DerivedSource(ours, dialect_for(program, weights).from_ours(weights, model))
+
+
+def _published_variant(model: dict[str, object] | None) -> str:
+    if model is None or "patch_size" not in model:
+        raise CheckpointError(
+            "which of the published models this is cannot be told without its configuration; name it: "
+            "--names published-cifar10 or published-imagenet"
+        )
+    return "published-cifar10" if model["patch_size"] == 4 else "published-imagenet"
+
+
+def export_weights(source: TensorSource, output: Path, names: Names, safetensors: bool) -> TensorSource:
+    """Writes the model's tensors to a new file; what was written.
+
+    Raises:
+        CheckpointError: as `weights_as`, or there is such a file already.
+    """
+    weights = weights_as(source, names)
+    with byte_bar("writing", weights.tensors.values()) as bar:
+        if safetensors:
+            told = {"format": "pt", "names": names, "iteration": str(weights.facts.iteration)}
+            with new_safetensors_file(output, weights.tensors, told) as safe:
+                for name, info in weights.tensors.items():
+                    safe.put(name, weights.read(name))
+                    bar.update(info.bytes)
+        else:
+            with new_torch_file(output, weights.tensors) as file:
+                for name, info in weights.tensors.items():
+                    file.put((name,), weights.read(name))
+                    bar.update(info.bytes)
+    return weights
+
+
+def import_weights(source: TensorSource, save: Path) -> tuple[Path, str]:
+    """Writes weights as a checkpoint of iteration 0 without optimizer state and configuration, for --finetune.
+
+    Returns:
+        the checkpoint, and whose names the weights had.
+    Raises:
+        CheckpointError: they are of no model and program known here, or there is such a checkpoint already.
+    """
+    title = "MegaSNN" if is_ours(source.tensors) else dialect_of(source.tensors).title
+    weights = weights_as(source, "megasnn")
+    entries = [without_memory(name, Shard(info.shape), info) for name, info in weights.tensors.items()]
+    progress = Progress(0, 0, {"source": str(source.path)}, None, None)
+    return write_rank_files(save, progress, None, [entries], weights), title

@@ -1,0 +1,57 @@
+"""The model that a checkpoint's configuration describes, without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megasnn.checkpoint.errors import CheckpointError
+from megasnn.config.checks import ConfigError
+from megasnn.config.model import ModelConfig, SpikformerConfig
+from megasnn.config.neuron import NeuronConfig
+from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.serialise import from_dict
+from megasnn.config.vgg_dvs import VggDvsConfig
+from megasnn.models.description import ModelDescription
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.training.setup import neuron_spec
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """
+    Attributes:
+        config: the dimensions.
+        description: the layers.
+        unit_of_layer: for each layer its unit, for explicit layouts.
+    """
+
+    config: ModelConfig
+    description: ModelDescription
+    unit_of_layer: Sequence[str]
+
+
+def saved_model(config: Mapping[str, Any] | None, path: object) -> SavedModel:
+    """The model of a checkpoint's configuration {"model": ..., "neuron": ...}.
+
+    Raises:
+        CheckpointError: there is none (weights from elsewhere), or it is of no model known here.
+    """
+    if config is None:
+        raise CheckpointError(
+            f"{path} holds weights without a model configuration, so how its tensors are cut is not known; "
+            "start a run from it with --load ... --finetune: what that run saves can be laid out"
+        )
+    try:
+        neuron = from_dict(NeuronConfig, config["neuron"])
+        values = config["model"]
+        model: SpikformerConfig | VggDvsConfig = (
+            from_dict(VggDvsConfig, values) if "channels" in values else from_dict(SpikformerConfig, values)
+        )
+    except (ConfigError, KeyError) as error:
+        raise CheckpointError(f"{path} is of a model that is unknown here: {error}") from None
+    spec = neuron_spec(PretrainConfig(model, neuron))
+    layers = describe_vgg_dvs(model, spec) if isinstance(model, VggDvsConfig) else describe_spikformer(model, spec)
+    return SavedModel(model, layers, model.unit_of_layer())

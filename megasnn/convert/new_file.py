@@ -1,0 +1,40 @@
+"""Files that are there as a whole or not at all, and never in the place of another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megasnn.checkpoint.errors import CheckpointError
+
+
+def refuse_existing(path: Path, flag: str) -> None:
+    """Raises CheckpointError when there is something at `path` already."""
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; remove it or give another {flag}")
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A path aside to write the file to; renamed to `path` at the end, safely on disk, or removed on an error."""
+    refuse_existing(path, "--output")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        yield aside
+        sync(aside)
+        os.rename(aside, path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or a folder's list of names is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

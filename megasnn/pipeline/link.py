@@ -1,0 +1,91 @@
+"""What a message between two neighbouring stages costs: seconds on the way, and of either end's processor."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megasnn.comm.group import Group
+
+MESSAGES = 8
+SMALL, LARGE = 1 << 10, 1 << 22  # bytes
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A message of b bytes takes `latency + b * per_byte` seconds with both ends idle.
+
+    Where every core of a host computes, the transport takes its time from the computing: `sender_per_byte` and
+    `receiver_per_byte` seconds, parts of `per_byte`. Both are 0 where there are cores to spare, and on GPUs.
+    """
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+    sender_per_byte: float = 0.0
+    receiver_per_byte: float = 0.0
+
+
+def measure_link(pipeline: Group, device: torch.device) -> LinkCost:
+    """Between the first two stages, the same on both; no cost on the others. Collective over these two."""
+    if pipeline.rank > 1 or pipeline.size == 1:
+        return LinkCost()
+    small, _ = _round_trips(pipeline, device, SMALL)
+    large, processor = _round_trips(pipeline, device, LARGE)
+    latency = small / 2
+    per_byte = max(large - small, 0.0) / LARGE
+    busy = torch.zeros(2, dtype=torch.float64, device=device)
+    if device.type == "cpu" and _all_cores_compute(pipeline):
+        busy[pipeline.rank] = processor / LARGE
+    _exchange(pipeline, busy)
+    # More than the whole time would be noise, or threads that wait by spinning.
+    sender, receiver = (min(value, per_byte / 2) for value in busy.tolist())
+    return LinkCost(latency, per_byte, sender, receiver)
+
+
+def _round_trips(pipeline: Group, device: torch.device, size: int) -> tuple[float, float]:
+    """Seconds from a message of the first stage until a small answer is there, and of this process meanwhile."""
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    answer = torch.zeros(SMALL, dtype=torch.uint8, device=device)
+    times, processor = [], []
+    for _ in range(MESSAGES + 1):
+        start, used = _now(device), time.process_time()
+        if pipeline.rank == 0:
+            _transfer(pipeline, message, sends=True)
+            _transfer(pipeline, answer, sends=False)
+        else:
+            _transfer(pipeline, message, sends=False)
+            _transfer(pipeline, answer, sends=True)
+        times.append(_now(device) - start)
+        processor.append(time.process_time() - used)
+    return sorted(times[1:])[MESSAGES // 2], sorted(processor[1:])[MESSAGES // 2]
+
+
+def _exchange(pipeline: Group, values: torch.Tensor) -> None:
+    """Both ends get the other's element of `values` [2]."""
+    mine, theirs = values[pipeline.rank : pipeline.rank + 1].clone(), values.new_empty(1)
+    for sender in (0, 1):
+        sends = pipeline.rank == sender
+        _transfer(pipeline, mine if sends else theirs, sends)
+    values[1 - pipeline.rank] = theirs[0]
+
+
+def _transfer(pipeline: Group, tensor: torch.Tensor, sends: bool) -> None:
+    peer = pipeline.ranks[1 - pipeline.rank]
+    work = (dist.isend if sends else dist.irecv)(tensor, peer, group=pipeline.handle)
+    assert work is not None
+    work.wait()
+
+
+def _all_cores_compute(pipeline: Group) -> bool:
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return ranks_here * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,143 @@
+"""How a model goes through a pipeline: which layers are a chunk, where it lives, and who does what when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megasnn.comm.agreement import decided_by_first
+from megasnn.layers.context import BuildContext
+from megasnn.models.description import ModelDescription
+from megasnn.parallel_state import ParallelState
+from megasnn.partition import placed_bounds
+from megasnn.pipeline.costs import PipelineCosts, agreed_costs
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule.forecast import Forecast, forecast, forecasts_of_named
+from megasnn.schedule.generate import LOOK_AT_COSTS
+from megasnn.schedule.memory import activations_held
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """What is asked for.
+
+    Attributes:
+        schedule: a name, or "auto".
+        chunks_per_rank: None: auto may choose.
+        memory_limit: activations that a rank may hold, in whole stages' micro-batches.
+        bounds: the layers of each chunk; None: balanced by the measured costs.
+        micro_batch_size: samples in each micro-batch.
+        micro_batches: the numbers of them that replicas have in a step, the largest first.
+        predicts: whether costs are wanted even where the plan would not need any.
+    """
+
+    schedule: str
+    chunks_per_rank: int | None
+    memory_limit: float | None
+    bounds: tuple[range, ...] | None
+    micro_batch_size: int
+    micro_batches: tuple[int, ...]
+    predicts: bool = False
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """The answer, the same on every rank.
+
+    Attributes:
+        bounds: the layers of each chunk.
+        schedules: for any number of micro-batches; carries those decided on for the request's numbers.
+        costs: measured; None where nobody needed them.
+        named: what the named schedules would take, each on its own cut; empty without costs.
+    """
+
+    bounds: tuple[range, ...]
+    schedules: SchedulePlan
+    costs: PipelineCosts | None = None
+    named: tuple[Forecast, ...] = ()
+
+    def simulation(self, micro_batches: int) -> Simulation | None:
+        """What a step of so many micro-batches should take, in seconds; None without costs."""
+        if self.costs is None:
+            return None
+        return simulate(self.schedules.training(micro_batches), self._chunk_costs())
+
+    def forecast(self, micro_batches: int) -> Forecast | None:
+        """`simulation` in short."""
+        if self.costs is None:
+            return None
+        return forecast(self.schedules.training(micro_batches), self._chunk_costs())
+
+    def peak_activation_bytes(self, micro_batches: int) -> list[float]:
+        """The most that each pipeline rank keeps for backward at once. Raises ValueError without costs."""
+        if self.costs is None:
+            raise ValueError("the memory of layers was not measured")
+        schedule, held = self.schedules.training(micro_batches), self.costs.held_bytes(self.bounds)
+        return [max(activations_held(schedule, rank, held), default=0.0) for rank in range(schedule.ranks)]
+
+    def _chunk_costs(self) -> list[ChunkCost]:
+        assert self.costs is not None
+        return self.costs.of_chunks(self.bounds, self.schedules.placement)
+
+
+def plan_pipeline(
+    model: ModelDescription, request: PipelineRequest, context: BuildContext, state: ParallelState, wires: WireOptions
+) -> PipelinePlan:
+    """Measures where that is needed, on all ranks, and lets the first one decide. Collective over the world.
+
+    Raises:
+        ValueError: on every rank, what the schedule cannot place or a memory limit that it cannot keep.
+    """
+    stages, bounds = state.pipeline.size, request.bounds
+    if bounds is None and stages == 1 and request.chunks_per_rank in (1, None):
+        bounds = (range(len(model.layers)),)
+    needs_costs = bounds is None or request.predicts or stages > 1 and request.schedule in LOOK_AT_COSTS
+    costs = None
+    if needs_costs:
+        size = request.micro_batch_size
+        costs = agreed_costs(model, size, context, state.device, state.world, state.pipeline, wires)
+    request = replace(request, bounds=bounds)
+    return decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs))
+
+
+def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineCosts | None) -> PipelinePlan:
+    usual = request.micro_batches[0]
+    counts = _possible_counts(request, stages, layers)
+    chunks_per_rank = counts[0] if len(counts) == 1 else request.chunks_per_rank
+    arguments = request.schedule, stages, chunks_per_rank, usual
+    if costs is None:
+        assert request.bounds is not None
+        return PipelinePlan(request.bounds, plan_schedule(*arguments, memory_limit=request.memory_limit))
+    cut = _Cut(request, costs)
+    plan = plan_schedule(*arguments, cut.costs_of, request.memory_limit)
+    decided = tuple(plan.training(count) for count in dict.fromkeys(request.micro_batches))
+    named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, counts)
+    return PipelinePlan(cut.bounds_of(plan.placement), replace(plan, decided=decided), costs, tuple(named))
+
+
+def _possible_counts(request: PipelineRequest, stages: int, layers: int) -> tuple[int, ...]:
+    """The chunks that each rank may have."""
+    if request.bounds is not None:
+        return (len(request.bounds) // stages,)
+    if request.chunks_per_rank is not None:
+        return (request.chunks_per_rank,)
+    return (1,) if 2 * stages > layers else (1, 2)
+
+
+class _Cut:
+    """A model's cut for any placement, and what it makes of the layers' costs."""
+
+    def __init__(self, request: PipelineRequest, costs: PipelineCosts) -> None:
+        self._request, self._costs = request, costs
+        self.bounds_of = lru_cache(maxsize=None)(self._bounds_of)
+        self.costs_of = lru_cache(maxsize=None)(self._costs_of)
+
+    def _bounds_of(self, placement: tuple[int, ...]) -> tuple[range, ...]:
+        if self._request.bounds is not None:
+            return self._request.bounds
+        return tuple(placed_bounds([layer.seconds for layer in self._costs.layers], placement))
+
+    def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
+        return self._costs.of_chunks(self.bounds_of(placement), placement)

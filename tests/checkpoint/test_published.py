@@ -1,0 +1,92 @@
+"""Weights of the published Spikformer compute the same in SpikingJelly's, and come back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional
+from spikingjelly.activation_based.model.spikformer import Spikformer
+from torch import Tensor
+
+from megasnn.checkpoint import CheckpointError, to_spikingjelly
+from megasnn.checkpoint.interchange import dialect_for, dialect_of
+from megasnn.checkpoint.interchange.names import Recipe
+from tests.checkpoint.published_spikformer import PublishedSpikformer, published
+
+PATCH = {"cifar10": 4, "imagenet": 16}
+
+
+def made(recipe: Recipe, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.of(values[source] for source in tensor.sources) for name, tensor in recipe.items()}
+
+
+def ours(kind: str) -> dict[str, Tensor]:
+    weights = published(kind).state_dict()
+    return made(dialect_of(weights).to_ours(weights), weights)
+
+
+@pytest.mark.parametrize("kind", PATCH)
+def test_spikingjellys_model_computes_the_same(kind):
+    images = torch.rand(3, 3, 32, 32, dtype=torch.float64)
+    twin = Spikformer(
+        T=2, img_size_h=32, img_size_w=32, patch_size=PATCH[kind], num_classes=5, embed_dims=16, num_heads=2, depths=2
+    )
+    twin = twin.double().eval()
+    twin.load_state_dict(to_spikingjelly(ours(kind)), strict=True)
+    functional.reset_net(twin)
+    with torch.no_grad():
+        expected = published(kind)(images)
+        assert torch.allclose(twin(images), expected, rtol=1e-9, atol=1e-12)
+    assert expected.std() > 1e-3  # something fires
+
+
+@pytest.mark.parametrize("kind", PATCH)
+def test_there_and_back(kind):
+    """Biases in front of norms come back as zeros, and the norms' means without them; all else is unchanged."""
+    weights, images = published(kind).state_dict(), torch.rand(3, 3, 32, 32, dtype=torch.float64)
+    mine = ours(kind)
+    back = made(dialect_for(f"published-{kind}", mine).from_ours(mine), mine)
+    model = PublishedSpikformer(kind).double().eval()
+    model.load_state_dict(back, strict=True)
+    with torch.no_grad():
+        assert torch.allclose(model(images), published(kind)(images), rtol=1e-9, atol=1e-12)
+    changed = {name for name, value in weights.items() if not torch.equal(back[name], value)}
+    biased = {name.removesuffix(".bias") for name in weights if name.endswith(("_linear.bias", "_conv.bias"))}
+    norms = {name.replace("_linear", "_bn").replace("_conv", "_bn") for name in biased}
+    unused = {name for name in weights if ".norm" in name}
+    assert changed - unused == {f"{name}.bias" for name in biased} | {f"{name}.running_mean" for name in norms}
+    again = made(dialect_of(back).to_ours(back), back)
+    assert all(torch.equal(value, mine[name]) for name, value in again.items())
+
+
+def test_what_does_not_belong_is_refused():
+    weights = published("imagenet").state_dict()
+    with pytest.raises(CheckpointError, match=r"block\.1\.attn\.k_bn\.weight: missing"):
+        dialect_of(weights).to_ours(weights.keys() - {"block.1.attn.k_bn.weight"})
+    with pytest.raises(CheckpointError, match=r"block\.0\.attn\.relative: unexpected"):
+        dialect_of(weights).to_ours({*weights, "block.0.attn.relative"})
+    with pytest.raises(CheckpointError, match="scaled by 0.25"):
+        dialect_of(weights).to_ours({*weights, "pos_embed"})
+    with pytest.raises(CheckpointError, match="no trained time constant"):
+        dialect_for("published-cifar10", ours("cifar10")).from_ours({*ours("cifar10"), "blocks.0.attention.neuron.w"})
+    with pytest.raises(CheckpointError, match="belong to no program known here"):
+        dialect_of(["layer1.weight"])
+
+
+def test_the_names_of_the_repositorys_first_file():
+    """It counts the stages of the stem from one."""
+    weights = {
+        name.replace("proj_conv.", "proj_conv0.").replace("proj_bn.", "proj_bn0."): value
+        for name, value in published("imagenet").state_dict().items()
+    }
+    for stage in range(4):
+        for kind in ("conv", "bn"):
+            old, new = f"patch_embed.proj_{kind}{stage}.", f"patch_embed.block{stage + 1}_{kind}."
+            weights = {name.replace(old, new): value for name, value in weights.items()}
+    weights = {
+        name.replace("attn.proj_conv0.", "attn.proj_conv.").replace("attn.proj_bn0.", "attn.proj_bn."): value
+        for name, value in weights.items()
+    }
+    assert "patch_embed.block1_conv.weight" in weights and "block.0.attn.proj_conv.weight" in weights
+    tensors = made(dialect_of(weights).to_ours(weights), weights)
+    assert all(torch.equal(tensors[name], value) for name, value in ours("imagenet").items())

@@ -1,0 +1,81 @@
+"""Small checkpoints of both models, made in one process without a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasnn.checkpoint import save_checkpoint
+from megasnn.comm.group import Group
+from megasnn.config.model import SpikformerConfig
+from megasnn.config.neuron import NeuronConfig
+from megasnn.config.vgg_dvs import VggDvsConfig
+from megasnn.convert.model import SavedModel, saved_model
+from megasnn.layers import BuildContext
+from megasnn.random import keyed_generator
+from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
+
+CPU = torch.device("cpu")
+MODELS: dict[str, SpikformerConfig | VggDvsConfig] = {
+    "spikformer": SpikformerConfig(
+        embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, patch_size=4, image_size=8, time_steps=2, num_classes=5
+    ),
+    "vgg": VggDvsConfig(channels="8,P,8,16", image_size=8, time_steps=2, num_classes=5),
+}
+EXTRA = {"dataset": "digits", "seed": 3}
+
+
+def identity(model: str, neuron: str = "plif") -> dict[str, Any]:
+    """The configuration as a run keeps it; parametric neurons have whole tensors with state of their own."""
+    dimensions = asdict(MODELS[model])
+    for choice in ("variant", "tensor_parallel_style"):
+        dimensions.pop(choice, None)
+    neurons = asdict(NeuronConfig(neuron=neuron))  # type: ignore[arg-type]
+    neurons.pop("neuron_backend")
+    return {"model": dimensions, "neuron": neurons}
+
+
+@dataclass
+class Rank:
+    """A rank's layers, tensors and optimizer. Initial values depend on the seed."""
+
+    tensors: list[ShardedTensor]
+    optimizer: torch.optim.AdamW
+
+
+def build(
+    model: SavedModel, seed: int = 0, tensor: int = 0, size: int = 1, layers: Sequence[int] | None = None
+) -> Rank:
+    context = BuildContext(Group("tensor", tuple(range(size)), tensor))
+    chosen = model.description.layers if layers is None else [model.description.layers[index] for index in layers]
+    built = [(layer.name, layer.build(context)) for layer in chosen]
+    materialise(built, CPU, seed)
+    tensors = list(sharded_tensors(built))
+    return Rank(tensors, torch.optim.AdamW([entry.tensor for entry in tensors if entry.is_parameter]))
+
+
+def save_model(folder: Path, kind: str, neuron: str = "plif", seed: int = 0, iteration: int = 100) -> Rank:
+    """One rank, after one step with gradients that follow from the tensors' names."""
+    config = identity(kind, neuron)
+    rank = build(saved_model(config, folder), seed)
+    for entry in rank.tensors:
+        if entry.is_parameter:
+            entry.tensor.grad = torch.randn(entry.tensor.shape, generator=keyed_generator(entry.name))
+        elif entry.tensor.is_floating_point():
+            entry.tensor.normal_(generator=keyed_generator(entry.name))
+    rank.optimizer.step()
+    save_checkpoint(
+        folder,
+        iteration=iteration,
+        consumed_samples=6400,
+        tensors=rank.tensors,
+        optimizer=rank.optimizer,
+        extra=EXTRA,
+        config=config,
+        layout={"tensor": 1, "pipeline": 1, "data": 1, "bounds": str(len(rank.tensors))},
+    )
+    return rank
