@@ -19,6 +19,9 @@ class DataConfig:
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
+    last_batch: Literal["continue", "drop", "keep"] = "continue"
+    """Samples at the end of an epoch that fill no global batch: continue with the next epoch's, drop them (others each
+    epoch), or keep them as a smaller batch."""
     num_workers: int = 1
     """Threads of a rank that read ahead; 0 reads in the training thread."""
     augment: Literal["none", "cifar", "dvs", "nda"] = "none"

@@ -111,6 +111,8 @@ class Reporter:
     def evaluation(self, record: EvaluationRecord) -> None:
         self.line(format_evaluation(record))
         scalars = {"loss/validation": record.loss, "accuracy/top1": record.top1, "accuracy/top5": record.top5}
+        if record.skipped_samples is not None:
+            scalars["data/skipped_validation_samples"] = record.skipped_samples
         self._board.scalars(scalars, record.iteration, record.consumed_samples)
         self._board.flush()
 
