@@ -15,6 +15,7 @@ from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
+from megasnn.training.pictures import Pictures
 from megasnn.training.saving import Saves
 from megasnn.training.setup import (
     ModelProvider,
@@ -60,6 +61,7 @@ class TrainingRun:
         loss, wires = sample_loss(training), wire_options(parallel)
         self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
+        self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         layout = layers_per_chunk(self.bounds)
         self.saves = Saves(config, model_config, provider, self.engine, self.step.optimizer, state, dataset, layout)
@@ -128,7 +130,9 @@ class TrainingRun:
         number = self.iteration + 1
         ends = number == self.iterations or _due(number, self.config.training.exit_interval)
         logs = number % logging.log_interval == 0 or ends
+        assert self.reporter is not None
         self.watch.spikes.enabled = logs
+        self.pictures.begin(batch, self.iteration, self.reporter)
         result = self.step(batch, self.iteration)
         self.watch.spikes.enabled = False
         self.iteration += 1
@@ -137,7 +141,6 @@ class TrainingRun:
         if not self._prepared:
             self.saves.prepare()
             self._prepared = True
-        assert self.reporter is not None
         if result.not_finite:
             self.reporter.line(result.not_finite)
         self.reporter.step(result.loss, skipped=not result.finite)
@@ -154,6 +157,7 @@ class TrainingRun:
                 skipped,
                 self.watch.between_stages(more),
             )
+        self.pictures.end(self.iteration, self.reporter)
         if self.engine.stop_votes:
             return
         last = self.iteration == self.iterations
