@@ -17,6 +17,9 @@ class LoggingConfig:
     """Add samples per second to the log line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
+    profile_pipeline: bool = False
+    """At each log line, measure when every rank did what in the step before it, and set it beside the simulation:
+    bubble in the log, charts in TensorBoard."""
     eval_interval: int | None = None
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: int | None = None
