@@ -24,9 +24,9 @@ class DataConfig:
     epoch), or keep them as a smaller batch."""
     num_workers: int = 1
     """Threads of a rank that read ahead; 0 reads in the training thread."""
-    augment: Literal["none", "cifar", "dvs", "nda"] = "none"
+    augment: Literal["none", "cifar", "dvs", "nda", "roll"] = "none"
     """Random changes, the same for a sample on any layout. cifar: crop and flip images. dvs: flip and roll event
-    frames. nda: flip them, then roll, rotate, shear or cut out (Li et al. 2022)."""
+    frames. nda: flip them, then roll, rotate, shear or cut out (Li et al. 2022). roll: roll them by up to 2 pixels."""
     split_by: Literal["number", "time"] | None = None
     """Where shards hold events: whether the frames of a recording have equal shares of its events (number, the
     default) or of its time."""

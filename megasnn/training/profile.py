@@ -63,6 +63,8 @@ class PipelineProfiler:
         else:
             times = [self._times]
         schedule = self._plan.schedules.training(micro_batches)
+        # A step that was not finite is followed by forwards that look for the place.
+        times = [row[: len(actions)] for row, actions in zip(times, schedule.actions, strict=True)]
         predicted = self._plan.simulation(micro_batches)
         assert predicted is not None, "a profile is asked for before the costs are measured"
         return PipelineProfile(schedule, measured_simulation(schedule, times, offsets), predicted)
