@@ -132,7 +132,8 @@ def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineC
     cut = _Cut(request, costs)
     plan = plan_schedule(*arguments, cut.costs_of, request.memory_limit)
     decided = tuple(plan.training(count) for count in dict.fromkeys(request.micro_batches))
-    named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, counts)
+    compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
+    named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared)
     schedules = replace(plan, decided=decided)
     return PipelinePlan(cut.bounds_of(plan.placement), schedules, usual, costs, tuple(named))
 

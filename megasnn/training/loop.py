@@ -139,7 +139,7 @@ class TrainingRun:
         assert self.reporter is not None
         self.watch.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration, self.reporter)
-        with self._profiled(number, len(batch.micro_batches)):
+        with self._profiled(number, batch):
             result = self.step(batch, self.iteration)
         self.watch.spikes.enabled = False
         self.iteration += 1
@@ -172,7 +172,7 @@ class TrainingRun:
         self._save_if(_due(self.iteration, options.save_interval) and not last)
 
     @contextmanager
-    def _profiled(self, number: int, micro_batches: int) -> Iterator[None]:
+    def _profiled(self, number: int, batch: GlobalBatch) -> Iterator[None]:
         """Around iteration `number`: a profile, where one is due. That is the step before a log line, if it can be:
         the one with a log line takes longer, because it counts spikes."""
         interval = self.config.logging.log_interval
@@ -183,7 +183,8 @@ class TrainingRun:
             yield
         assert self.reporter is not None
         with self.reporter.pause():
-            report(self.profiler.profile(micro_batches), self.reporter, number)
+            profile = self.profiler.profile(len(batch.micro_batches))
+            report(profile, self.reporter, number, batch.consumed_samples)
 
     def _loader(self, training: bool = True) -> BatchLoader:
         config, state = self.config, self.state

@@ -98,9 +98,14 @@ def scalars_of(profile: PipelineProfile) -> dict[str, float]:
     }
 
 
-def report(profile: PipelineProfile, reporter: Reporter, iteration: int) -> None:
-    """The log line and the two charts, on one scale."""
+def report(profile: PipelineProfile, reporter: Reporter, iteration: int, samples: int) -> None:
+    """The log line, the scalars, and the two charts on one scale.
+
+    Args:
+        samples: consumed up to this iteration.
+    """
     values = scalars_of(profile)
+    reporter.scalars(values, iteration, samples)
     reporter.line(
         f"pipeline at iteration {iteration}, {profile.schedule.name}: "
         + ", ".join(
