@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 
 from megasnn.checkpoint import CheckpointError
+from megasnn.comm.group import alone
 from megasnn.convert.model import SavedModel
 from megasnn.convert.source import Facts, TensorInfo
 from megasnn.convert.target import TargetRank, target_ranks
 from megasnn.layers import BuildContext
-from megasnn.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
-from megasnn.pipeline.costs import layers_per_chunk, measure_layers
-from megasnn.pipeline.p2p import WireOptions
+from megasnn.partition import balanced_bounds, layout_to_bounds, loop_placement, parse_layout, v_placement
+from megasnn.pipeline.costs import agreed_costs, layers_per_chunk
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
@@ -71,8 +71,9 @@ class Target:
         saved = parse_layout((facts.layout or {}).get("bounds", str(len(layers))))
         if len(saved) == chunks:
             return layout_to_bounds(saved, layers, chunks)
-        costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
-        return placed_bounds([layer.seconds for layer in costs], self.placement)
+        one_rank = alone("world")
+        costs = agreed_costs(model.description, 1, BuildContext(), torch.device("cpu"), one_rank, one_rank)
+        return balanced_bounds([layer.seconds for layer in costs.layers], chunks)
 
 
 @dataclass(frozen=True)
