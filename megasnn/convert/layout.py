@@ -15,7 +15,7 @@ from megasnn.convert.source import Facts, TensorInfo
 from megasnn.convert.target import TargetRank, target_ranks
 from megasnn.layers import BuildContext
 from megasnn.partition import balanced_bounds, layout_to_bounds, loop_placement, parse_layout, v_placement
-from megasnn.pipeline.costs import agreed_layer_costs, layers_per_chunk
+from megasnn.pipeline.costs import agreed_costs, layers_per_chunk
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
@@ -71,8 +71,9 @@ class Target:
         saved = parse_layout((facts.layout or {}).get("bounds", str(len(layers))))
         if len(saved) == chunks:
             return layout_to_bounds(saved, layers, chunks)
-        costs = agreed_layer_costs(model.description, 1, BuildContext(), torch.device("cpu"), alone("world"))
-        return balanced_bounds(costs, chunks)
+        one_rank = alone("world")
+        costs = agreed_costs(model.description, 1, BuildContext(), torch.device("cpu"), one_rank, one_rank)
+        return balanced_bounds([layer.seconds for layer in costs.layers], chunks)
 
 
 @dataclass(frozen=True)

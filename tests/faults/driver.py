@@ -7,6 +7,7 @@ Faults happen at the second forward of the second step, unless their function sa
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pretrain_spikformer
+from megasnn.checkpoint.files import PieceWriter
 from megasnn.data import GlobalBatch
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.training import program
@@ -57,6 +59,34 @@ def stall_in_step() -> None:
     _at_second_forward_of_second_step(stall)
 
 
+def stall_the_first_time() -> None:
+    """Not after torchrun has started all ranks anew."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        stall_in_step()
+
+
+def full_disk() -> None:
+    """From the second save on."""
+    _fail_saves(range(1, 1_000))
+
+
+def full_disk_for_a_while() -> None:
+    """At the second save."""
+    _fail_saves(range(1, 2))
+
+
+def _fail_saves(which: range) -> None:
+    write, calls = PieceWriter._write_file, iter(range(1_000))
+
+    def limited(self: PieceWriter, *arguments: Any) -> Any:
+        results = write(self, *arguments)
+        if next(calls) in which:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return results
+
+    mock.patch.object(PieceWriter, "_write_file", limited).start()
+
+
 def raise_before_the_grid() -> None:
     """Right after the ranks have joined."""
     error = OSError("injected fault before the grid")
@@ -92,6 +122,9 @@ FAULTS = {
     for function in (
         raise_in_step,
         stall_in_step,
+        stall_the_first_time,
+        full_disk,
+        full_disk_for_a_while,
         raise_before_the_grid,
         leave_before_joining,
         raise_at_the_end,
