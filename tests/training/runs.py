@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megasnn import training
-from megasnn.checkpoint import from_spikingjelly
-from megasnn.config import PretrainSpikformerConfig, parse, validate
+from megasnn.checkpoint import from_spikingjelly, vgg_from_spikingjelly
+from megasnn.config import PretrainConfig, PretrainSpikformerConfig, PretrainVggDvsConfig, parse, validate
 from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.vgg_dvs import describe_vgg_dvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.training.loop import TrainingRun
 
@@ -30,16 +33,20 @@ class Outcome:
     pieces: list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]] = field(default_factory=list)
 
 
-def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
+TINY_VGG = (
+    "--image-size 8 --channels 8,P,8,8 --num-classes 5 --time-steps 2 --micro-batch-size 4 --global-batch-size 10 "
+    "--num-workers 0 --lr 1e-2 --eval-iters 2"
+).split()
+
+
+def train(
+    cache: str, *flags: str, only_load: bool = False, model: Literal["spikformer", "vgg"] = "spikformer"
+) -> Outcome:
     """On every rank of an initialised world, or in a process by itself."""
     os.environ["MEGASNN_CACHE"] = cache
-    config = parse(PretrainSpikformerConfig, [*TINY, *flags])
+    config, provider = _spikformer(flags) if model == "spikformer" else _vgg(flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
-    provider = training.ModelProvider(
-        describe_spikformer(config.model, training.neuron_spec(config)),
-        lambda weights: from_spikingjelly(weights, config.model.depth),
-    )
     parallel = config.parallel
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
@@ -55,6 +62,19 @@ def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
         return outcome
     finally:
         destroy_model_parallel()
+
+
+def _spikformer(flags: Sequence[str]) -> tuple[PretrainConfig, training.ModelProvider]:
+    config = parse(PretrainSpikformerConfig, [*TINY, *flags])
+    description = describe_spikformer(config.model, training.neuron_spec(config))
+    return config, training.ModelProvider(description, lambda weights: from_spikingjelly(weights, config.model.depth))
+
+
+def _vgg(flags: Sequence[str]) -> tuple[PretrainConfig, training.ModelProvider]:
+    config = parse(PretrainVggDvsConfig, [*TINY_VGG, *flags])
+    pools = [block.pool for block in config.model.blocks]
+    description = describe_vgg_dvs(config.model, training.neuron_spec(config))
+    return config, training.ModelProvider(description, lambda weights: vgg_from_spikingjelly(weights, pools))
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:
