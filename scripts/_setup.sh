@@ -27,6 +27,26 @@ DIGITS=(
     --save-interval 50
 )
 
+# A small VGG on the same digits, moved in front of a simulated event camera.
+# shellcheck disable=SC2034
+EVENT_DIGITS=(
+    --data-path sample
+    --channels 16,P,32,P,64,P
+    --image-size 32
+    --time-steps 6
+    --num-classes 10
+    --dropout 0.1
+    --micro-batch-size 16
+    --global-batch-size 32
+    --train-iters 200
+    --lr 3e-3
+    --lr-decay-style cosine
+    --lr-warmup-iters 10
+    --log-interval 10
+    --eval-interval 50
+    --save-interval 50
+)
+
 say() { printf '%s\n' "$*" >&2; }
 
 prepare_python() {
@@ -120,4 +140,24 @@ report() {
     say "TensorBoard: $4"
     say "Look at it:  $(dirname "$PYTHON")/tensorboard --logdir $4"
     say "Train on:    bash $1 <the same arguments> --load $3 --save $3 --tensorboard-dir $4 $2 <more than before>"
+}
+
+# train_vgg RUN DEFAULTS... -- ARGUMENTS...: trains the VGG on as many ranks as the flags --tensor-model-parallel-size
+# and --pipeline-model-parallel-size among the arguments, or else the defaults, ask for.
+train_vgg() {
+    local run=$1 defaults=() ranks
+    shift
+    while [[ $1 != -- ]]; do
+        defaults+=("$1")
+        shift
+    done
+    shift
+    ranks=$(($(option --tensor-model-parallel-size 1 "${defaults[@]}" "$@") *
+        $(option --pipeline-model-parallel-size 1 "${defaults[@]}" "$@")))
+    choose_device "$ranks"
+    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$ROOT/pretrain_vgg_dvs.py" \
+        "${defaults[@]}" \
+        --save "$run/checkpoints" \
+        --tensorboard-dir "$run/tensorboard" \
+        "$@"
 }

@@ -3,8 +3,8 @@
     python tools/show_data.py SHARDS --output samples.png
     python tools/show_data.py "SHARDS/train-{00000..00017}.tar" --output samples.png --samples 4 --time-steps 10
 
-Red is where it became brighter, blue where darker; each row is one sample, its frames from left to right, with its key
-and class above.
+Red is where it became brighter, blue where darker. The frames of a sample go from left to right, with its key and class
+above.
 """
 
 from __future__ import annotations

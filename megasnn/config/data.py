@@ -19,11 +19,14 @@ class DataConfig:
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
+    last_batch: Literal["continue", "drop", "keep"] = "continue"
+    """Samples at the end of an epoch that fill no global batch: continue with the next epoch's, drop them (others each
+    epoch), or keep them as a smaller batch."""
     num_workers: int = 1
     """Threads of a rank that read ahead; 0 reads in the training thread."""
-    augment: Literal["none", "cifar", "dvs", "nda"] = "none"
+    augment: Literal["none", "cifar", "dvs", "nda", "roll"] = "none"
     """Random changes, the same for a sample on any layout. cifar: crop and flip images. dvs: flip and roll event
-    frames. nda: flip them, then roll, rotate, shear or cut out (Li et al. 2022)."""
+    frames. nda: flip them, then roll, rotate, shear or cut out (Li et al. 2022). roll: roll them by up to 2 pixels."""
     split_by: Literal["number", "time"] | None = None
     """Where shards hold events: whether the frames of a recording have equal shares of its events (number, the
     default) or of its time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megasnn.config.checks import at_least
+from megasnn.config.checks import at_least, needs
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,25 @@ class LoggingConfig:
     """Add samples per second to the log line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
+    log_pictures_interval: int | None = None
+    """Iterations between two pictures of spikes in TensorBoard, which also shows the first samples; by default 10 times
+    --log-interval, 0 draws nothing."""
     eval_interval: int | None = None
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: int | None = None
     """Global batches per evaluation; by default all of the validation data, 0 never evaluates."""
 
+    @property
+    def picture_interval(self) -> int:
+        """Iterations between two pictures; 0 where there are none."""
+        if self.tensorboard_dir is None:
+            return 0
+        return 10 * self.log_interval if self.log_pictures_interval is None else self.log_pictures_interval
+
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "log_interval", "eval_interval") + at_least(self, 0, "eval_iters")
+        wrong = at_least(self, 1, "log_interval", "eval_interval")
+        wrong += at_least(self, 0, "eval_iters", "log_pictures_interval")
+        wrong += needs(self, "tensorboard_dir", "log_pictures_interval")
         if self.eval_iters == 0 and self.eval_interval is not None:
             wrong.append(f"--eval-interval {self.eval_interval} has no meaning with --eval-iters 0")
         return wrong

@@ -96,6 +96,8 @@ def _length_problems(config: PretrainConfig) -> list[str]:
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None) or training.global_batch_size < 1:
         return []  # reported by TrainingConfig
+    if config.data.last_batch == "keep" and training.train_samples is not None:
+        return ["--last-batch keep makes batches of several sizes: give --train-iters rather than --train-samples"]
     if warm_up > training.iterations:
         length = f"--train-iters {training.iterations}"
         if training.train_iters is None:

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 
 from megasnn.checkpoint import CheckpointError
-from megasnn.comm.group import alone
 from megasnn.convert.model import SavedModel
 from megasnn.convert.source import Facts, TensorInfo
 from megasnn.convert.target import TargetRank, target_ranks
 from megasnn.layers import BuildContext
-from megasnn.partition import balanced_bounds, layout_to_bounds, loop_placement, parse_layout, v_placement
-from megasnn.pipeline.costs import agreed_layer_costs, layers_per_chunk
+from megasnn.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
+from megasnn.pipeline.costs import layers_per_chunk, measure_layers
+from megasnn.pipeline.p2p import WireOptions
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
@@ -62,17 +62,20 @@ class Target:
 
     def bounds(self, model: SavedModel, facts: Facts) -> list[range]:
         """The layers of each chunk. Raises ValueError for a layout that does not fit."""
-        chunks = len(self.placement)
+        placement = self.placement
+        chunks = len(placement)
         if self.layout is not None:
-            return layout_to_bounds(parse_layout(self.layout), model.unit_of_layer, chunks)
+            return layout_to_bounds(
+                parse_layout(self.layout), [layer.unit for layer in model.description.layers], chunks
+            )
         layers = [layer.name for layer in model.description.layers]
         if chunks == 1:
             return [range(len(layers))]
         saved = parse_layout((facts.layout or {}).get("bounds", str(len(layers))))
         if len(saved) == chunks:
             return layout_to_bounds(saved, layers, chunks)
-        costs = agreed_layer_costs(model.description, 1, BuildContext(), torch.device("cpu"), alone("world"))
-        return balanced_bounds(costs, chunks)
+        costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
+        return placed_bounds([cost.forward + cost.input_gradient + cost.weight_gradient for cost in costs], placement)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Images in webdataset shards: opened by index, ordered by the seed alone, cut into global batches.
+"""Images and events in webdataset shards: opened by index, ordered by the seed alone, cut into global batches.
 
 `open_datasets` and `BatchLoader` are what training uses; the rest is reached through its own module.
 """
 
 from megasnn.data.dataset import BrokenSample, ShardDataset
-from megasnn.data.loader import BatchLoader, GlobalBatch, MicroBatch
+from megasnn.data.loader import BatchLoader, GlobalBatch, MicroBatch, order_identity
 from megasnn.data.open import Datasets, open_datasets
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "MicroBatch",
     "ShardDataset",
     "open_datasets",
+    "order_identity",
 ]

@@ -43,6 +43,12 @@ def flip_and_roll(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> N
     return _roll(_flip(frames, next(words)), next(words), next(words))
 
 
+def roll(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
+    """Rolls `[T, 2, H, W]` by up to 2 pixels each way: for digits and others that a mirror makes something else of."""
+    words = _words(seed, "roll", epoch, sample)
+    return _roll(frames, next(words), next(words), most=2)
+
+
 def flip_and_one_more(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
     """Neuromorphic data augmentation on `[T, 2, H, W]`: mirror half of them, then one change of four, equally likely.
 
@@ -64,7 +70,12 @@ def flip_and_one_more(frames: NDArray[Any], seed: int, epoch: int, sample: int) 
     return _sample_at(frames, *((cos, sin, -sin, cos) if which == 2 else (1.0, shear, 0.0, 1.0)))
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {"cifar": crop_and_flip, "dvs": flip_and_roll, "nda": flip_and_one_more}
+AUGMENTATIONS: dict[str, Augmentation] = {
+    "cifar": crop_and_flip,
+    "dvs": flip_and_roll,
+    "nda": flip_and_one_more,
+    "roll": roll,
+}
 
 
 def _words(seed: int, recipe: str, epoch: int, sample: int) -> Iterator[int]:
@@ -80,8 +91,8 @@ def _flip(frames: NDArray[Any], word: int) -> NDArray[Any]:
     return frames[..., ::-1] if word & 1 else frames
 
 
-def _roll(frames: NDArray[Any], first: int, second: int) -> NDArray[Any]:
-    return np.roll(frames, [word % (2 * _ROLL + 1) - _ROLL for word in (first, second)], (-2, -1))
+def _roll(frames: NDArray[Any], first: int, second: int, most: int = _ROLL) -> NDArray[Any]:
+    return np.roll(frames, [word % (2 * most + 1) - most for word in (first, second)], (-2, -1))
 
 
 def _cut_out(frames: NDArray[Any], first: int, second: int) -> NDArray[Any]:

@@ -27,7 +27,7 @@ class EventFormat:
 
     settings: FrameSettings
     suffixes = (FRAMES, EVENTS)
-    augmentations = ("none", "dvs", "nda")
+    augmentations = ("none", "dvs", "nda", "roll")
 
     def decode(self, data: bytes) -> NDArray[Any]:
         """The content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32.

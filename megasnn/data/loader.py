@@ -63,8 +63,11 @@ class BatchLoader:
     """Cuts the sequence of samples into global batches and loads what one data parallel rank needs of them.
 
     In training the sequence is endless, shuffled by `seed` and augmented as asked. Otherwise it is one pass
-    in file order, every sample once, the last batch as small as the rest is; `shuffle` and `augment` are then
-    without effect.
+    in file order, every sample once, the last batch as small as the rest is; `shuffle`, `augment` and
+    `last_batch` are then without effect.
+
+    last_batch: what becomes of the samples at the end of an epoch that fill no batch: "continue" fills it up with the
+    beginning of the next epoch, "drop" leaves them out (others in each epoch), "keep" makes a smaller batch.
 
     num_workers: threads that load ahead: the next global batch, and more if that does not keep all of them
     busy. With 0 a batch is loaded when it is asked for.
@@ -75,7 +78,7 @@ class BatchLoader:
     skipped: how often that happened on this rank, counted as batches are handed out.
 
     Raises:
-        ValueError: a data parallel rank would have no micro-batch in training.
+        ValueError: a data parallel rank would have no micro-batch in training, or an epoch no batch.
     """
 
     def __init__(
@@ -95,16 +98,19 @@ class BatchLoader:
         skip_broken: bool = False,
         training: bool = True,
         pin_memory: bool = False,
+        last_batch: str = "continue",
     ) -> None:
         if augment not in dataset.format.augmentations:
             raise ValueError(
                 f"--augment {augment} is not for these samples; choose one of {', '.join(dataset.format.augmentations)}"
             )
         if training:
-            micro_batches_of(len(micro_batch_sizes(global_batch_size, micro_batch_size)), dp_size, dp_rank)
+            _check_shares(len(dataset), global_batch_size, micro_batch_size, dp_size, last_batch)
         self.dataset = dataset
         self.skipped = 0
-        self._order = SampleOrder(len(dataset), seed, shuffle and training)
+        epoch = epoch_samples(len(dataset), global_batch_size, last_batch) if training else None
+        self._order = SampleOrder(len(dataset), seed, shuffle and training, epoch)
+        self._keep_last = last_batch == "keep"
         self._seed = seed
         self._augment = AUGMENTATIONS.get(augment) if training else None
         self._global_batch_size = global_batch_size
@@ -139,6 +145,8 @@ class BatchLoader:
                 size = min(size, len(self.dataset) - position)
                 if size <= 0:
                     return
+            elif self._keep_last:
+                size = min(size, len(self.dataset) - position % len(self.dataset))
             yield _BatchPlan(self._own_micro_batches(position, size), size, position + size)
             position += size
             made += 1
@@ -205,6 +213,47 @@ class BatchLoader:
         """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
         image = self.dataset.sample(sample)
         return self._augment(image, self._seed, slot.epoch, slot.sample) if self._augment else image
+
+
+def order_identity(dataset: ShardDataset[SampleFormat], global_batch_size: int, last_batch: str) -> str:
+    """What tells orders of training samples apart, with seed and shuffling: equal where a position means the same.
+
+    Raises:
+        ValueError: as `BatchLoader`, for an epoch without a batch.
+    """
+    epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
+    return dataset.fingerprint() + (f" in epochs of {epoch}" if epoch < len(dataset) else "")
+
+
+def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
+    """Samples that an epoch trains on.
+
+    Raises:
+        ValueError: none, since not one batch is full and the last one is dropped.
+    """
+    if last_batch != "drop":
+        return samples
+    if samples < global_batch_size:
+        raise ValueError(
+            f"--last-batch drop leaves nothing of {samples} training samples: --global-batch-size is "
+            f"{global_batch_size}; lower it, or take another --last-batch"
+        )
+    return samples - samples % global_batch_size
+
+
+def _check_shares(samples: int, global_batch_size: int, micro_batch_size: int, dp_size: int, last_batch: str) -> None:
+    """Raises ValueError when some batch has fewer micro-batches than there are data parallel ranks."""
+    sizes = {global_batch_size}
+    if last_batch == "keep":
+        sizes = {min(global_batch_size, samples), samples % global_batch_size or global_batch_size}
+    for size in sizes:
+        count = len(micro_batch_sizes(size, min(micro_batch_size, size)))
+        if count < dp_size and size < global_batch_size:
+            raise ValueError(
+                f"--last-batch keep makes a batch of {size} samples, {count} micro-batch(es), at the end of an epoch: "
+                f"too few for {dp_size} data parallel replicas; lower --micro-batch-size, or take another --last-batch"
+            )
+        micro_batches_of(count, dp_size, 0)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Positions count samples from the start of training. Epoch e is the positions [e·n, (e+1)·n) and holds every
 sample once, in its own permutation. So a run continues at any position without replaying, and a batch may
-straddle two epochs.
+straddle two epochs. An epoch may also be shorter: then it leaves out the end of its permutation.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ class Slot(NamedTuple):
 
 
 class SampleOrder:
-    """The order of `samples` samples under `seed`, or file order in every epoch when `shuffle` is off."""
+    """The order of `samples` samples under `seed`, or file order in every epoch when `shuffle` is off.
 
-    def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
+    epoch: samples of an epoch; all of them by default.
+    """
+
+    def __init__(self, samples: int, seed: int, shuffle: bool, epoch: int | None = None) -> None:
         self.samples = samples
+        self.epoch = samples if epoch is None else epoch
         self._seed = seed
         self._shuffle = shuffle
         self.permutation = lru_cache(maxsize=2)(self._permutation)  # a batch usually lies in one epoch or two
@@ -37,8 +41,8 @@ class SampleOrder:
         """The `count` slots from `position` on, across as many epochs as it takes."""
         found = []
         while count:
-            epoch, place = divmod(position, self.samples)
-            taken = self.permutation(epoch)[place : place + count].tolist()
+            epoch, place = divmod(position, self.epoch)
+            taken = self.permutation(epoch)[place : min(place + count, self.epoch)].tolist()
             found += [Slot(epoch, place + step, sample) for step, sample in enumerate(taken)]
             position, count = position + len(taken), count - len(taken)
         return found

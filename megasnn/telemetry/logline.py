@@ -92,7 +92,11 @@ def _between_stages(traffic: StageTraffic) -> str:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The result of one evaluation; `top1` and `top5` are shares of `samples`, between 0 and 1."""
+    """The result of one evaluation; `top1` and `top5` are shares of `samples`, between 0 and 1.
+
+    Attributes:
+        skipped_samples: broken samples for which others stood in, over all ranks; None leaves it out.
+    """
 
     iteration: int
     consumed_samples: int
@@ -100,20 +104,22 @@ class EvaluationRecord:
     loss: float
     top1: float
     top5: float
+    skipped_samples: int | None = None
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:
     """One line for the console; accuracies in per cent."""
-    return " | ".join(
-        [
-            f"{_stamp(now)} validation at iteration {record.iteration}",
-            f"consumed samples: {record.consumed_samples}",
-            f"validation samples: {record.samples}",
-            f"validation loss: {record.loss:.6f}",
-            f"top-1 accuracy: {100 * record.top1:.2f} %",
-            f"top-5 accuracy: {100 * record.top5:.2f} %",
-        ]
-    )
+    parts = [
+        f"{_stamp(now)} validation at iteration {record.iteration}",
+        f"consumed samples: {record.consumed_samples}",
+        f"validation samples: {record.samples}",
+        f"validation loss: {record.loss:.6f}",
+        f"top-1 accuracy: {100 * record.top1:.2f} %",
+        f"top-5 accuracy: {100 * record.top5:.2f} %",
+    ]
+    if record.skipped_samples is not None:
+        parts.append(f"number of skipped samples: {record.skipped_samples}")
+    return " | ".join(parts)
 
 
 def _stamp(now: datetime | None) -> str:

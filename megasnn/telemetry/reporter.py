@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megasnn.telemetry.logline import (
     EvaluationRecord,
     IterationRecord,
@@ -54,6 +57,10 @@ class Reporter:
 
     def text(self, tag: str, markdown: str) -> None:
         self._board.text(tag, markdown)
+
+    def picture(self, tag: str, picture: NDArray[np.uint8], iteration: int) -> None:
+        """uint8 `[height, width, 3]`, for TensorBoard."""
+        self._board.picture(tag, picture, iteration)
 
     def step(self, loss: float, skipped: bool) -> None:
         """Once for each iteration."""
@@ -111,6 +118,8 @@ class Reporter:
     def evaluation(self, record: EvaluationRecord) -> None:
         self.line(format_evaluation(record))
         scalars = {"loss/validation": record.loss, "accuracy/top1": record.top1, "accuracy/top5": record.top5}
+        if record.skipped_samples is not None:
+            scalars["data/skipped_validation_samples"] = record.skipped_samples
         self._board.scalars(scalars, record.iteration, record.consumed_samples)
         self._board.flush()
 

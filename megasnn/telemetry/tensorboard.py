@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -51,6 +54,11 @@ class TensorBoard:
         """Writes a text, for example the resolved configuration; TensorBoard renders Markdown."""
         if self._writer is not None:
             self._writer.add_text(tag, markdown, iteration)
+
+    def picture(self, tag: str, picture: NDArray[np.uint8], iteration: int) -> None:
+        """Writes uint8 `[height, width, 3]`."""
+        if self._writer is not None:
+            self._writer.add_image(tag, picture, iteration, dataformats="HWC")
 
     def flush(self) -> None:
         if self._writer is not None:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig, describe, to_json
-from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets
+from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets, order_identity
 from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
+from megasnn.training.pictures import Pictures
 from megasnn.training.saving import Saves
 from megasnn.training.setup import (
     ModelProvider,
@@ -52,6 +53,7 @@ class TrainingRun:
         self._started = time.monotonic()
         model, training, parallel = provider.description, config.training, config.parallel
         self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
+        dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
         self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state)
@@ -59,8 +61,9 @@ class TrainingRun:
         loss, wires = sample_loss(training), wire_options(parallel)
         self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
+        self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
-        dataset, layout = self.datasets.train.fingerprint(), layers_per_chunk(self.bounds)
+        layout = layers_per_chunk(self.bounds)
         self.saves = Saves(config, model_config, provider, self.engine, self.step.optimizer, state, dataset, layout)
         self.reporter: Reporter | None = None
         self._skipped_samples = 0
@@ -127,7 +130,9 @@ class TrainingRun:
         number = self.iteration + 1
         ends = number == self.iterations or _due(number, self.config.training.exit_interval)
         logs = number % logging.log_interval == 0 or ends
+        assert self.reporter is not None
         self.watch.spikes.enabled = logs
+        self.pictures.begin(batch, self.iteration, self.reporter)
         result = self.step(batch, self.iteration)
         self.watch.spikes.enabled = False
         self.iteration += 1
@@ -136,13 +141,12 @@ class TrainingRun:
         if not self._prepared:
             self.saves.prepare()
             self._prepared = True
-        assert self.reporter is not None
         if result.not_finite:
             self.reporter.line(result.not_finite)
         self.reporter.step(result.loss, skipped=not result.finite)
         if logs:
             more = self.watch.since_last(self.iteration)
-            skipped = self._count_skipped_samples()
+            skipped = self._over_replicas(self._skipped_samples)
             self.reporter.log(
                 self.iteration,
                 self.consumed_samples,
@@ -153,6 +157,7 @@ class TrainingRun:
                 skipped,
                 self.watch.between_stages(more),
             )
+        self.pictures.end(self.iteration, self.reporter)
         if self.engine.stop_votes:
             return
         last = self.iteration == self.iterations
@@ -178,6 +183,7 @@ class TrainingRun:
             skip_broken=config.data.skip_broken_samples,
             training=training,
             pin_memory=state.device.type == "cuda",
+            last_batch=config.data.last_batch,
         )
 
     def _should_exit(self) -> bool:
@@ -189,12 +195,12 @@ class TrainingRun:
         late = minutes is not None and time.monotonic() - self._started > 60 * minutes
         return self.stop.requested is not None or (late and self.state.rank == 0)
 
-    def _count_skipped_samples(self) -> int | None:
-        """Broken training samples replaced since this run began, over all replicas; None where that is not allowed."""
+    def _over_replicas(self, skipped_samples: int) -> int | None:
+        """This rank's broken samples that were replaced -> those of all replicas; None where that is not allowed."""
         if not self.config.data.skip_broken_samples:
             return None
         # All ranks of a replica that read images come to the same choice.
-        mine = self._skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
+        mine = skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
         return int(self.engine.sum_over_ranks([float(mine)])[0])
 
     def _evaluate_if(self, due: bool) -> None:
@@ -203,16 +209,23 @@ class TrainingRun:
         assert self.reporter is not None
         totals = [0.0, 0.0, 0.0, 0.0]
         statistics.enable(False)  # what is logged is the traffic of training
-        limit = self.config.logging.eval_iters
-        with self.reporter.pause(), closing(self._loader(training=False).batches(limit=limit)) as batches:
+        limit, loader = self.config.logging.eval_iters, self._loader(training=False)
+        with self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
             for batch in batches:
                 parts = self.engine.evaluate(self.step.inputs(batch))
                 totals = [a + b for a, b in zip(totals, parts, strict=True)]
             loss, samples, top1, top5 = self.engine.total(totals)
+            skipped = self._over_replicas(loader.skipped)
         statistics.enable()
         self.reporter.evaluation(
             EvaluationRecord(
-                self.iteration, self.consumed_samples, int(samples), loss / samples, top1 / samples, top5 / samples
+                self.iteration,
+                self.consumed_samples,
+                int(samples),
+                loss / samples,
+                top1 / samples,
+                top5 / samples,
+                skipped,
             )
         )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megasnn.comm.statistics import statistics
 from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.logline import StageTraffic
 from megasnn.telemetry.memory import gather_peak_memory_mb
+from megasnn.telemetry.rasters import RasterRecorder
 from megasnn.telemetry.spikes import SpikeRecorder, spike_scalars
 from megasnn.telemetry.timers import Timers
 
@@ -21,17 +23,22 @@ class Watch:
     """
     Attributes:
         spikes: statistics of this rank's neurons, while `spikes.enabled`.
+        rasters: which of them fire when, while `rasters.enabled`.
         timers: of the phases of a step.
     """
 
     def __init__(self, engine: Engine, state: ParallelState) -> None:
         self._engine, self._state = engine, state
         self._counted_from = 0
-        self.spikes = SpikeRecorder()
+        self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in engine.neurons():
-            neuron.observer = partial(self.spikes.observe, name)
+            neuron.observer = partial(self._observe, name)
         self.timers = Timers(partial(torch.cuda.synchronize, state.device) if state.device.type == "cuda" else None)
         statistics.enable()
+
+    def _observe(self, name: str, spikes: Tensor) -> None:
+        self.spikes.observe(name, spikes)
+        self.rasters.observe(name, spikes)
 
     def since_last(self, iteration: int) -> dict[str, float]:
         """Scalars by name: spikes, memory, and per iteration time and traffic, since the last call; collective."""

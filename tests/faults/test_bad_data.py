@@ -65,14 +65,16 @@ def test_a_broken_image_is_named_on_every_rank(tmp_path, broken) -> None:
 @pytest.mark.parametrize("layout", [(), PP2, TP2], ids=["data parallel", "pipeline", "tensor"])
 def test_broken_images_are_skipped_and_counted_on_any_layout(tmp_path, broken, layout) -> None:
     flags = ["--no-shuffle", "--skip-broken-samples", "--tensorboard-dir", str(tmp_path / "board")]
-    argv = [*TINY, "--data-path", str(broken), "--train-iters", "6", *layout, *flags]
+    argv = [*TINY, "--data-path", str(broken), "--valid-data-path", str(broken), "--eval-iters", "none"]
+    argv += ["--train-iters", "6", *layout, *flags]
     ended = Ranks(tmp_path, 2, *argv).end(SECONDS)
     assert ended.status == [0, 0], ended.output
-    # Sample 9 of 12 comes in the third and in the sixth global batch of 4.
-    assert re.findall(r"number of skipped samples: (\d+)", ended.output[0]) == ["0", "0", "1", "1", "1", "2"]
+    # Sample 9 of 12 comes in the third and in the sixth global batch of 4, and once when all are evaluated at the end.
+    assert re.findall(r"number of skipped samples: (\d+)", ended.output[0]) == ["0", "0", "1", "1", "1", "2", "1"]
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     assert [event.value for event in board.Scalars("data/skipped_samples")] == [0, 0, 1, 1, 1, 2]
+    assert [event.value for event in board.Scalars("data/skipped_validation_samples")] == [1]
 
 
 def test_a_missing_shard_under_torchrun(tmp_path) -> None:

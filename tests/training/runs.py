@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasnn import training
 from megasnn.checkpoint import from_spikingjelly, vgg_from_spikingjelly
-from megasnn.config import PretrainConfig, PretrainSpikformerConfig, PretrainVggDvsConfig, parse, validate
+from megasnn.config import PretrainSpikformerConfig, PretrainVggDvsConfig, parse, validate
 from megasnn.models.spikformer import describe_spikformer
 from megasnn.models.vgg_dvs import describe_vgg_dvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -21,6 +20,10 @@ from megasnn.training.loop import TrainingRun
 TINY = (
     "--image-size 8 --in-channels 1 --num-classes 10 --patch-size 4 --embed-dim 32 --depth 1 --num-heads 4 "
     "--time-steps 2 --mlp-ratio 2 --micro-batch-size 4 --global-batch-size 10 --num-workers 0 --lr 1e-2 --eval-iters 2"
+).split()
+TINY_VGG = (
+    "--channels 4,P,8,8,P --image-size 16 --time-steps 3 --num-classes 10 --dropout 0.4 --micro-batch-size 4 "
+    "--global-batch-size 10 --num-workers 0 --lr 1e-2 --eval-iters 0"
 ).split()
 
 
@@ -33,18 +36,28 @@ class Outcome:
     pieces: list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]] = field(default_factory=list)
 
 
-TINY_VGG = (
-    "--image-size 8 --channels 8,P,8,8 --num-classes 5 --time-steps 2 --micro-batch-size 4 --global-batch-size 10 "
-    "--num-workers 0 --lr 1e-2 --eval-iters 2"
-).split()
-
-
-def train(
-    cache: str, *flags: str, only_load: bool = False, model: Literal["spikformer", "vgg"] = "spikformer"
-) -> Outcome:
+def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
     """On every rank of an initialised world, or in a process by itself."""
+    config = parse(PretrainSpikformerConfig, [*TINY, *flags])
+    provider = training.ModelProvider(
+        describe_spikformer(config.model, training.neuron_spec(config)),
+        lambda weights: from_spikingjelly(weights, config.model.depth),
+    )
     os.environ["MEGASNN_CACHE"] = cache
-    config, provider = _spikformer(flags) if model == "spikformer" else _vgg(flags)
+    return _run(config, provider, only_load)
+
+
+def train_vgg(*flags: str) -> Outcome:
+    """The same for the VGG, on shards among the flags."""
+    config = parse(PretrainVggDvsConfig, [*TINY_VGG, *flags])
+    provider = training.ModelProvider(
+        describe_vgg_dvs(config.model, training.neuron_spec(config)),
+        lambda weights: vgg_from_spikingjelly(weights, [block.pool for block in config.model.blocks]),
+    )
+    return _run(config, provider)
+
+
+def _run(config: Any, provider: training.ModelProvider, only_load: bool = False) -> Outcome:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
     parallel = config.parallel
@@ -62,19 +75,6 @@ def train(
         return outcome
     finally:
         destroy_model_parallel()
-
-
-def _spikformer(flags: Sequence[str]) -> tuple[PretrainConfig, training.ModelProvider]:
-    config = parse(PretrainSpikformerConfig, [*TINY, *flags])
-    description = describe_spikformer(config.model, training.neuron_spec(config))
-    return config, training.ModelProvider(description, lambda weights: from_spikingjelly(weights, config.model.depth))
-
-
-def _vgg(flags: Sequence[str]) -> tuple[PretrainConfig, training.ModelProvider]:
-    config = parse(PretrainVggDvsConfig, [*TINY_VGG, *flags])
-    pools = [block.pool for block in config.model.blocks]
-    description = describe_vgg_dvs(config.model, training.neuron_spec(config))
-    return config, training.ModelProvider(description, lambda weights: vgg_from_spikingjelly(weights, pools))
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def test_a_run_goes_on_where_it_was_on_any_layout(ranks, cache, tmp_path) -> Non
 
 def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     flags = ("--train-iters", "6", "--log-interval", "2", "--eval-interval", "4", "--tensorboard-dir", str(tmp_path))
-    ranks(4, train, cache, *flags, *TP2_PP2)
+    ranks(4, train, cache, *flags, *TP2_PP2, "--log-pictures-interval", "3")
     events = EventAccumulator(str(tmp_path)).Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert [event.step for event in scalars["loss/train"]] == [2, 4, 6]
@@ -65,6 +65,8 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     expected = learning_rate(OptimizerConfig(lr=1e-2), 5, 6)
     assert scalars["learning_rate"][-1].value == pytest.approx(expected, rel=1e-6)
     assert "configuration/text_summary" in events.Tags()["tensors"]
+    assert [event.step for event in events.Images("samples")] == [0]
+    assert [event.step for event in events.Images("spikes/raster")] == [3, 6]
 
 
 def test_the_loss_falls(cache, tmp_path) -> None:

@@ -1,0 +1,70 @@
+"""When single neurons fire: a few of each layer, for a few samples, as a picture of neurons against time steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+NEURONS = 32
+SAMPLES = 4
+_PIXELS = 4  # of a spike, high and wide
+_SPIKE, _SILENCE, _BORDER = 0, 255, 160  # levels of grey
+
+Raster = NDArray[np.bool_]
+"""[samples, neurons, T]: which of the neurons fired when."""
+
+
+class RasterRecorder:
+    """Keeps the spikes of a few neurons from the first micro-batch that passes while it is enabled.
+
+    Neurons are spread evenly over what this rank holds of a layer, samples are the first ones of the micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._rasters: dict[str, Raster] = {}
+
+    @torch.no_grad()
+    def observe(self, name: str, spikes: Tensor) -> None:
+        """Spikes `[T, N, C_local, ...]` of one layer; nothing happens unless enabled."""
+        if not self.enabled or name in self._rasters:
+            return
+        few = spikes[:, :SAMPLES].flatten(2)
+        chosen = torch.linspace(0, few.shape[2] - 1, min(NEURONS, few.shape[2]), device=few.device).long()
+        self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0).cpu().numpy()
+
+    def take(self, pipeline_group: dist.ProcessGroup | None, layers: Sequence[str]) -> dict[str, Raster]:
+        """The rasters of all stages in the model's order, and forgets them; the same on every rank of the pipeline.
+
+        Collective over the pipeline; None stands for a group of one rank.
+
+        Args:
+            layers: names of the model's layers, which those of their neurons begin with.
+        """
+        found, self._rasters = self._rasters, {}
+        if pipeline_group is not None:
+            stages: list[dict[str, Raster]] = [{} for _ in range(pipeline_group.size())]
+            dist.all_gather_object(stages, found, group=pipeline_group)
+            found = {name: raster for stage in stages for name, raster in stage.items()}
+        places = {layer: place for place, layer in enumerate(layers)}
+        return dict(sorted(found.items(), key=lambda item: _place(item[0], places)))
+
+
+def _place(neuron: str, places: dict[str, int]) -> int:
+    parts = neuron.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((places[prefix] for prefix in prefixes if prefix in places), len(places))
+
+
+def raster_picture(raster: Raster) -> NDArray[np.uint8]:
+    """Black spikes on white, uint8 `[4 * neurons, 4 * (samples * (T + 1) - 1)]`: a row of 4 pixels for each neuron, a
+    column for each time step, samples side by side with a grey line between them."""
+    samples, neurons, time_steps = raster.shape
+    picture = np.full((neurons, samples, time_steps + 1), _BORDER, np.uint8)
+    picture[..., :time_steps] = np.where(raster, _SPIKE, _SILENCE).transpose(1, 0, 2)
+    return picture.reshape(neurons, -1)[:, :-1].repeat(_PIXELS, 0).repeat(_PIXELS, 1)

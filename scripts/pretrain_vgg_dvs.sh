@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains a VGG on event-camera data, on two ranks that share every layer (tensor parallel 2): two GPUs, or the CPU.
+#
+#     bash scripts/pretrain_vgg_dvs.sh                                             # a small one on recorded digits
+#     bash scripts/pretrain_vgg_dvs.sh --data-path "SHARDS/train-{00000..00017}.tar"   # CIFAR10-DVS, in full size
+#
+# Without --data-path, scikit-learn's digits are moved in front of a simulated event camera. With it, the model is
+# SpikingJelly's CIFAR10DVSVGG for frames of 48 x 48 and 10 time steps, and the recipe that of
+# scripts/pretrain_vgg_dvs_cifar10dvs.sh. Arguments are passed on and win, the parallel sizes included:
+#
+#     bash scripts/pretrain_vgg_dvs.sh --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2
+set -euo pipefail
+SCRIPT=${BASH_SOURCE[0]}
+source "$(dirname "$SCRIPT")/_setup.sh"
+
+if [[ $(option --data-path sample "$@") != sample ]]; then
+    exec bash "$(dirname "$SCRIPT")/pretrain_vgg_dvs_cifar10dvs.sh" --tensor-model-parallel-size 2 \
+        --pipeline-model-parallel-size 1 "$@"
+fi
+prepare_python
+RUN=$(new_run vgg_dvs)
+train_vgg "$RUN" --tensor-model-parallel-size 2 "${EVENT_DIGITS[@]}" -- "$@"
+
+report "$SCRIPT" --train-iters \
+    "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"

@@ -1,0 +1,53 @@
+"""Runs of the VGG: with dropout they resume exactly, on any layout; TensorBoard shows its input and its spikes."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megasnn.preprocess.event_files import encode_frames
+from tests.data.shard_files import write_shard
+from tests.training.runs import train_vgg, whole
+
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory) -> tuple[str, str]:
+    """Flags for a shard of event counts: a bright square, whose place says the class."""
+    random, samples = np.random.default_rng(0), {}
+    for number in range(30):
+        frames = random.poisson(0.2, (3, 2, 16, 16))
+        frames[:, :, number % 10 : number % 10 + 4, 4:8] += 3
+        samples[f"s{number}"] = {"frames.npz": encode_frames(frames), "cls": str(number % 10).encode()}
+    return "--data-path", str(write_shard(tmp_path_factory.mktemp("data") / "a.tar", samples))
+
+
+def test_a_run_with_dropout_resumes_exactly(ranks, shard, tmp_path) -> None:
+    """Bit for bit on one rank; to rounding when it goes on on four."""
+    common = (*shard, "--train-iters", "4", "--precision", "fp64")
+    straight = whole([train_vgg(*common)])
+    train_vgg(*common, "--exit-interval", "2", "--save", str(tmp_path))
+    resumed = whole([train_vgg(*common, "--load", str(tmp_path), "--exit-on-missing-checkpoint")])
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
+    others = whole(ranks(4, train_vgg, *common, "--load", str(tmp_path), *TP2_PP2))
+    for name, value in straight.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_what_tensorboard_shows(ranks, shard, tmp_path) -> None:
+    flags = (*shard, "--train-iters", "4", "--log-pictures-interval", "2", "--tensorboard-dir", str(tmp_path))
+    ranks(4, train_vgg, *flags, *TP2_PP2)
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    assert [event.step for event in events.Images("samples")] == [0]
+    rasters = events.Images("spikes/raster")
+    assert [event.step for event in rasters] == [2, 4]
+    picture = np.asarray(Image.open(io.BytesIO(rasters[-1].encoded_image_string)))
+    spike = (picture == 0).all(axis=2)
+    # Three layers side by side, the last two from the second stage.
+    assert all(third.any() for third in np.array_split(spike, 3, axis=1))
