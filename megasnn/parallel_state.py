@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from megasnn.comm.group import Group
 from megasnn.grid import Axis, Coordinates, Grid
@@ -85,13 +86,30 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         name = ("nccl" if kind == "cuda" else "gloo") if backend == "auto" else backend
         try:
-            dist.init_process_group(name, timeout=datetime.timedelta(minutes=timeout_minutes))
+            _join_world(name, datetime.timedelta(minutes=timeout_minutes))
         except dist.DistError as error:
             raise ConnectionError(
                 f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
                 f"{timeout_minutes:g}: did one of them end before, with an error of its own? ({error})"
             ) from error
     return chosen
+
+
+def _join_world(backend: str, timeout: datetime.timedelta) -> None:
+    """init_process_group, also when torchrun has started the ranks anew.
+
+    Its store then still holds the addresses that the ranks before left there, under the keys that the new ones use:
+    a rank that reads before they are replaced would look for one that is gone. So every start has keys of its own.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # A change of nodes starts all ranks anew without counting as a restart: so the arrivals are counted.
+    name = f"megasnn/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
+    start = (store.add(f"{name}/arrivals", 1) - 1) // world_size
+    own = dist.PrefixStore(f"{name}/{start}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def initialize_model_parallel(

@@ -17,6 +17,9 @@ class LoggingConfig:
     """Add samples per second to the log line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
+    profile_pipeline: bool = False
+    """At each log line, measure when every rank did what in the step before it, and set it beside the simulation:
+    bubble in the log, charts in TensorBoard."""
     log_pictures_interval: int | None = None
     """Iterations between two pictures of spikes in TensorBoard, which also shows the first samples; by default 10 times
     --log-interval, 0 draws nothing."""

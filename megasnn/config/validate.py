@@ -34,7 +34,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     if len(problems) == 0:
         problems += _memory_problems(config, world_size)
     problems += _length_problems(config) + _evaluation_problems(config)
-    problems += _kernel_problems(config) + _wire_problems(config)
+    problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     if problems:
         raise ConfigError(problems)
 
@@ -123,6 +123,13 @@ def _kernel_problems(config: PretrainConfig) -> list[str]:
             f"--neuron-backend fused has the surrogates {' and '.join(FUSED_SURROGATES)}, not --surrogate "
             f"{neuron.surrogate}; use auto or torch"
         ]
+    return []
+
+
+def _profile_problems(config: PretrainConfig) -> list[str]:
+    """A profile of a pipeline that is none."""
+    if config.logging.profile_pipeline and config.parallel.pipeline_model_parallel_size == 1:
+        return ["--profile-pipeline needs stages: --pipeline-model-parallel-size 2 or more"]
     return []
 
 

@@ -62,20 +62,16 @@ class Target:
 
     def bounds(self, model: SavedModel, facts: Facts) -> list[range]:
         """The layers of each chunk. Raises ValueError for a layout that does not fit."""
-        placement = self.placement
-        chunks = len(placement)
+        placement, layers = self.placement, model.description.layers
         if self.layout is not None:
-            return layout_to_bounds(
-                parse_layout(self.layout), [layer.unit for layer in model.description.layers], chunks
-            )
-        layers = [layer.name for layer in model.description.layers]
-        if chunks == 1:
+            return layout_to_bounds(parse_layout(self.layout), [layer.unit for layer in layers], len(placement))
+        if len(placement) == 1:
             return [range(len(layers))]
         saved = parse_layout((facts.layout or {}).get("bounds", str(len(layers))))
-        if len(saved) == chunks:
-            return layout_to_bounds(saved, layers, chunks)
+        if len(saved) == len(placement):
+            return layout_to_bounds(saved, [layer.name for layer in layers], len(placement))
         costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
-        return placed_bounds([cost.forward + cost.input_gradient + cost.weight_gradient for cost in costs], placement)
+        return placed_bounds([cost.seconds for cost in costs], placement)
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ class PipelineExecutor:
         placement: the pipeline rank of every chunk.
         loss: for training; called on the rank of the last chunk.
         sync: data parallelism; None where gradients are not reduced.
-        observer: called after each action, in training and in evaluation. A device that computes asynchronously is
-            not waited for.
+        observer: called after each action, in training and in evaluation. While there is one, a device that computes
+            asynchronously is waited for before and after each action.
         wires: how tensors travel between stages.
 
     Attributes:
@@ -151,18 +151,23 @@ class PipelineExecutor:
         self._post_first_receives(run, actions)
         with torch.no_grad() if forward_only else nullcontext():
             for action in actions:
-                start = time.perf_counter()
+                start = self._now()
                 try:
                     self._methods[action.kind](run, action)
                 except Exception as error:
                     raise PipelineError(self._place(action) + f": {type(error).__name__}: {error}") from error
                 if self.observer is not None:
-                    self.observer(action, start, time.perf_counter())
+                    self.observer(action, start, self._now())
         for sender in self._senders.values():
             sender.wait()
         if self._sync is not None and not forward_only:
             self._sync.wait()
         return run
+
+    def _now(self) -> float:
+        if self.observer is not None and self._state.device.type == "cuda":
+            torch.cuda.synchronize(self._state.device)
+        return time.perf_counter()
 
     def _place(self, action: Action) -> str:
         where = self._state

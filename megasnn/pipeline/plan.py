@@ -49,12 +49,14 @@ class PipelinePlan:
     Attributes:
         bounds: the layers of each chunk.
         schedules: for any number of micro-batches; carries those decided on for the request's numbers.
+        micro_batches: of a usual step.
         costs: measured; None where nobody needed them.
         named: what the named schedules would take, each on its own cut; empty without costs.
     """
 
     bounds: tuple[range, ...]
     schedules: SchedulePlan
+    micro_batches: int
     costs: PipelineCosts | None = None
     named: tuple[Forecast, ...] = ()
 
@@ -76,6 +78,23 @@ class PipelinePlan:
             raise ValueError("the memory of layers was not measured")
         schedule, held = self.schedules.training(micro_batches), self.costs.held_bytes(self.bounds)
         return [max(activations_held(schedule, rank, held), default=0.0) for rank in range(schedule.ranks)]
+
+    def describe(self, asked: str) -> str | None:
+        """What was chosen, and what else there was; None without costs.
+
+        Args:
+            asked: the name of the schedule that was asked for.
+        """
+        chosen = self.forecast(self.micro_batches)
+        if chosen is None:
+            return None
+        ranks = " ".join(map(str, self.schedules.placement))
+        others = ", ".join(f"{each.name} {1e3 * each.makespan:.1f} ms ({each.idle_share:.1%})" for each in self.named)
+        return (
+            f"--pipeline-schedule {asked}: {chosen.name} with chunks on pipeline ranks {ranks}; predicted for "
+            f"{self.micro_batches} micro-batches {1e3 * chosen.makespan:.1f} ms ({chosen.idle_share:.1%} bubble), at "
+            f"most {chosen.activations:g} micro-batches' activations on a rank; named ones: {others}"
+        )
 
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
@@ -109,12 +128,14 @@ def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineC
     arguments = request.schedule, stages, chunks_per_rank, usual
     if costs is None:
         assert request.bounds is not None
-        return PipelinePlan(request.bounds, plan_schedule(*arguments, memory_limit=request.memory_limit))
+        return PipelinePlan(request.bounds, plan_schedule(*arguments, memory_limit=request.memory_limit), usual)
     cut = _Cut(request, costs)
     plan = plan_schedule(*arguments, cut.costs_of, request.memory_limit)
     decided = tuple(plan.training(count) for count in dict.fromkeys(request.micro_batches))
-    named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, counts)
-    return PipelinePlan(cut.bounds_of(plan.placement), replace(plan, decided=decided), costs, tuple(named))
+    compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
+    named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared)
+    schedules = replace(plan, decided=decided)
+    return PipelinePlan(cut.bounds_of(plan.placement), schedules, usual, costs, tuple(named))
 
 
 def _possible_counts(request: PipelineRequest, stages: int, layers: int) -> tuple[int, ...]:

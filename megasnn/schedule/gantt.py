@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.simulate import Simulation
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 COLOURS = {
     Kind.FORWARD: ("#9ecae1", "#4292c6"),  # first half of the chunks, second half, where ranks hold several
@@ -57,7 +61,7 @@ def write_chart(schedule: Schedule, simulation: Simulation, path: Path) -> None:
     if path.suffix == ".svg":
         path.write_text(svg(schedule, simulation), encoding="utf-8")
     elif path.suffix == ".png":
-        _write_png(schedule, simulation, path)
+        raster(schedule, simulation).save(path)
     else:
         raise ValueError(f"--output {path}: the name must end in .svg or .png")
 
@@ -85,7 +89,13 @@ def svg(schedule: Schedule, simulation: Simulation) -> str:
     return "\n".join(parts)
 
 
-def _write_png(schedule: Schedule, simulation: Simulation, path: Path) -> None:
+def raster(schedule: Schedule, simulation: Simulation, span: float | None = None, title: str = "") -> Image.Image:
+    """The chart as an RGB picture.
+
+    Args:
+        span: the time that the whole width stands for, to compare charts; the makespan when not given.
+        title: comes before the caption.
+    """
     from PIL import Image, ImageDraw  # only a picture needs it
 
     height = ROW * schedule.ranks + FOOT
@@ -94,17 +104,18 @@ def _write_png(schedule: Schedule, simulation: Simulation, path: Path) -> None:
     for rank in range(schedule.ranks):
         pen.text((4, ROW * rank + 10), f"rank {rank}", fill="black")
         pen.rectangle((LEFT, ROW * rank + 2, LEFT + WIDTH, ROW * rank + 2 + BAR), fill="#eeeeee")
-    for box in _boxes(schedule, simulation):
+    for box in _boxes(schedule, simulation, span):
         corners = (box.left, box.top, box.left + box.width, box.top + BAR)
         pen.rectangle(corners, fill=box.colour, outline="white")
         if box.width >= 12:
             pen.text((box.left + 2, box.top + 8), _label(box), fill="black")
-    pen.text((LEFT, height - 18), _caption(schedule, simulation), fill="black")
-    image.save(path)
+    pen.text((LEFT, height - 18), title + _caption(schedule, simulation), fill="black")
+    return image
 
 
-def _boxes(schedule: Schedule, simulation: Simulation) -> Iterator[Box]:
-    scale = WIDTH / simulation.makespan if simulation.makespan else 0.0
+def _boxes(schedule: Schedule, simulation: Simulation, span: float | None = None) -> Iterator[Box]:
+    whole = simulation.makespan if span is None else span
+    scale = WIDTH / whole if whole else 0.0
     for rank, row in enumerate(simulation.timeline):
         for timed in row:
             if timed.action.kind in COLOURS:

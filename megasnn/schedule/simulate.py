@@ -130,7 +130,18 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     """
     if len(costs) != schedule.chunks:
         raise ValueError(f"{len(costs)} costs for {schedule.chunks} chunks")
-    timeline = _times(schedule, costs)
+    return summarise(schedule, _times(schedule, costs), [cost.activation for cost in costs])
+
+
+def summarise(
+    schedule: Schedule, timeline: Sequence[Sequence[TimedAction]], activation: Sequence[float] | None = None
+) -> Simulation:
+    """What follows from a timeline, simulated or measured, that begins at 0.
+
+    Args:
+        timeline: of each rank.
+        activation: of each chunk; when not given, a rank's chunks are equal parts of one stage.
+    """
     makespan = max((row[-1].end for row in timeline if row), default=0.0)
     computed = [[timed for timed in row if timed.action.kind.is_compute] for row in timeline]
     busy = [sum(timed.end - timed.start for timed in row) for row in computed]
@@ -140,7 +151,9 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
         busy=tuple(busy),
         idle=tuple(makespan - time for time in busy),
         bubble=tuple(row[-1].end - row[0].start - time for row, time in zip(computed, busy, strict=True)),
-        peak_activations=tuple(_peak(schedule, rank, costs) for rank in range(schedule.ranks)),
+        peak_activations=tuple(
+            max(activations_held(schedule, rank, activation), default=0.0) for rank in range(schedule.ranks)
+        ),
     )
 
 
@@ -171,7 +184,3 @@ def _times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAct
         clock[rank] = end
         timeline[rank].append(TimedAction(action, start, end))
     return timeline
-
-
-def _peak(schedule: Schedule, rank: int, costs: Sequence[ChunkCost]) -> float:
-    return max(activations_held(schedule, rank, [cost.activation for cost in costs]), default=0.0)

@@ -62,6 +62,10 @@ class Reporter:
         """uint8 `[height, width, 3]`, for TensorBoard."""
         self._board.picture(tag, picture, iteration)
 
+    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        """For TensorBoard, beside those that come with a log line."""
+        self._board.scalars(values, iteration, samples)
+
     def step(self, loss: float, skipped: bool) -> None:
         """Once for each iteration."""
         self._interval.losses.append(loss)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from megasnn.comm.statistics import statistics
@@ -16,6 +17,7 @@ from megasnn.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.pictures import Pictures
+from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
 from megasnn.training.setup import (
     ModelProvider,
@@ -56,11 +58,13 @@ class TrainingRun:
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
-        self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state)
+        profiles = config.logging.profile_pipeline
+        self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state, predicts=profiles)
         self.bounds = self.plan.bounds
         loss, wires = sample_loss(training), wire_options(parallel)
         self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
+        self.profiler = PipelineProfiler(self.engine, self.plan, state) if profiles else None
         self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         layout = layers_per_chunk(self.bounds)
@@ -92,8 +96,10 @@ class TrainingRun:
             f"{engine.parameters:,} parameters on {self.state.grid}; "
             f"pipeline layout {layers_per_chunk(self.bounds)}: " + "; ".join(chunks)
         )
-        if notice:
-            reporter.line(notice)
+        forecast = self.plan.describe(config.parallel.pipeline_schedule)
+        for text in (forecast, notice):
+            if text:
+                reporter.line(text)
         if self.iteration >= self.iterations:
             reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
         if self.iteration:
@@ -133,7 +139,8 @@ class TrainingRun:
         assert self.reporter is not None
         self.watch.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration, self.reporter)
-        result = self.step(batch, self.iteration)
+        with self._profiled(number, batch):
+            result = self.step(batch, self.iteration)
         self.watch.spikes.enabled = False
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
@@ -163,6 +170,21 @@ class TrainingRun:
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
         self._save_if(_due(self.iteration, options.save_interval) and not last)
+
+    @contextmanager
+    def _profiled(self, number: int, batch: GlobalBatch) -> Iterator[None]:
+        """Around iteration `number`: a profile, where one is due. That is the step before a log line, if it can be:
+        the one with a log line takes longer, because it counts spikes."""
+        interval = self.config.logging.log_interval
+        if self.profiler is None or not _due(number + (interval > 1), interval):
+            yield
+            return
+        with self.profiler.recording():
+            yield
+        assert self.reporter is not None
+        with self.reporter.pause():
+            profile = self.profiler.profile(len(batch.micro_batches))
+            report(profile, self.reporter, number, batch.consumed_samples)
 
     def _loader(self, training: bool = True) -> BatchLoader:
         config, state = self.config, self.state

@@ -84,11 +84,13 @@ def plan_of(
     micro_batches: Sequence[int],
     context: BuildContext,
     state: ParallelState,
+    predicts: bool = False,
 ) -> PipelinePlan:
     """The layers and the place of each chunk, and the schedules. Collective.
 
     Args:
         micro_batches: the numbers of them that replicas have in a step, the largest first.
+        predicts: whether the plan is to be simulated, and needs measured costs even with a fixed cut and order.
     Raises:
         ValueError: the schedule cannot keep `--pipeline-memory-limit`.
     """
@@ -100,6 +102,7 @@ def plan_of(
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=micro_batch_size,
         micro_batches=tuple(micro_batches),
+        predicts=predicts,
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))
 

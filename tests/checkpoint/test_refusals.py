@@ -124,6 +124,16 @@ def test_tensors_that_do_not_fit(checkpoint, change: Callable[[Rank], str]):
     assert expected in str(refusal(checkpoint, rank))
 
 
+def test_a_head_of_another_shape_may_be_left_as_it_is(checkpoint):
+    rank = Rank(Layout())
+    reshape(rank)
+    before = {entry.name: entry.tensor.clone() for entry in rank.tensors}
+    load_checkpoint(checkpoint, tensors=rank.tensors, leave="head")
+    after = {entry.name: entry.tensor for entry in rank.tensors}
+    assert {name for name in before if torch.equal(before[name], after[name])} >= {"head.weight", "head.bias"}
+    assert not torch.equal(before["stem.weight"], after["stem.weight"])
+
+
 def test_another_optimizer(checkpoint):
     rank = Rank(Layout())
     rank.optimizer = torch.optim.SGD(rank.parameters(), lr=0.1)

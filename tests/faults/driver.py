@@ -7,6 +7,7 @@ Faults happen at the second forward of the second step, unless their function sa
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -16,8 +17,11 @@ from typing import Any
 from unittest import mock
 
 import pretrain_spikformer
+from megasnn.checkpoint.files import PieceWriter
 from megasnn.data import GlobalBatch
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.executor import PipelineExecutor
+from megasnn.schedule import Action
 from megasnn.training import program
 from megasnn.training.loop import TrainingRun
 from megasnn.training.step import StepResult, TrainingStep
@@ -57,6 +61,57 @@ def stall_in_step() -> None:
     _at_second_forward_of_second_step(stall)
 
 
+def raise_in_weight_gradient() -> None:
+    """In the second step, at the first weight gradient of the last micro-batch."""
+    compute, calls = PipelineExecutor._weight_gradient, iter(range(1_000))
+
+    def counted(self: PipelineExecutor, run: Any, action: Action) -> None:
+        if next(calls) >= len(self._chunks) * MICRO_BATCHES and action.micro_batch == MICRO_BATCHES - 1:
+            raise RuntimeError("injected fault")
+        compute(self, run, action)
+
+    mock.patch.object(PipelineExecutor, "_weight_gradient", counted).start()
+
+
+def slow_rank() -> None:
+    """Each of its actions takes longer than all of the others' work."""
+    run = PipelineExecutor._run
+
+    def slowed(self: PipelineExecutor, *arguments: Any, **options: Any) -> Any:
+        self.observer = lambda action, start, end: time.sleep(0.02)
+        return run(self, *arguments, **options)
+
+    mock.patch.object(PipelineExecutor, "_run", slowed).start()
+
+
+def stall_the_first_time() -> None:
+    """Not after torchrun has started all ranks anew."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        stall_in_step()
+
+
+def full_disk() -> None:
+    """From the second save on."""
+    _fail_saves(range(1, 1_000))
+
+
+def full_disk_for_a_while() -> None:
+    """At the second save."""
+    _fail_saves(range(1, 2))
+
+
+def _fail_saves(which: range) -> None:
+    write, calls = PieceWriter._write_file, iter(range(1_000))
+
+    def limited(self: PieceWriter, *arguments: Any) -> Any:
+        results = write(self, *arguments)
+        if next(calls) in which:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return results
+
+    mock.patch.object(PieceWriter, "_write_file", limited).start()
+
+
 def raise_before_the_grid() -> None:
     """Right after the ranks have joined."""
     error = OSError("injected fault before the grid")
@@ -92,6 +147,11 @@ FAULTS = {
     for function in (
         raise_in_step,
         stall_in_step,
+        raise_in_weight_gradient,
+        slow_rank,
+        stall_the_first_time,
+        full_disk,
+        full_disk_for_a_while,
         raise_before_the_grid,
         leave_before_joining,
         raise_at_the_end,

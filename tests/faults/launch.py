@@ -51,13 +51,21 @@ class Ranks:
     Args:
         argv: the program's flags.
         fault: name and rank of a fault of tests.faults.driver.
+        more: further environment of all ranks.
     """
 
-    def __init__(self, folder: Path, size: int, *argv: str, fault: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        *argv: str,
+        fault: tuple[str, int] | None = None,
+        more: dict[str, str] | None = None,
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         folder.mkdir(parents=True, exist_ok=True)
-        self.pid_file = folder / "pid"
+        self.folder, self.pid_file = folder, folder / "pid"
         self.files = [folder / f"rank{rank}.txt" for rank in range(size)]
         self.started = time.monotonic()
         environment = {
@@ -67,6 +75,7 @@ class Ranks:
             "MASTER_PORT": str(free_port()),
             "MEGASNN_CACHE": os.environ["MEGASNN_CACHE"],
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
+            **(more or {}),
         }
         self.processes = []
         for rank, file in enumerate(self.files):
@@ -116,10 +125,11 @@ def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple
 class Torchrun:
     """The program under torchrun; everything it writes goes to one file."""
 
-    def __init__(self, folder: Path, size: int, program: str, *argv: str) -> None:
+    def __init__(self, folder: Path, size: int, program: str, *argv: str, restarts: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.file, self.pid_file = folder / "output.txt", folder / "pid"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["--max-restarts", str(restarts)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -100,5 +100,16 @@ def test_a_run_starts_from_spikingjellys_weights(ranks, cache, tmp_path) -> None
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
+def test_a_new_head_on_the_weights_of_another_run(ranks, cache, tmp_path) -> None:
+    train(cache, "--train-iters", "2", "--save", str(tmp_path))
+    finetune = ("--train-iters", "1", "--load", str(tmp_path), "--finetune")
+    taken = whole(ranks(2, _load_only, cache, *finetune, "--tensor-model-parallel-size", "2"))
+    with_new_head = whole(ranks(2, _load_only, cache, *finetune, "--reset-head", "--tensor-model-parallel-size", "2"))
+    fresh = whole([_load_only(cache, "--train-iters", "1")])
+    assert not torch.equal(taken["head.weight"], fresh["head.weight"])
+    for name in taken:
+        assert torch.equal(with_new_head[name], (fresh if name.startswith("head.") else taken)[name]), name
+
+
 def _load_only(cache: str, *flags: str):
     return train(cache, *flags, only_load=True)
