@@ -137,7 +137,7 @@ def find_digits() -> Listing:
         held_out[np.flatnonzero(labels == label)[4::5]] = True
     splits = {
         split: [
-            Item(f"digit_{row:04d}", int(labels[row]), Path("digits"), (row,))
+            Item(f"digit_{row:04d}", int(labels[row]), Path("digits", str(row)), (row,))
             for row in np.flatnonzero(chosen).tolist()
         ]
         for split, chosen in (("train", ~held_out), ("valid", held_out))
