@@ -11,6 +11,7 @@ drifts slows all rows alike; every rank is a process of its own that sleeps whil
 Other parts have benchmarks of their own; the first flag chooses one, and --help behind it lists its flags:
 
     python tools/benchmark.py --readers                      # event recordings and frames, beside SpikingJelly's
+    python tools/benchmark.py --pipeline                     # every schedule, beside its simulation and one rank
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
 kind of machine shows how its figures have changed.
@@ -25,6 +26,7 @@ from typing import Any
 import tyro
 
 from megasnn.benchmark.config import BenchmarkConfig
+from megasnn.benchmark.pipeline import PipelineBenchmark, run_pipelines
 from megasnn.benchmark.processes import RowError
 from megasnn.benchmark.readers import ReaderBenchmark, run_readers
 from megasnn.benchmark.run import run
@@ -32,6 +34,7 @@ from megasnn.benchmark.run import run
 # By the first flag: the flags behind it, and what measures. Each has a docstring for --help.
 OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "--readers": (ReaderBenchmark, run_readers),
+    "--pipeline": (PipelineBenchmark, run_pipelines),
 }
 
 
