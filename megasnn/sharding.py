@@ -186,7 +186,7 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
             full = torch.empty(entry.shard.global_shape, dtype=dtype)
             entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
-            values[entry.name] = entry.shard.cut(full).to(device, entry.tensor.dtype)
+            values[entry.name] = _in_memory_order(entry.shard.cut(full).to(device, entry.tensor.dtype))
         for prefix, layer in layers:
             for path, module in layer.named_modules(prefix=prefix):
                 for name in _shards(module):
@@ -201,3 +201,8 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
     """Number of elements of the global parameters described, each counted once."""
     return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Kernels of convolutions have channels last, like activations: nothing is reordered when they meet."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor

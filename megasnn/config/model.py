@@ -51,9 +51,12 @@ class SpikformerConfig:
     image_size: int = FROM_VARIANT
     """Height and width of the images."""
     in_channels: int = 3
-    """Channels of the images."""
+    """Channels of the images, or 2 polarities with --event-frames."""
     time_steps: int = 4
-    """Simulated time steps, T. The same image is presented at each of them."""
+    """Simulated time steps, T. The same image is presented at each of them, or with --event-frames a frame of its
+    own."""
+    event_frames: bool = False
+    """The samples are recordings of event cameras and not images."""
     num_classes: int = FROM_VARIANT
     """Number of classes."""
 
@@ -70,6 +73,12 @@ class SpikformerConfig:
     def mlp_dim(self) -> int:
         """Hidden channels of the MLP."""
         return int(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample: (C, H, W), or (T, C, H, W) for event frames."""
+        image = (self.in_channels, self.image_size, self.image_size)
+        return (self.time_steps, *image) if self.event_frames else image
 
     def unit_of_layer(self) -> list[str]:
         """Four stem stages and the positional encoding, the two halves of each block, the head."""
@@ -88,6 +97,8 @@ class SpikformerConfig:
 
     def _dimension_problems(self) -> list[str]:
         wrong = []
+        if self.event_frames and self.in_channels != 2:
+            wrong.append(f"--event-frames have two polarities: set --in-channels 2, not {self.in_channels}")
         if self.embed_dim % 2 ** (STEM_STAGES - 1):
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage of the stem")
         if self.embed_dim % self.num_heads:

@@ -21,6 +21,7 @@ import tarfile
 import zipfile
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -87,14 +88,23 @@ def open_shard(source: Path, suffixes: tuple[str, ...] = IMAGE_SUFFIXES) -> Shar
 def _record_of(source: Path) -> ShardRecord | None:
     """What index.json says of a shard, where there is one that lists it; its size is compared here."""
     require_finished(source.parent)
-    index = read_index(source.parent)
-    record = next((record for record in index.shards if record.file == source.name), None) if index else None
+    index = source.parent / INDEX_NAME
+    if not index.exists():
+        return None
+    record = _records(source.parent, index.stat().st_mtime_ns).get(source.name)
     if record is not None and source.stat().st_size != record.size:
         raise ValueError(
             f"shard {source} has {source.stat().st_size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut "
             f"or changed; make it again (tools/preprocess_data.py verify finds all such shards)"
         )
     return record
+
+
+@lru_cache(maxsize=8)
+def _records(folder: Path, changed: int) -> dict[str, ShardRecord]:
+    """What the index.json of a folder lists, by file name; read once for all its shards, and again when it changes."""
+    index = read_index(folder)
+    return {record.file: record for record in index.shards} if index else {}
 
 
 def _unpacked(source: Path) -> Path:

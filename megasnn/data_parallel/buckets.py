@@ -36,7 +36,8 @@ class _Bucket:
         offset = 0
         self.views = []
         for parameter in parameters:
-            self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
+            # In the memory order of the parameter, as the optimizer wants it.
+            self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
             offset += parameter.numel()
 
     def attach(self) -> None:

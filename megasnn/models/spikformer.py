@@ -7,6 +7,7 @@ the stream is its own channels, and residual additions are local.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from megasnn.layers import (
 from megasnn.layers.conv import cheaper_style
 from megasnn.layers.neuron import build_neuron
 from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.models.event_block import EventBlock
 
 ATTENTION_THRESHOLD = 0.5
 
@@ -48,8 +50,7 @@ def describe_spikformer(config: SpikformerConfig, neuron: NeuronSpec) -> ModelDe
         layers.append(LayerDescription(f"{unit}.attention", unit, attention, Wire.COUNTS))
         layers.append(LayerDescription(f"{unit}.mlp", unit, partial(_mlp, dim, hidden, neuron), Wire.COUNTS))
     layers.append(LayerDescription("head", "head", partial(Head, dim, config.num_classes), Wire.DENSE))
-    shape = (config.in_channels, config.image_size, config.image_size)
-    return ModelDescription(tuple(layers), config.time_steps, shape, config.num_classes)
+    return ModelDescription(tuple(layers), config.time_steps, config.input_shape, config.num_classes)
 
 
 class ImageStage(ConvNormNeuron):
@@ -103,18 +104,22 @@ def trunc_normal(tensor: Tensor, generator: torch.Generator) -> None:
 
 def _stem_stage(config: SpikformerConfig, neuron: NeuronSpec, stage: int, context: BuildContext) -> nn.Module:
     first = stage == 0
+    unit_class: Callable[..., ConvNormNeuron] = ConvNormNeuron
+    if first and config.event_frames:
+        unit_class = partial(EventBlock, input_shape=config.input_shape)
+    elif first:
+        unit_class = partial(ImageStage, time_steps=config.time_steps)
     outputs = [config.embed_dim // 2 ** (STEM_STAGES - 1 - index) for index in range(STEM_STAGES)]
     return _unit(
         config.in_channels if first else outputs[stage - 1],
         outputs[stage],
         neuron,
         context,
-        unit_class=ImageStage if first else ConvNormNeuron,
+        unit_class=unit_class,
         kernel_size=3,
         wire=Wire.DENSE if first else Wire.SPIKES,
         whole_input=first,
         pool=stage >= (2 if config.patch_size == 4 else 0),
-        time_steps=config.time_steps if first else None,
     )
 
 
@@ -147,12 +152,11 @@ def _unit(
     context: BuildContext,
     *,
     wire: Wire,
-    unit_class: type[ConvNormNeuron] = ConvNormNeuron,
+    unit_class: Callable[..., ConvNormNeuron] = ConvNormNeuron,
     kernel_size: int = 1,
     blocks: int = 1,
     whole_input: bool = False,
     pool: bool = False,
-    time_steps: int | None = None,
 ) -> ConvNormNeuron:
     """A unit of the stem (kernel 3) or of a block (pointwise), in the style that moves fewer bytes."""
     conv = ParallelConv(
@@ -169,4 +173,4 @@ def _unit(
         blocks=blocks,
     )
     norm = ParallelBatchNorm(outputs, context, blocks=blocks)
-    return unit_class(conv, norm, build_neuron(neuron, context), pool=pool, time_steps=time_steps)
+    return unit_class(conv, norm, build_neuron(neuron, context), pool=pool)

@@ -29,6 +29,7 @@ from megasnn.layers.conv import Style, cheaper_style
 from megasnn.layers.neuron import build_neuron
 from megasnn.layers.pooling import average_pool
 from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.models.event_block import EventBlock
 from megasnn.sharding import Initialiser
 
 if TYPE_CHECKING:
@@ -46,23 +47,7 @@ def describe_vgg_dvs(config: VggDvsConfig, neuron: NeuronSpec) -> ModelDescripti
         for index, unit in enumerate(units[:-1])
     ]
     layers.append(LayerDescription(units[-1], units[-1], partial(_classifier, config), Wire.DENSE))
-    shape = (config.time_steps, config.in_channels, config.image_size, config.image_size)
-    return ModelDescription(tuple(layers), config.time_steps, shape, config.num_classes)
-
-
-class EventBlock(ConvNormNeuron):
-    """The first block: takes event frames `[N, T, C, H, W]`, sample by sample as they are loaded."""
-
-    input_shape: tuple[int, ...]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim != 5 or tuple(x.shape[1:]) != self.input_shape:
-            wanted = ", ".join(map(str, self.input_shape))
-            raise ValueError(
-                f"expected event frames [N, {wanted}] (N, --time-steps, --in-channels and twice --image-size), got "
-                f"shape {list(x.shape)}"
-            )
-        return super().forward(x.transpose(0, 1))
+    return ModelDescription(tuple(layers), config.time_steps, _input_shape(config), config.num_classes)
 
 
 class Classifier(KeyedLayer):
@@ -78,6 +63,10 @@ class Classifier(KeyedLayer):
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         pooled = average_pool(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
         return self.linear(self.dropout(pooled.flatten(2), samples))
+
+
+def _input_shape(config: VggDvsConfig) -> tuple[int, ...]:
+    return config.time_steps, config.in_channels, config.image_size, config.image_size
 
 
 def _block(config: VggDvsConfig, neuron: NeuronSpec, index: int, context: BuildContext) -> nn.Module:
@@ -100,9 +89,7 @@ def _block(config: VggDvsConfig, neuron: NeuronSpec, index: int, context: BuildC
     norm = ParallelBatchNorm(block.channels, context)
     if not first:
         return ConvNormNeuron(conv, norm, build_neuron(neuron, context))
-    unit = EventBlock(conv, norm, build_neuron(neuron, context))
-    unit.input_shape = (config.time_steps, config.in_channels, config.image_size, config.image_size)
-    return unit
+    return EventBlock(conv, norm, build_neuron(neuron, context), input_shape=_input_shape(config))
 
 
 def _style(config: VggDvsConfig, index: int, inputs: int, outputs: int) -> Style:

@@ -20,6 +20,8 @@ import pretrain_spikformer
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.data import GlobalBatch
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.executor import PipelineExecutor
+from megasnn.schedule import Action
 from megasnn.training import program
 from megasnn.training.loop import TrainingRun
 from megasnn.training.step import StepResult, TrainingStep
@@ -57,6 +59,29 @@ def stall_in_step() -> None:
             time.sleep(0.1)
 
     _at_second_forward_of_second_step(stall)
+
+
+def raise_in_weight_gradient() -> None:
+    """In the second step, at the first weight gradient of the last micro-batch."""
+    compute, calls = PipelineExecutor._weight_gradient, iter(range(1_000))
+
+    def counted(self: PipelineExecutor, run: Any, action: Action) -> None:
+        if next(calls) >= len(self._chunks) * MICRO_BATCHES and action.micro_batch == MICRO_BATCHES - 1:
+            raise RuntimeError("injected fault")
+        compute(self, run, action)
+
+    mock.patch.object(PipelineExecutor, "_weight_gradient", counted).start()
+
+
+def slow_rank() -> None:
+    """Each of its actions takes longer than all of the others' work."""
+    run = PipelineExecutor._run
+
+    def slowed(self: PipelineExecutor, *arguments: Any, **options: Any) -> Any:
+        self.observer = lambda action, start, end: time.sleep(0.02)
+        return run(self, *arguments, **options)
+
+    mock.patch.object(PipelineExecutor, "_run", slowed).start()
 
 
 def stall_the_first_time() -> None:
@@ -122,6 +147,8 @@ FAULTS = {
     for function in (
         raise_in_step,
         stall_in_step,
+        raise_in_weight_gradient,
+        slow_rank,
         stall_the_first_time,
         full_disk,
         full_disk_for_a_while,

@@ -29,9 +29,27 @@ def test_all_ranks_name_the_place_where_one_raised(tmp_path, faulty) -> None:
     assert own.count(f"[rank {faulty}] Traceback") == 1 and own.rstrip().endswith(place)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_all_ranks_end_when_one_is_killed(tmp_path, killed) -> None:
-    ranks = Ranks(tmp_path, 3, *TINY, *PP3, fault=("stall_in_step", killed))
+@pytest.mark.parametrize("schedule, faulty, action", [("zbv", 0, "3W1")])
+def test_the_place_is_named_inside_a_split_backward(tmp_path, schedule, faulty, action) -> None:
+    argv = ("--pipeline-schedule", schedule, "--pipeline-model-parallel-size", "2")
+    ended = Ranks(tmp_path, 2, *TINY, *argv, fault=("raise_in_weight_gradient", faulty)).end(30)
+    assert ended.status == [1, 1]
+    place = f"rank {faulty}, pipeline stage {faulty}, action {action}, micro-batch 1: RuntimeError: injected fault"
+    (line,) = one_line_each(ended.output, [1 - faulty])
+    assert f"stopping, because of rank {faulty}: PipelineError: {place}" in line
+    assert ended.output[faulty].rstrip().endswith(place)
+
+
+@pytest.mark.parametrize("schedule", ["zbv"])
+def test_a_slow_rank_is_waited_for(tmp_path, schedule) -> None:
+    argv = ("--pipeline-schedule", schedule, "--pipeline-model-parallel-size", "2")
+    ended = Ranks(tmp_path, 2, *TINY, *argv, fault=("slow_rank", 1)).end(30)
+    assert ended.status == [0, 0] and "iteration 4/" in ended.output[0]
+
+
+@pytest.mark.parametrize("killed, pipeline", [(0, PP3), (1, PP3), (1, ("--pipeline-schedule", "v-min", *PP3[2:4]))])
+def test_all_ranks_end_when_one_is_killed(tmp_path, killed, pipeline) -> None:
+    ranks = Ranks(tmp_path, 3, *TINY, *pipeline, fault=("stall_in_step", killed))
     ranks.kill_stalled()
     ended = ranks.end(within=15)
     others = [rank for rank in range(3) if rank != killed]

@@ -1,0 +1,165 @@
+"""The executor runs whatever the validator lets through: random orders on random placements, with random delays."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.comm.codec import Wire
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv
+from megasnn.layers.neuron import build_neuron
+from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.models.spikformer import Head, trunc_normal
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
+from megasnn.pipeline.transfers import Transfers
+from megasnn.schedule import Action, Kind, Schedule, build_schedule, validate
+from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
+from tests.distributed.whole import random as random_tensor
+
+CHANNELS, CLASSES, SIDE, STEPS = 8, 3, 3, 2
+MOST_MICRO_BATCHES = 4
+
+
+def _unit(inputs: int, context: BuildContext) -> ConvNormNeuron:
+    wire = Wire.DENSE if inputs == 3 else Wire.SPIKES
+    conv = ParallelConv(
+        inputs, CHANNELS, 1, context, initialise=trunc_normal, pointwise=True, wire=wire, whole_input=inputs == 3
+    )
+    return ConvNormNeuron(conv, ParallelBatchNorm(CHANNELS, context), build_neuron(NeuronSpec(), context))
+
+
+def _model() -> ModelDescription:
+    inputs = [3, CHANNELS, CHANNELS, CHANNELS]
+    layers = [LayerDescription(f"unit.{i}", "unit", partial(_unit, n), Wire.SPIKES) for i, n in enumerate(inputs)]
+    layers.append(LayerDescription("head", "head", partial(Head, CHANNELS, CLASSES), Wire.DENSE))
+    return ModelDescription(tuple(layers), STEPS, (3, SIDE, SIDE), CLASSES)
+
+
+def random_schedule(seed: int, ranks: int) -> Schedule:
+    """Chunks on random ranks; what a rank does next is drawn from all that it could do."""
+    draw = random.Random(seed)
+    chunks, micro_batches = draw.randint(ranks, 2 * ranks + 1), draw.randint(1, MOST_MICRO_BATCHES)
+    placement = [*range(ranks), *(draw.randrange(ranks) for _ in range(chunks - ranks))]
+    draw.shuffle(placement)
+    split = draw.random()
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    done = {(chunk, stage): 0 for chunk in range(chunks) for stage in "FIW"}
+    while any(count < micro_batches for count in done.values()):
+        chunk, stage = draw.choice([step for step in done if _possible(step, done, chunks, micro_batches)])
+        m = done[chunk, stage]
+        whole = stage == "I" and done[chunk, "W"] == m and draw.random() > split
+        kind = Kind.BACKWARD if whole else Kind(stage)
+        rows[placement[chunk]].append(Action(chunk, kind, m))
+        for advanced in "IW" if whole else stage:
+            done[chunk, advanced] += 1
+    orders = tuple(map(tuple, rows))
+    schedule = Schedule(f"random {seed}", tuple(placement), micro_batches, orders)
+    return insert_gradient_sync(insert_transfers(schedule))
+
+
+def _possible(step: tuple[int, str], done: dict[tuple[int, str], int], chunks: int, micro_batches: int) -> bool:
+    chunk, stage = step
+    before = {
+        "F": done[chunk - 1, "F"] if chunk else micro_batches,
+        "I": done[chunk + 1, "I"] if chunk + 1 < chunks else done[chunk, "F"],
+        "W": done[chunk, "I"],
+    }[stage]
+    return done[step] < before
+
+
+class Delays:
+    """A rank is held up after some of its actions, now and then for longer."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._draw = random.Random(f"{seed} {rank}")
+
+    def __call__(self, action: Action, start: float, end: float) -> None:
+        assert start <= end
+        if self._draw.random() < 0.3:
+            time.sleep(0.02 if self._draw.random() < 0.03 else self._draw.random() / 1000)
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.mean(0), labels, reduction="sum")
+
+
+def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, dict[str, str]]:
+    """Loss, and a digest of each gradient and of what each norm recorded."""
+    model, chunks = _model(), len(schedule.placement)
+    # The last layers share a chunk where there are more layers than chunks; with fewer, some chunks are empty.
+    ends = [min(chunk + 1, len(model.layers)) for chunk in range(chunks - 1)] + [len(model.layers)]
+    bounds = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    mine: dict[int, PipelineChunk] = {
+        chunk: build_chunk(model, bounds, chunk, BuildContext(), state.device, 0)
+        for chunk in schedule.chunks_of(state.pipeline.rank)
+    }
+    layers = [pair for chunk in mine.values() for pair in chunk.named_layers()]
+    modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
+    norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}
+    for norm in norms.values():
+        norm.recording = True
+    executor = PipelineExecutor(mine, schedule.placement, state, _loss, observer=Delays(seed, state.rank))
+    images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)
+    labels = torch.tensor([0, 2])
+    batches = [
+        MicroBatchInput(images[m] if 0 in mine else None, labels if chunks - 1 in mine else None, 2)
+        for m in range(schedule.micro_batches)
+    ]
+    loss = executor.train_step(schedule, batches)
+    _check_groups(executor._transfers)
+    tensors = [e for chunk in mine.values() for e in chunk.sharded_tensors() if e.is_parameter]
+    assert all(e.tensor.grad is not None for e in tensors)
+    digests = {e.name: _digest(e.tensor.grad) for e in tensors if e.tensor.grad is not None}
+    for name, norm in norms.items():
+        digests |= {f"{name} {m}": _digest(mean) for m, (mean, _, _) in enumerate(norm.pending)}
+    return float(loss), digests
+
+
+def _check_groups(transfers: Transfers) -> None:
+    """Nothing is sent where something is received from the same rank."""
+    sent = {(id(sender._group.handle), sender._peer) for sender in transfers._senders.values()}
+    received = {(id(receiver._group.handle), receiver._peer) for receiver in transfers._receivers.values()}
+    assert not sent & received
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha1(values.numpy().tobytes()).hexdigest()
+
+
+def _steps(seeds: range) -> list[tuple[float, dict[str, str]]]:
+    world_size = torch.distributed.get_world_size()
+    state = initialize_model_parallel(1, world_size)
+    try:
+        return [_step(random_schedule(seed, world_size), state, seed) for seed in seeds]
+    finally:
+        destroy_model_parallel()
+
+
+def _one_rank() -> dict[int, tuple[float, dict[str, str]]]:
+    state = initialize_model_parallel(1, 1)
+    try:
+        return {m: _step(build_schedule("1f1b", 1, m), state, 0) for m in range(1, MOST_MICRO_BATCHES + 1)}
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("size, seeds", [(2, range(90)), (3, range(90, 160)), (4, range(160, 200))])
+def test_random_schedules_with_random_delays(ranks, size, seeds) -> None:
+    expected = ranks(1, _one_rank)[0]
+    found = ranks(size, _steps, seeds)
+    for index, seed in enumerate(seeds):
+        schedule = random_schedule(seed, size)
+        validate(schedule)
+        steps = [rank[index] for rank in found]
+        loss, digests = expected[schedule.micro_batches]
+        assert sum(loss for loss, _ in steps) == loss, seed
+        assert {name: digest for _, mine in steps for name, digest in mine.items()} == digests, seed
