@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 
 from megasnn.checkpoint import CheckpointError
-from megasnn.comm.group import alone
 from megasnn.convert.model import SavedModel
 from megasnn.convert.source import Facts, TensorInfo
 from megasnn.convert.target import TargetRank, target_ranks
 from megasnn.layers import BuildContext
-from megasnn.partition import balanced_bounds, layout_to_bounds, loop_placement, parse_layout, v_placement
-from megasnn.pipeline.costs import agreed_costs, layers_per_chunk
+from megasnn.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
+from megasnn.pipeline.costs import layers_per_chunk, measure_layers
+from megasnn.pipeline.p2p import WireOptions
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
@@ -62,18 +62,16 @@ class Target:
 
     def bounds(self, model: SavedModel, facts: Facts) -> list[range]:
         """The layers of each chunk. Raises ValueError for a layout that does not fit."""
-        chunks = len(self.placement)
+        placement, layers = self.placement, model.description.layers
         if self.layout is not None:
-            return layout_to_bounds(parse_layout(self.layout), model.unit_of_layer, chunks)
-        layers = [layer.name for layer in model.description.layers]
-        if chunks == 1:
+            return layout_to_bounds(parse_layout(self.layout), [layer.unit for layer in layers], len(placement))
+        if len(placement) == 1:
             return [range(len(layers))]
         saved = parse_layout((facts.layout or {}).get("bounds", str(len(layers))))
-        if len(saved) == chunks:
-            return layout_to_bounds(saved, layers, chunks)
-        one_rank = alone("world")
-        costs = agreed_costs(model.description, 1, BuildContext(), torch.device("cpu"), one_rank, one_rank)
-        return balanced_bounds([layer.seconds for layer in costs.layers], chunks)
+        if len(saved) == len(placement):
+            return layout_to_bounds(saved, [layer.name for layer in layers], len(placement))
+        costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
+        return placed_bounds([cost.seconds for cost in costs], placement)
 
 
 @dataclass(frozen=True)

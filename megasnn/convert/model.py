@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,10 @@ class SavedModel:
     Attributes:
         config: the dimensions.
         description: the layers.
-        unit_of_layer: for each layer its unit, for explicit layouts.
     """
 
     config: ModelConfig
     description: ModelDescription
-    unit_of_layer: Sequence[str]
 
 
 def saved_model(config: Mapping[str, Any] | None, path: object) -> SavedModel:
@@ -54,4 +52,4 @@ def saved_model(config: Mapping[str, Any] | None, path: object) -> SavedModel:
         raise CheckpointError(f"{path} is of a model that is unknown here: {error}") from None
     spec = neuron_spec(PretrainConfig(model, neuron))
     layers = describe_vgg_dvs(model, spec) if isinstance(model, VggDvsConfig) else describe_spikformer(model, spec)
-    return SavedModel(model, layers, model.unit_of_layer())
+    return SavedModel(model, layers)
