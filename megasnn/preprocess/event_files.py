@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -52,11 +52,13 @@ class FrameSettings:
 
 
 def make_frames(recording: Recording, settings: FrameSettings) -> NDArray[Any]:
-    """Frames [T, 2, H, W] of a recording: int32 counts, or float32 where settings scale or normalise.
+    """Frames [T, 2, H, W] of a recording: int32 counts, or float32 where they are scaled or normalised.
 
     Raises:
         ValueError: it is too short for so many frames by time.
     """
+    if recording.sensor == (settings.size, settings.size):
+        settings = replace(settings, size=None)
     if settings.frame_duration is None:
         return events_to_frames(recording.events, recording.sensor, settings.options())
     events, duration = recording.events, settings.frame_duration
