@@ -1,5 +1,7 @@
 """Every named schedule: the figures of the field's reference table, and validity over sizes and costs."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,3 +151,10 @@ def test_refusals() -> None:
         generate("zigzag", 2, 4)
     with pytest.raises(ValueError, match="--pipeline-memory-limit 0.5: no schedule .* the least found is 1"):
         generate("auto", 1, 4, memory_limit=0.5)
+
+
+def test_the_search_is_quick() -> None:
+    costs_of = per_stage([ChunkCost(1 + rank / 50, 2, 0.05) for rank in range(8)])
+    start = time.process_time()
+    generate("auto", 8, 32, costs_of=costs_of)
+    assert time.process_time() - start < 10
