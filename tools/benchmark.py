@@ -12,6 +12,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
 
     python tools/benchmark.py --readers                      # event recordings and frames, beside SpikingJelly's
     python tools/benchmark.py --data                         # the loader, beside PyTorch's DataLoader
+    python tools/benchmark.py --checkpoint                   # save, load and conversion, beside cp
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
 kind of machine shows how its figures have changed.
@@ -25,6 +26,7 @@ from typing import Any
 
 import tyro
 
+from megasnn.benchmark.checkpoints import CheckpointBenchmark, run_checkpoints
 from megasnn.benchmark.config import BenchmarkConfig
 from megasnn.benchmark.loading import LoadingBenchmark, run_loading
 from megasnn.benchmark.processes import RowError
@@ -33,6 +35,7 @@ from megasnn.benchmark.run import run
 
 # By the first flag: the flags behind it, and what measures. Each has a docstring for --help.
 OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
+    "--checkpoint": (CheckpointBenchmark, run_checkpoints),
     "--data": (LoadingBenchmark, run_loading),
     "--readers": (ReaderBenchmark, run_readers),
 }
