@@ -15,7 +15,7 @@ from megasnn.preprocess.event_files import EVENTS, encode_events
 from megasnn.preprocess.image_sets import find_digits, read_digits
 from megasnn.preprocess.writing import Sample, write_shard
 
-_FOLDER = "digits-events-v1"  # change it when the bytes below change
+_FOLDER = "digits-events-v2"  # change it when the bytes below change
 _SEED = 0
 
 
