@@ -28,6 +28,8 @@ class ParallelState:
         tensor, data, pipeline: the groups along one axis.
         backward: the pipeline group once more, for gradients: activations and gradients between two ranks then have
             queues of their own, so that the order on each is first in, first out.
+        pipeline_down, backward_up: both once more, for placements in which activations also go to lower ranks, and
+            gradients to higher ones.
         model: all ranks that together hold one copy of the model (tensor x pipeline).
         world: all ranks.
         mesh: the DeviceMesh ("pp", "dp", "tp"); None for a process without torch.distributed.
@@ -40,6 +42,8 @@ class ParallelState:
     data: Group
     pipeline: Group
     backward: Group
+    pipeline_down: Group
+    backward_up: Group
     model: Group
     world: Group
     mesh: DeviceMesh | None
@@ -141,6 +145,8 @@ def initialize_model_parallel(
         data=_axis_group("data", "dp", grid, rank, mesh),
         pipeline=_axis_group("pipeline", "pp", grid, rank, mesh),
         backward=_new_group("backward", grid, rank, "pipeline"),
+        pipeline_down=_new_group("pipeline", grid, rank, "pipeline"),
+        backward_up=_new_group("backward", grid, rank, "pipeline"),
         model=_new_group("model", grid, rank, "pipeline", "tensor"),
         world=Group("world", tuple(range(world_size)), rank, dist.group.WORLD if world_size > 1 else None),
         mesh=mesh,
@@ -192,7 +198,8 @@ def destroy_model_parallel() -> None:
     # The mesh has groups of one rank too, along axes of size 1, which nobody else holds.
     handles = [] if mesh is None else [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
     freed: list[dist.ProcessGroup] = []
-    for handle in (*handles, _state.backward.handle, _state.model.handle):
+    others = _state.backward, _state.pipeline_down, _state.backward_up, _state.model
+    for handle in (*handles, *(group.handle for group in others)):
         if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
             dist.destroy_process_group(handle)
             freed.append(handle)

@@ -27,7 +27,7 @@ train_vgg "$RUN" \
     --split-by time \
     --num-classes 10 \
     --dropout 0.25 \
-    --augment roll \
+    --loss tet \
     --micro-batch-size 25 \
     --global-batch-size 50 \
     --train-samples 15000 \

@@ -11,6 +11,7 @@ drifts slows all rows alike; every rank is a process of its own that sleeps whil
 Other parts have benchmarks of their own; the first flag chooses one, and --help behind it lists its flags:
 
     python tools/benchmark.py --readers                      # event recordings and frames, beside SpikingJelly's
+    python tools/benchmark.py --pipeline                     # every schedule, beside its simulation and one rank
     python tools/benchmark.py --data                         # the loader, beside PyTorch's DataLoader
     python tools/benchmark.py --checkpoint                   # save, load and conversion, beside cp
 
@@ -29,6 +30,7 @@ import tyro
 from megasnn.benchmark.checkpoints import CheckpointBenchmark, run_checkpoints
 from megasnn.benchmark.config import BenchmarkConfig
 from megasnn.benchmark.loading import LoadingBenchmark, run_loading
+from megasnn.benchmark.pipeline import PipelineBenchmark, run_pipelines
 from megasnn.benchmark.processes import RowError
 from megasnn.benchmark.readers import ReaderBenchmark, run_readers
 from megasnn.benchmark.run import run
@@ -38,6 +40,7 @@ OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
     "--checkpoint": (CheckpointBenchmark, run_checkpoints),
     "--data": (LoadingBenchmark, run_loading),
     "--readers": (ReaderBenchmark, run_readers),
+    "--pipeline": (PipelineBenchmark, run_pipelines),
 }
 
 

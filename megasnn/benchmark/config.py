@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megasnn.benchmark.rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
-from megasnn.config.checks import ConfigError, above, at_least, refusal
+from megasnn.config.checks import ConfigError, above, at_least, flag, refusal
 from megasnn.config.model import SpikformerConfig
 from megasnn.config.parallel import ScheduleName
+from megasnn.config.vgg_dvs import VggDvsConfig
 from megasnn.schedule.build import chunks_of_schedule
 
-IMAGE_SIZES = {"spikformer_cifar10": 32}
+VGG = "cifar10_dvs_vgg"
+IMAGE_SIZES = {"spikformer_cifar10": 32, VGG: 48}
 
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
     """The same model, batch and optimizer in every row; `check` says whether they go together."""
 
-    model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] = "spikformer_cifar10"
+    model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "cifar10_dvs_vgg"] = "spikformer_cifar10"
     """Model of SpikingJelly to take the dimensions from; the flags up to --num-classes win over it."""
     embed_dim: int | None = None
     """Channels of the blocks."""
@@ -33,9 +35,11 @@ class BenchmarkConfig:
     patch_size: Literal[4, 16] | None = None
     """Pixels per token and side."""
     image_size: int | None = None
-    """Height and width; by default 64, and 32 for spikformer_cifar10."""
-    time_steps: int = 4
-    """Simulated time steps."""
+    """Height and width; by default 64, 32 for spikformer_cifar10 and 48 for cifar10_dvs_vgg."""
+    channels: str | None = None
+    """Of cifar10_dvs_vgg, as pretrain_vgg_dvs.py takes them."""
+    time_steps: int | None = None
+    """Simulated time steps; by default 4, and 10 for cifar10_dvs_vgg."""
     num_classes: int = 10
     """Number of classes."""
 
@@ -72,19 +76,35 @@ class BenchmarkConfig:
     output: Path = Path("benchmark.jsonl")
     """File to append one JSON line per row to; earlier lines in it are compared with."""
 
-    def spikformer(self) -> SpikformerConfig:
+    def dimensions(self) -> SpikformerConfig | VggDvsConfig:
+        """Raises ValueError for a flag that is not of this model."""
         image_size = IMAGE_SIZES.get(self.model, 64) if self.image_size is None else self.image_size
+        if self.model == VGG:
+            self._refuse("embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size")
+            return VggDvsConfig(
+                self.channels or VggDvsConfig.channels,
+                image_size=image_size,
+                time_steps=10 if self.time_steps is None else self.time_steps,
+                num_classes=self.num_classes,
+            )
+        self._refuse("channels")
         return SpikformerConfig(
-            variant=self.model,
+            variant=self.model,  # type: ignore[arg-type]  # not the VGG
             embed_dim=self.embed_dim,  # type: ignore[arg-type]  # None is completed from the variant
             depth=self.depth,  # type: ignore[arg-type]
             num_heads=self.num_heads,  # type: ignore[arg-type]
             mlp_ratio=self.mlp_ratio,
             patch_size=self.patch_size,  # type: ignore[arg-type]
             image_size=image_size,
-            time_steps=self.time_steps,
+            time_steps=4 if self.time_steps is None else self.time_steps,
             num_classes=self.num_classes,
         )
+
+    def _refuse(self, *names: str) -> None:
+        given = [name for name in names if getattr(self, name) != getattr(BenchmarkConfig, name)]
+        if given:
+            flags = ", ".join(f"{flag(name)} {getattr(self, name)}" for name in given)
+            raise ValueError(f"{flags}: --model {self.model} has no such dimension")
 
     def table_rows(self) -> list[Row]:
         threads = self.threads_all or os.cpu_count() or 1
@@ -103,7 +123,7 @@ class BenchmarkConfig:
 
     def identity(self, row: Row) -> dict[str, Any]:
         """Everything that the figures of a row may depend on, the machine aside: equal for comparable runs."""
-        model = {name: value for name, value in asdict(self.spikformer()).items() if name != "variant"}
+        model = {name: value for name, value in asdict(self.dimensions()).items() if name != "variant"}
         identity = {
             "row": row.name,
             "threads": row.threads,
@@ -129,7 +149,10 @@ class BenchmarkConfig:
             raise ConfigError(wrong)
 
     def _row_problems(self) -> list[str]:
-        model = self.spikformer()
+        wrong = refusal(self.dimensions)
+        if wrong:
+            return wrong
+        model = self.dimensions()
         wrong = model.problems(1) + refusal(chunks_of_schedule, self.pipeline_schedule)
         for row in self.table_rows():
             wrong += [f"row {row.name}: {problem}" for problem in model.problems(row.tensor) if problem not in wrong]

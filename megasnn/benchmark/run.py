@@ -17,6 +17,7 @@ from megasnn.benchmark.results import Measurements, figures, step_times
 from megasnn.benchmark.rows import Row
 from megasnn.benchmark.table import NOTES, brief, table
 from megasnn.benchmark.task import RankTask, make_worker
+from megasnn.config.vgg_dvs import VggDvsConfig
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -47,10 +48,16 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def _headline(config: BenchmarkConfig) -> str:
-    model = config.spikformer()
+    model = config.dimensions()
+    if isinstance(model, VggDvsConfig):
+        text = f"VGG {model.channels}, event frames {model.image_size} x {model.image_size}"
+    else:
+        text = (
+            f"Spikformer {model.embed_dim} wide, {model.depth} blocks, {model.num_heads} heads, "
+            f"images {model.image_size} x {model.image_size} in patches of {model.patch_size}"
+        )
     return (
-        f"Spikformer {model.embed_dim} wide, {model.depth} blocks, {model.num_heads} heads, "
-        f"images {model.image_size} x {model.image_size} in patches of {model.patch_size}, T {model.time_steps}; "
+        f"{text}, T {model.time_steps}; "
         f"global batch {config.global_batch_size} ({config.regime} scaling), {config.precision}; "
         f"{config.rounds} rounds of {config.steps} steps"
     )

@@ -7,12 +7,13 @@ import gc
 import logging
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megasnn.benchmark.config import BenchmarkConfig
+from megasnn.benchmark.models import tiny
 from megasnn.benchmark.rows import SPIKINGJELLY
 from megasnn.benchmark.task import RankTask
 from megasnn.benchmark.workloads import MegaSNNStep, SpikingJellyStep, Workload
@@ -81,7 +82,7 @@ class Worker:
 
     def _build(self) -> Workload:
         config, row = self._task.config, self._task.row
-        model, samples = config.spikformer(), config.samples(row)
+        model, samples = config.dimensions(), config.samples(row)
         if row.library == SPIKINGJELLY:
             return SpikingJellyStep(model, samples, config.precision, self._device)
         state = self._join()
@@ -133,12 +134,11 @@ def _device(task: RankTask) -> torch.device:
 
 def _warm_up(config: BenchmarkConfig, device: torch.device) -> None:
     """A step of a tiny model in both libraries: lazy imports and compiled kernels belong to the baseline of memory."""
-    model = config.spikformer()
-    tiny = replace(model, embed_dim=32, depth=1, num_heads=2, image_size=2 * model.patch_size)
+    model = tiny(config.dimensions())
     state = initialize_model_parallel(device=device)
     works: list[Workload] = [
-        SpikingJellyStep(tiny, 2, config.precision, device),
-        MegaSNNStep(tiny, state, 2, 2, config.precision, config.neuron_backend, "auto"),
+        SpikingJellyStep(model, 2, config.precision, device),
+        MegaSNNStep(model, state, 2, 2, config.precision, config.neuron_backend, "auto"),
     ]
     for work in works:
         work.forward_backward()

@@ -1,4 +1,4 @@
-"""What a row repeats: one training step of SpikingJelly's own Spikformer, or of ours on a layout."""
+"""What a row repeats: one training step of SpikingJelly's own model, or of ours on a layout."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from spikingjelly.activation_based import functional
-from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.config.model import SpikformerConfig
+from megasnn.benchmark.models import Dimensions, describe, spikingjelly_model
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig, ScheduleName
 from megasnn.engine import Engine
-from megasnn.kernels import NeuronSpec
-from megasnn.models.spikformer import describe_spikformer
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
@@ -43,10 +40,11 @@ class Workload(Protocol):
         """The optimizer's step."""
 
 
-def random_batch(model: SpikformerConfig, samples: int) -> tuple[Tensor, Tensor]:
-    """Images [samples, C, H, W] and labels [samples], the same in every process."""
+def random_batch(model: Dimensions, samples: int) -> tuple[Tensor, Tensor]:
+    """Images [samples, C, H, W] or event frames [samples, T, C, H, W], and labels [samples]; the same in every
+    process."""
     generator = torch.Generator().manual_seed(0)
-    shape = (samples, model.in_channels, model.image_size, model.image_size)
+    shape = (samples, *describe(model).input_shape)
     images = torch.randn(shape, generator=generator)
     return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
 
@@ -56,19 +54,8 @@ class SpikingJellyStep:
 
     layout = ""
 
-    def __init__(self, model: SpikformerConfig, samples: int, precision: str, device: torch.device) -> None:
-        self.model = Spikformer(
-            T=model.time_steps,
-            in_channels=model.in_channels,
-            img_size_h=model.image_size,
-            img_size_w=model.image_size,
-            patch_size=model.patch_size,
-            num_classes=model.num_classes,
-            embed_dims=model.embed_dim,
-            num_heads=model.num_heads,
-            mlp_ratio=model.mlp_ratio,
-            depths=model.depth,
-        ).to(device)
+    def __init__(self, model: Dimensions, samples: int, precision: str, device: torch.device) -> None:
+        self.model = spikingjelly_model(model).to(device)
         self.images, self.labels = (tensor.to(device) for tensor in random_batch(model, samples))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay
@@ -95,7 +82,7 @@ class MegaSNNStep:
 
     def __init__(
         self,
-        model: SpikformerConfig,
+        model: Dimensions,
         state: ParallelState,
         samples: int,
         micro_batch_size: int,
@@ -104,7 +91,7 @@ class MegaSNNStep:
         schedule: ScheduleName,
     ) -> None:
         context = build_context(state.tensor, precision, neuron_backend)
-        description = describe_spikformer(model, NeuronSpec())
+        description = describe(model)
         parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule)
         sizes = micro_batch_sizes(samples, micro_batch_size)
         self._samples, self._most = samples, len(micro_batches_of(len(sizes), state.data.size, 0))
@@ -124,19 +111,19 @@ class MegaSNNStep:
         self.optimizer.step()
 
 
-def _local_micro_batches(
-    model: SpikformerConfig, engine: Engine, samples: int, sizes: list[int]
-) -> list[MicroBatchInput]:
+def _local_micro_batches(model: Dimensions, engine: Engine, samples: int, sizes: list[int]) -> list[MicroBatchInput]:
     images, labels = random_batch(model, samples)
     pieces = list(zip(images.split(sizes), labels.split(sizes), sizes, strict=True))
     state = engine.state
     mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
     # Copies: a view would keep the whole batch in memory.
     return [
         MicroBatchInput(
             x.clone().to(state.device) if engine.takes_images else None,
             y.clone().to(state.device) if engine.gives_logits else None,
             size,
+            range(starts[index], starts[index] + size),
         )
-        for x, y, size in (pieces[index] for index in mine)
+        for index, (x, y, size) in ((index, pieces[index]) for index in mine)
     ]

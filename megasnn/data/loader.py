@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -74,8 +75,8 @@ class BatchLoader:
     skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not, so
     that sizes and the places of all others stay. Ranks that need only labels decode each sample once to come
     to the same choice.
-    pin_memory: lay images where a GPU can copy them from while the rank goes on.
     skipped: how often that happened on this rank, counted as batches are handed out.
+    pin_for: a GPU, for which images are laid where it can copy them from while the rank goes on.
 
     Raises:
         ValueError: a data parallel rank would have no micro-batch in training, or an epoch no batch.
@@ -97,7 +98,7 @@ class BatchLoader:
         num_workers: int = 0,
         skip_broken: bool = False,
         training: bool = True,
-        pin_memory: bool = False,
+        pin_for: torch.device | None = None,
         last_batch: str = "continue",
     ) -> None:
         if augment not in dataset.format.augmentations:
@@ -123,7 +124,7 @@ class BatchLoader:
         self._reads = need_images or (need_labels and skip_broken)
         self._num_workers = num_workers if self._reads else 0
         self._training = training
-        self._pin_memory = pin_memory
+        self._pin_for = pin_for
 
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
         """The global batches from a position on, at most `limit` of them.
@@ -169,7 +170,9 @@ class BatchLoader:
     def _load_ahead(self, plans: Iterator[_BatchPlan]) -> Iterator[GlobalBatch]:
         """Keep one batch beyond the one handed out, and a micro-batch for every worker, in the making."""
         waiting: deque[tuple[_BatchPlan, list[Future[MicroBatch]]]] = deque()
-        pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="megasnn-data")
+        # A new thread would pin memory by way of the first GPU.
+        begin = partial(torch.cuda.set_device, self._pin_for) if self._pin_for else None
+        pool = ThreadPoolExecutor(self._num_workers, "megasnn-data", begin)
         try:
             for plan in plans:
                 waiting.append((plan, [pool.submit(self._load, part) for part in plan.micro_batches]))
@@ -187,7 +190,7 @@ class BatchLoader:
         images = labels = None
         if self._need_images:
             images = self.dataset.format.to_tensor([image for _, image in fetched if image is not None])
-            images = images.pin_memory() if self._pin_memory else images
+            images = images.pin_memory() if self._pin_for else images
         if self._need_labels:
             labels = torch.from_numpy(self.dataset.labels[samples])
         ids = [slot.sample for slot in plan.slots]

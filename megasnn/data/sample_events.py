@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from megasnn.data.cache import build_once, cache_folder
 from megasnn.events import simulate_recording
@@ -14,7 +15,7 @@ from megasnn.preprocess.event_files import EVENTS, encode_events
 from megasnn.preprocess.image_sets import find_digits, read_digits
 from megasnn.preprocess.writing import Sample, write_shard
 
-_FOLDER = "digits-events-v1"  # change it when the bytes below change
+_FOLDER = "digits-events-v2"  # change it when the bytes below change
 _SEED = 0
 
 
@@ -35,6 +36,7 @@ def _write(split: str, path: Path) -> None:
 
 def _recordings(split: str) -> Iterator[Sample]:
     scans, _ = read_digits()
-    for item in find_digits().splits[split]:
+    items = find_digits().splits[split]
+    for item in tqdm(items, f"recording digits ({split})", unit=" samples", disable=None, leave=False):
         recording = simulate_recording(scans[item.part[0]] / np.float64(16), "digits", _SEED, item.part[0])
         yield item.key, {EVENTS: encode_events(recording), "cls": str(item.label).encode()}

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.comm.codec import Wire
-from megasnn.comm.group import Group
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 
 
@@ -100,12 +100,10 @@ class PipelineExecutor:
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
-        self._loss, self._sync, self.observer, self._wires = loss, sync, observer, wires
+        self._loss, self._sync, self.observer = loss, sync, observer
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: LogitsConsumer | None = None
-        self._senders: dict[tuple[int, Kind], Sender] = {}
-        self._receivers: dict[tuple[int, Kind], Receiver] = {}
-        self._upcoming: dict[tuple[int, Kind], list[Action]] = {}
+        self._transfers = Transfers(self._placement, state, wires)
         self._methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -148,7 +146,7 @@ class PipelineExecutor:
             )
         run = _Run(micro_batches)
         actions = schedule.actions[self._state.pipeline.rank]
-        self._post_first_receives(run, actions)
+        self._transfers.begin(actions, [micro.size for micro in micro_batches])
         with torch.no_grad() if forward_only else nullcontext():
             for action in actions:
                 start = self._now()
@@ -158,8 +156,7 @@ class PipelineExecutor:
                     raise PipelineError(self._place(action) + f": {type(error).__name__}: {error}") from error
                 if self.observer is not None:
                     self.observer(action, start, self._now())
-        for sender in self._senders.values():
-            sender.wait()
+        self._transfers.wait()
         if self._sync is not None and not forward_only:
             self._sync.wait()
         return run
@@ -245,65 +242,17 @@ class PipelineExecutor:
 
     def _send_forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
-        wire = self._chunks[action.chunk].output
-        self._sender(action).send(self._kind_of_tensor(run, action), run.outputs.pop(key), wire)
+        self._transfers.send(action, run.outputs.pop(key), self._chunks[action.chunk].output)
 
     def _send_backward(self, run: _Run, action: Action) -> None:
         gradient = run.gradients.pop((action.chunk - 1, _key(action)[1]))
-        self._sender(action).send(self._kind_of_tensor(run, action), gradient, Wire.DENSE)
+        self._transfers.send(action, gradient, Wire.DENSE)
 
     def _receive_forward(self, run: _Run, action: Action) -> None:
-        run.inputs[_key(action)] = self._received(run, action)
+        run.inputs[_key(action)] = self._transfers.receive(action)
 
     def _receive_backward(self, run: _Run, action: Action) -> None:
-        run.gradients[_key(action)] = self._received(run, action)
-
-    def _received(self, run: _Run, action: Action) -> Tensor:
-        link = self._link(action)
-        tensor = self._receivers[link].receive(self._kind_of_tensor(run, action))
-        self._post_next(run, link)
-        return tensor
-
-    def _post_first_receives(self, run: _Run, actions: Sequence[Action]) -> None:
-        """One receive is always posted ahead on each link, so that data can arrive while this rank computes."""
-        self._upcoming = {}
-        for action in actions:
-            if action.kind.is_receive:
-                self._upcoming.setdefault(self._link(action), []).append(action)
-        for link, upcoming in self._upcoming.items():
-            upcoming.reverse()
-            if link not in self._receivers:
-                peer, kind = link
-                self._receivers[link] = Receiver(self._global_rank(peer), self._group(kind), self._state.device)
-            self._post_next(run, link)
-
-    def _post_next(self, run: _Run, link: tuple[int, Kind]) -> None:
-        if self._upcoming[link]:
-            action = self._upcoming[link].pop()
-            self._receivers[link].post(self._kind_of_tensor(run, action))
-
-    def _sender(self, action: Action) -> Sender:
-        link = peer, kind = self._link(action)
-        if link not in self._senders:
-            direction = "forward" if kind is Kind.SEND_FORWARD else "backward"
-            peer_rank, group = self._global_rank(peer), self._group(kind)
-            self._senders[link] = Sender(peer_rank, group, direction, self._state.device, self._wires)
-        return self._senders[link]
-
-    def _link(self, action: Action) -> tuple[int, Kind]:
-        return self._placement[action.peer.chunk], action.kind
-
-    def _group(self, kind: Kind) -> Group:
-        forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        return self._state.pipeline if forward else self._state.backward
-
-    def _global_rank(self, stage: int) -> int:
-        return self._state.pipeline.ranks[stage]
-
-    def _kind_of_tensor(self, run: _Run, action: Action) -> tuple[int, int]:
-        """Tensors of one boundary and one number of samples have the same shape: one descriptor serves them all."""
-        assert action.micro_batch is not None
-        return min(action.chunk, action.peer.chunk), run.micro_batches[action.micro_batch].size
+        run.gradients[_key(action)] = self._transfers.receive(action)
 
 
 def _key(action: Action) -> tuple[int, int]:

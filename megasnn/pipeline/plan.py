@@ -102,10 +102,17 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    model: ModelDescription, request: PipelineRequest, context: BuildContext, state: ParallelState, wires: WireOptions
+    model: ModelDescription,
+    request: PipelineRequest,
+    context: BuildContext,
+    state: ParallelState,
+    wires: WireOptions,
+    costs: PipelineCosts | None = None,
 ) -> PipelinePlan:
     """Measures where that is needed, on all ranks, and lets the first one decide. Collective over the world.
 
+    Args:
+        costs: measured before, the same on every rank.
     Raises:
         ValueError: on every rank, what the schedule cannot place or a memory limit that it cannot keep.
     """
@@ -113,8 +120,7 @@ def plan_pipeline(
     if bounds is None and stages == 1 and request.chunks_per_rank in (1, None):
         bounds = (range(len(model.layers)),)
     needs_costs = bounds is None or request.predicts or stages > 1 and request.schedule in LOOK_AT_COSTS
-    costs = None
-    if needs_costs:
+    if needs_costs and costs is None:
         size = request.micro_batch_size
         costs = agreed_costs(model, size, context, state.device, state.world, state.pipeline, wires)
     request = replace(request, bounds=bounds)

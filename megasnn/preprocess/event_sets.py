@@ -10,7 +10,14 @@ from pathlib import Path
 
 from megasnn.events import SUFFIXES, Recording, read_recording
 from megasnn.preprocess.event_files import EVENTS, FRAMES, FrameSettings, encode_events, encode_frames, make_frames
-from megasnn.preprocess.folders import class_names, files_of_classes, items_of_classes, items_of_list, require_folder
+from megasnn.preprocess.folders import (
+    class_names,
+    files_of_classes,
+    items_of_classes,
+    items_of_list,
+    require_folder,
+    splits_of_classes,
+)
 from megasnn.preprocess.items import Item, Listing, as_key
 
 GESTURES = (
@@ -87,13 +94,10 @@ def find_n_mnist(folder: Path) -> Listing:
         ValueError: folders are missing or empty.
     """
     require_folder(folder, "the folders Train and Test of N-MNIST")
-    splits = {}
     for split in ("Train", "Test"):
         if not (folder / split).is_dir():
             raise ValueError(f"{folder} has no folder {split}; a flat folder is read with --train-list and --test-list")
-        classes = class_names(folder / split, None)
-        splits[split.lower()] = items_of_classes(files_of_classes(folder / split, classes, SUFFIXES))
-    return Listing(splits, classes)
+    return Listing(*splits_of_classes({"train": folder / "Train", "test": folder / "Test"}, None, SUFFIXES))
 
 
 def find_listed(folder: Path, train_list: Path | None, test_list: Path | None) -> Listing:

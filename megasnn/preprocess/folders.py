@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megasnn.preprocess.items import Item, as_key
@@ -52,6 +52,25 @@ def files_of_classes(folder: Path, classes: Sequence[str], suffixes: Sequence[st
             raise ValueError(f"class {name!r} is empty: {folder / name} has no files of type {', '.join(suffixes)}")
         found.append(sorted(files, key=lambda path: numeric(path.stem)))
     return found
+
+
+def splits_of_classes(
+    folders: Mapping[str, Path], class_list: Path | None, suffixes: Sequence[str]
+) -> tuple[dict[str, list[Item]], list[str]]:
+    """Items of splits that are folders of classes, and the classes: those of the first split, which all must have.
+
+    Raises:
+        ValueError: a folder is missing or empty, or (without a list) one split has classes that the first one lacks.
+    """
+    first = next(iter(folders.values()))
+    classes = class_names(first, class_list)
+    splits = {}
+    for split, folder in folders.items():
+        more = sorted(set(class_names(folder, None)) - set(classes))
+        if more and class_list is None:
+            raise ValueError(f"{folder} has folders that {first} does not have: {', '.join(more[:5])}")
+        splits[split] = items_of_classes(files_of_classes(folder, classes, suffixes))
+    return splits, classes
 
 
 def items_of_classes(files: Sequence[Sequence[Path]]) -> list[Item]:

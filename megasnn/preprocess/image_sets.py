@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from megasnn.preprocess.folders import class_names, files_of_classes, items_of_classes, require_folder
+from megasnn.preprocess.folders import require_folder, splits_of_classes
 from megasnn.preprocess.items import Item, Listing
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".ppm")
@@ -32,16 +32,7 @@ def find_image_folder(folder: Path, class_list: Path | None) -> Listing:
     """
     require_folder(folder, "a folder of images for each class, perhaps below train and val")
     folders = {split: folder / split for split in SPLITS if (folder / split).is_dir()} or {"train": folder}
-    classes = class_names(next(iter(folders.values())), class_list)
-    splits = {}
-    for split, place in folders.items():
-        more = sorted(set(class_names(place, None)) - set(classes))
-        if more and class_list is None:
-            raise ValueError(
-                f"{place} has folders that {next(iter(folders.values()))} does not have: {', '.join(more[:5])}"
-            )
-        splits[split] = items_of_classes(files_of_classes(place, classes, IMAGE_SUFFIXES))
-    return Listing(splits, classes)
+    return Listing(*splits_of_classes(folders, class_list, IMAGE_SUFFIXES))
 
 
 @dataclass(frozen=True)

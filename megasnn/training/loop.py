@@ -204,7 +204,7 @@ class TrainingRun:
             num_workers=config.data.num_workers,
             skip_broken=config.data.skip_broken_samples,
             training=training,
-            pin_memory=state.device.type == "cuda",
+            pin_for=state.device if state.device.type == "cuda" else None,
             last_batch=config.data.last_batch,
         )
 

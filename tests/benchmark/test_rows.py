@@ -44,5 +44,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         config.check()
     assert "row tp5: --num-heads 12 must be a multiple of" in str(caught.value)
     assert "row pp2: 4 samples cannot be cut into 8 micro-batches" in str(caught.value)
+    with pytest.raises(ConfigError, match="--depth 2, --patch-size 4: --model cifar10_dvs_vgg has no such dimension"):
+        BenchmarkConfig(model="cifar10_dvs_vgg", depth=2, patch_size=4).check()
     with pytest.raises(ConfigError, match="--rounds must be at least 1, got 0"):
         BenchmarkConfig(rounds=0).check()

@@ -103,6 +103,12 @@ def test_frames_of_a_fixed_duration_are_cut_and_filled_up() -> None:
     assert np.array_equal(cut, free[:4])
 
 
+def test_frames_of_the_right_size_stay_counts() -> None:
+    whole = recording(0, sensor=(16, 16))
+    frames = make_frames(whole, FrameSettings(4, size=16))
+    assert frames.dtype == np.int32 and np.array_equal(frames, make_frames(whole, FrameSettings(4)))
+
+
 def test_frames_are_scaled_to_the_model() -> None:
     frames = make_frames(recording(0, sensor=(16, 16)), FrameSettings(4))
     scaled = EventFormat(FrameSettings(4, size=8)).decode(encode_frames(frames))

@@ -162,3 +162,16 @@ def test_workers_read_ahead_and_end_with_the_iterator(dataset):
     assert second_is_read.wait(10), "the next batch is not read while this one is used"
     batches.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("megasnn-data")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_images_for_a_gpu_are_pinned(dataset, num_workers):
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    pinned = loader(dataset, num_workers=num_workers, pin_for=device).batches(limit=2)
+    plain = loader(dataset, num_workers=num_workers).batches(limit=2)
+    for batch, expected in zip(pinned, plain, strict=True):
+        for one, other in zip(batch.micro_batches, expected.micro_batches, strict=True):
+            assert one.images.is_pinned() and torch.equal(one.images, other.images)
+            assert torch.equal(one.images.to(device, non_blocking=True).cpu(), other.images)

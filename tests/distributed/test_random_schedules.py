@@ -20,6 +20,7 @@ from megasnn.models.spikformer import Head, trunc_normal
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
+from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, build_schedule, validate
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from tests.distributed.whole import random as random_tensor
@@ -114,12 +115,20 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
         for m in range(schedule.micro_batches)
     ]
     loss = executor.train_step(schedule, batches)
+    _check_groups(executor._transfers)
     tensors = [e for chunk in mine.values() for e in chunk.sharded_tensors() if e.is_parameter]
     assert all(e.tensor.grad is not None for e in tensors)
     digests = {e.name: _digest(e.tensor.grad) for e in tensors if e.tensor.grad is not None}
     for name, norm in norms.items():
         digests |= {f"{name} {m}": _digest(mean) for m, (mean, _, _) in enumerate(norm.pending)}
     return float(loss), digests
+
+
+def _check_groups(transfers: Transfers) -> None:
+    """Nothing is sent where something is received from the same rank."""
+    sent = {(id(sender._group.handle), sender._peer) for sender in transfers._senders.values()}
+    received = {(id(receiver._group.handle), receiver._peer) for receiver in transfers._receivers.values()}
+    assert not sent & received
 
 
 def _digest(values: Tensor) -> str:

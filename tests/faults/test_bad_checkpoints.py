@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,30 @@ def test_with_other_data(saved, tmp_path, shards) -> None:
 
 def test_of_a_step_that_was_not_saved(saved, tmp_path) -> None:
     refused(resume(saved, tmp_path, "--ckpt-step", "3"), "3", "2, 4", "--ckpt-step")
+
+
+@pytest.fixture
+def damaged(saved, tmp_path) -> Path:
+    """One bit of the newest checkpoint, in what the second rank wrote."""
+    folder = shutil.copytree(saved, tmp_path / "damaged")
+    file = folder / "iter_0000004" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    return folder
+
+
+def test_that_was_damaged_gives_way_to_the_one_before(damaged, tmp_path) -> None:
+    argv = [*TINY, *PP2, "--load", str(damaged), "--train-iters", "5"]
+    ended = Ranks(tmp_path / "ranks", 2, *argv).end(SECONDS)
+    assert ended.status == [0, 0] and "continuing at iteration 2, 8 samples consumed" in ended.output[0]
+    (warning,) = [line for line in ended.output[0].splitlines() if line.startswith("WARNING")]
+    assert "iter_0000004 is damaged and was passed over" in warning
+    assert re.search(r"in .*iter_0000004/__1_0.distcp was altered", ended.output[0])
+
+
+def test_that_was_damaged_and_asked_for(damaged, tmp_path) -> None:
+    refused(resume(damaged, tmp_path / "ranks", "--ckpt-step", "4"), "iter_0000004/__1_0.distcp was altered")
 
 
 def test_none_where_there_must_be_one(tmp_path) -> None:

@@ -169,6 +169,15 @@ def test_what_is_missing_in_cifar10_dvs(tmp_path, capsys, damage, message) -> No
     refused(tmp_path, capsys, message, "cifar10-dvs")
 
 
+def test_splits_of_n_mnist_have_the_same_classes(tmp_path, capsys) -> None:
+    """A digit that one of them lacks would shift the numbers of those behind it."""
+    n_mnist(tmp_path / "in")
+    (tmp_path / "in" / "Test" / "1").rename(tmp_path / "elsewhere")
+    refused(tmp_path, capsys, "folder .*Test/1 of class '1' does not exist", "n-mnist")
+    (tmp_path / "in" / "Train" / "1").rename(tmp_path / "in" / "Test" / "1")
+    refused(tmp_path, capsys, "Test has folders that .*Train does not have: 1", "n-mnist")
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

@@ -1,5 +1,7 @@
 """Every named schedule: the figures of the field's reference table, and validity over sizes and costs."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from megasnn.schedule import (
     simulate,
     validate,
 )
-from megasnn.schedule.generate import NAMES, V_NAMES, CostsOf
+from megasnn.schedule.generate import NAMES, V_NAMES, CostsOf, possible_chunks
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.zero_bubble import half_limit, min_limit
 
@@ -76,18 +78,24 @@ def test_every_size_is_valid_and_within_memory(
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 10), st.floats(1, 8), st.data())
+@given(st.integers(1, 8), st.integers(1, 32), st.floats(1, 16), st.sampled_from([None, 1, 2, 3, 4]), st.data())
 def test_auto_is_never_worse_than_a_named_schedule_that_fits(
-    stages: int, micro_batches: int, limit: float, data: st.DataObject
+    stages: int, micro_batches: int, limit: float, chunks: int | None, data: st.DataObject
 ) -> None:
     costs_of = data.draw(costs(stages))
     fitting = []
     for name in NAMES:
-        schedule = generate(name, stages, micro_batches, costs_of=costs_of)
+        if chunks is not None and not possible_chunks(name, chunks):
+            continue
+        schedule = generate(name, stages, micro_batches, chunks, costs_of)
         result = simulate(schedule, costs_of(schedule.placement))
         if max(result.peak_activations) <= limit:
             fitting.append(result.makespan)
-    best = generate("auto", stages, micro_batches, costs_of=costs_of, memory_limit=limit)
+    try:
+        best = generate("auto", stages, micro_batches, chunks, costs_of, limit)
+    except ValueError:
+        assert not fitting and chunks not in (None, 1)  # with one chunk a rank, any limit can be kept
+        return
     validate(best, limit)
     assert simulate(best, costs_of(best.placement)).makespan <= min(fitting, default=float("inf"))
 
@@ -143,3 +151,10 @@ def test_refusals() -> None:
         generate("zigzag", 2, 4)
     with pytest.raises(ValueError, match="--pipeline-memory-limit 0.5: no schedule .* the least found is 1"):
         generate("auto", 1, 4, memory_limit=0.5)
+
+
+def test_the_search_is_quick() -> None:
+    costs_of = per_stage([ChunkCost(1 + rank / 50, 2, 0.05) for rank in range(8)])
+    start = time.process_time()
+    generate("auto", 8, 32, costs_of=costs_of)
+    assert time.process_time() - start < 10

@@ -9,7 +9,7 @@ import torch
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.checkpoint import from_spikingjelly
+from megasnn.checkpoint import from_spikingjelly, load_global_tensors
 from megasnn.config import OptimizerConfig
 from megasnn.optim import learning_rate
 from tests.training.runs import train, whole
@@ -34,6 +34,24 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_was_never_stopped(cache, tmp_
     assert (resumed.iteration, resumed.consumed_samples) == (straight.iteration, straight.consumed_samples) == (5, 50)
     ours, theirs = whole([resumed]), whole([straight])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --async-save",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+    ],
+)
+def test_so_is_one_of_several_ranks(ranks, cache, tmp_path, layout) -> None:
+    common = ("--train-iters", "4", "--save-interval", "2", *layout.split())
+    straight = ranks(2, train, cache, *common, "--save", str(tmp_path / "straight"))
+    ranks(2, train, cache, *common, "--exit-interval", "2", "--save", str(tmp_path / "run"))
+    resumed = ranks(2, train, cache, *common, "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
+    ours, theirs = whole(resumed), whole(straight)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    saved = [load_global_tensors(tmp_path / name, with_optimizer=True) for name in ("run", "straight")]
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[1])
 
 
 def test_a_run_goes_on_where_it_was_on_any_layout(ranks, cache, tmp_path) -> None:
@@ -79,6 +97,23 @@ def test_the_loss_falls(cache, tmp_path) -> None:
 def test_samples_and_minutes_end_a_run(cache) -> None:
     assert train(cache, "--train-samples", "39").iteration == 3
     assert train(cache, "--train-iters", "500", "--exit-duration-in-mins", "0.0001").iteration == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--pipeline-schedule", "zbv", "--pipeline-model-parallel-layout", "3|0|4|1"),
+        ("--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "3"),
+        ("--pipeline-schedule", "v-min", "--pipeline-memory-limit", "2"),
+        ("--pipeline-memory-limit", "1"),
+    ],
+)
+def test_a_run_is_the_same_with_any_schedule(ranks, cache, flags) -> None:
+    """Loaders give images and labels to the ranks that have the first and the last chunk; evaluation counts there."""
+    common = ("--train-iters", "2", "--eval-interval", "1")
+    one = whole([train(cache, *common)])
+    two = whole(ranks(2, train, cache, *common, "--pipeline-model-parallel-size", "2", *flags))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_bfloat16_agrees_between_pipeline_sizes(ranks, cache) -> None:

@@ -1,0 +1,74 @@
+"""The models that the benchmark compares: SpikingJelly's own, and ours of the same configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spikingjelly.activation_based import functional, layer, surrogate
+from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
+from spikingjelly.activation_based.model.spikformer import Spikformer
+from torch import Tensor, nn
+
+from megasnn.config import NeuronConfig, SpikformerConfig, VggDvsConfig, VggNeuronConfig
+from megasnn.kernels import NeuronSpec
+from megasnn.models.description import ModelDescription
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.vgg_dvs import describe_vgg_dvs
+
+Dimensions = SpikformerConfig | VggDvsConfig
+
+
+def describe(model: Dimensions) -> ModelDescription:
+    """Ours, with the neurons that SpikingJelly's has."""
+    if isinstance(model, VggDvsConfig):
+        return describe_vgg_dvs(model, _neuron(VggNeuronConfig()))
+    return describe_spikformer(model, _neuron(NeuronConfig()))
+
+
+def spikingjelly_model(model: Dimensions) -> nn.Module:
+    """SpikingJelly's, on images `[N, C, H, W]` or event frames `[N, T, C, H, W]`."""
+    if isinstance(model, VggDvsConfig):
+        return _Vgg(model)
+    return Spikformer(
+        T=model.time_steps,
+        in_channels=model.in_channels,
+        img_size_h=model.image_size,
+        img_size_w=model.image_size,
+        patch_size=model.patch_size,
+        num_classes=model.num_classes,
+        embed_dims=model.embed_dim,
+        num_heads=model.num_heads,
+        mlp_ratio=model.mlp_ratio,
+        depths=model.depth,
+    )
+
+
+def tiny(model: Dimensions) -> Dimensions:
+    """The same kind of model, of a few thousand parameters."""
+    if isinstance(model, VggDvsConfig):
+        return replace(model, channels="8,P,8,P", image_size=8)
+    return replace(model, embed_dim=32, depth=1, num_heads=2, image_size=2 * model.patch_size)
+
+
+class _Vgg(nn.Module):
+    """CIFAR10DVSVGG, whose channels and size are fixed, for other ones: its blocks, its classifier, its forward."""
+
+    def __init__(self, model: VggDvsConfig) -> None:
+        super().__init__()
+        neuron = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
+        blocks: list[nn.Module] = []
+        channels = model.in_channels
+        for block in model.blocks:
+            blocks.append(VGGBlock(channels, block.channels, 3, 1, 1, block.pool, step_mode="m", **neuron))
+            channels = block.channels
+        self.features = nn.Sequential(*blocks, *([layer.AvgPool2d(2)] if model.final_pool else []))
+        linear = nn.Linear(channels * model.final_size**2, model.num_classes)
+        self.classifier = nn.Sequential(nn.Dropout(model.dropout), linear)
+        functional.set_step_mode(self, "m")
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return CIFAR10DVSVGG.forward(self, frames)
+
+
+def _neuron(n: NeuronConfig) -> NeuronSpec:
+    return NeuronSpec(tau=n.tau, decay_input=n.decay_input, surrogate=n.surrogate)

@@ -1,0 +1,45 @@
+"""Both libraries' models of one configuration are the same model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megasnn.benchmark.config import BenchmarkConfig
+from megasnn.benchmark.models import describe, spikingjelly_model, tiny
+from megasnn.benchmark.workloads import MegaSNNStep, SpikingJellyStep
+from megasnn.checkpoint import from_spikingjelly, vgg_from_spikingjelly
+from megasnn.config import VggDvsConfig
+from megasnn.layers import BuildContext
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.chunk import describe_tensors
+
+
+@pytest.mark.parametrize("name, parameters", [("spikformer_cifar10", 9_310_906), ("cifar10_dvs_vgg", 9_271_498)])
+def test_tensors_correspond(name: str, parameters: int) -> None:
+    model = BenchmarkConfig(model=name).dimensions()  # type: ignore[arg-type]
+    theirs = spikingjelly_model(model).state_dict()
+    if isinstance(model, VggDvsConfig):
+        expected = vgg_from_spikingjelly(theirs, [block.pool for block in model.blocks])
+    else:
+        expected = from_spikingjelly(theirs, model.depth)
+    ours = describe_tensors(describe(model), BuildContext())
+    assert {e.name: e.shard.global_shape for e in ours} == {n: tuple(t.shape) for n, t in expected.items()}
+    assert sum(torch.Size(e.shard.global_shape).numel() for e in ours if e.is_parameter) == parameters
+
+
+@pytest.mark.parametrize("name", ["spikformer_ti", "cifar10_dvs_vgg"])
+def test_a_step_of_each_library(name: str) -> None:
+    model = tiny(BenchmarkConfig(model=name, time_steps=2).dimensions())  # type: ignore[arg-type]
+    state = initialize_model_parallel(device=torch.device("cpu"))
+    try:
+        works = (
+            SpikingJellyStep(model, 4, "fp32", state.device),
+            MegaSNNStep(model, state, 4, 2, "fp32", "auto", "auto"),
+        )
+        for work in works:
+            loss = work.forward_backward()
+            work.update()
+            assert 1 < loss < 6 and work.forward_backward() != loss
+    finally:
+        destroy_model_parallel()

@@ -1,0 +1,129 @@
+"""Measured costs, and the plan that the first rank makes of them for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megasnn.comm.agreement import decided_by_first
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.models.spikformer import describe_spikformer
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import costs as costs_module
+from megasnn.pipeline.costs import LayerCost, PipelineCosts, measure_layers
+from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.schedule import Kind
+from tests.parity.ranks import model_config
+
+MODEL = describe_spikformer(model_config(), NeuronSpec())
+CPU = torch.device("cpu")
+
+
+def measured(samples: int, stages: int = 1) -> list[LayerCost]:
+    return measure_layers(MODEL, samples, BuildContext(), CPU, WireOptions(), stages)
+
+
+def test_costs_of_a_layer_are_what_it_does() -> None:
+    four, eight = measured(4), measured(8, stages=2)
+    assert len(four) == len(eight) == len(MODEL.layers)
+    assert all(min(cost.forward, cost.input_gradient, cost.weight_gradient) > 0 for cost in four)
+    assert [cost.gradient for cost in eight] == [2 * cost.gradient for cost in four]
+    # Nothing that a layer keeps for backward grows with less than the samples, but for the norms' statistics.
+    assert all(1.9 * a.held < b.held < 2.05 * a.held for a, b in zip(four, eight, strict=True))
+    stem, block = four[0], four[5]
+    assert stem.message == 1 + stem.gradient // 32  # a bit in place of a float32, and a byte behind them
+    assert block.message == 1 + block.gradient // 4
+
+
+def test_gradients_in_bf16_are_half_as_wide() -> None:
+    narrow = measure_layers(MODEL, 2, BuildContext(), CPU, WireOptions(gradient_dtype=torch.bfloat16))
+    assert [cost.gradient * 2 for cost in narrow] == [cost.gradient for cost in measured(2)]
+
+
+def test_costs_of_chunks_are_sums() -> None:
+    layers = tuple(LayerCost(1.0, 2.0, 3.0, 10, 100, 400, 0.25, 0.5) for _ in range(3))
+    costs = PipelineCosts(layers, LinkCost(0.125, 0.01, 0.002, 0.003))
+    first, last = costs.of_chunks([range(0, 2), range(2, 3)], (0, 1))
+    assert [first.time(kind) for kind in (Kind.FORWARD, Kind.BACKWARD)] == [2, 10]
+    assert [last.time(kind) for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)] == [2, 3]
+    out, back = first.way(forward=True), first.way(forward=False)
+    assert (out.send, out.receive) == pytest.approx((0.25 + 0.2, 0.5 + 0.3))
+    # Packing, the way and unpacking together: as long as with both ends idle.
+    assert out.send + out.time + out.receive == pytest.approx(0.25 + 0.125 + 1.0 + 0.5)
+    assert (back.send, back.receive) == pytest.approx((0.8, 1.2))
+    assert costs.held_bytes([range(0, 2), range(2, 3)]) == [20, 10]
+
+
+REQUEST = PipelineRequest("auto", None, None, None, 2, (5, 4))
+
+
+def _plan(request: PipelineRequest) -> PipelinePlan | str:
+    """On two ranks that measure differently."""
+    monkeypatch = pytest.MonkeyPatch()
+    state = initialize_model_parallel(1, 2)
+    try:
+        if state.rank == 1:
+            slow = [LayerCost(9.0 * index, 1.0, 1.0) for index in range(len(MODEL.layers))]
+            monkeypatch.setattr(costs_module, "measure_layers", lambda *_: slow)
+        return plan_pipeline(MODEL, request, BuildContext(state.tensor), state, WireOptions())
+    except ValueError as error:
+        return str(error)
+    finally:
+        monkeypatch.undo()
+        destroy_model_parallel()
+
+
+def test_ranks_get_the_plan_of_the_first_and_it_is_the_best(ranks) -> None:
+    first, second = ranks(2, _plan, REQUEST)
+    assert first == second
+    assert first.costs.link.per_byte > 0 and first.named
+    assert first.forecast(5).makespan <= min(each.makespan for each in first.named) * (1 + 1e-9)
+    # What was decided is what runs, for both numbers of micro-batches.
+    assert [schedule.micro_batches for schedule in first.schedules.decided] == [5, 4]
+    for schedule in first.schedules.decided:
+        assert first.schedules.training(schedule.micro_batches) is schedule
+        assert schedule.placement == first.schedules.placement
+    assert "named ones: " in first.describe("auto") and "micro-batches' activations" in first.describe("auto")
+
+
+def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:
+    bounds = (range(0, 4), range(4, len(MODEL.layers)))
+    fixed = replace(REQUEST, schedule="1f1b", chunks_per_rank=1, bounds=bounds)
+    (plan, _), (predicted, _) = ranks(2, _plan, fixed), ranks(2, _plan, replace(fixed, predicts=True))
+    assert plan.costs is None and plan.simulation(5) is None and plan.describe("1f1b") is None
+    assert predicted.bounds == plan.bounds == bounds
+    simulation = predicted.simulation(5)
+    assert simulation is not None and simulation.makespan > 0
+    held = predicted.costs.held_bytes(bounds)
+    assert predicted.peak_activation_bytes(5) == [2 * held[0], held[1]]
+
+
+def test_a_limit_that_cannot_be_kept_is_refused_on_every_rank(ranks) -> None:
+    told = ranks(2, _plan, replace(REQUEST, schedule="gpipe", chunks_per_rank=1, memory_limit=2.0))
+    assert all("--pipeline-memory-limit allows 2" in text for text in told)
+
+
+def _decide(works: bool) -> str:
+    from tests.distributed.whole import everybody
+
+    group = everybody("world")
+
+    def decide() -> str:
+        if not works:
+            raise ValueError(f"rank {group.rank} refuses")
+        return f"rank {group.rank} decided"
+
+    try:
+        return decided_by_first(group, decide)
+    except ValueError as error:
+        return str(error)
+
+
+def test_the_first_rank_decides_and_its_refusal_is_everybodys(ranks) -> None:
+    assert ranks(3, _decide, True) == ["rank 0 decided"] * 3
+    assert ranks(3, _decide, False) == ["rank 0 refuses"] * 3
