@@ -42,12 +42,14 @@ class Job:
     skip_broken: bool = False
 
     def plan(self) -> dict[str, Any]:
-        """What makes two runs the same, as it is kept in the output folder."""
+        """What makes two runs the same, as it is kept in the output folder.
+
+        `skip_broken` is not part of it: a run that stopped at a broken sample may go on without it.
+        """
         return {
             **self.options,
             "samples_per_shard": self.samples_per_shard,
             "seed": self.seed,
-            "skip_broken": self.skip_broken,
             "samples": {split: len(items) for split, items in self.listing.splits.items()},
             "listing": self.listing.fingerprint(),
         }
@@ -99,7 +101,8 @@ def _require_place(output: Path, plan: dict[str, Any]) -> None:
     if index is not None:
         _require_same(output, index.options, plan)
     elif kept.exists():
-        _require_same(output, json.loads(kept.read_text()), plan)
+        if any(output.glob("*.tar")):
+            _require_same(output, json.loads(kept.read_text()), plan)
     elif output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; choose a folder")
     elif output.exists() and any(entry.name != WORK_FOLDER for entry in output.iterdir()):
@@ -156,7 +159,9 @@ def _begin(output: Path, plan: dict[str, Any]) -> dict[str, ShardRecord]:
 
 def _is_finished(task: ShardTask, done: dict[str, ShardRecord]) -> bool:
     record = done.get(task.path.name)
-    return record is not None and task.path.is_file() and task.path.stat().st_size == record.size
+    if record is None or (record.broken and not task.skip_broken):
+        return False
+    return task.path.is_file() and task.path.stat().st_size == record.size
 
 
 def _record_path(output: Path, shard: str) -> Path:

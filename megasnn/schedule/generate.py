@@ -104,7 +104,7 @@ def _candidates(stages: int, micro_batches: int, costs_of: CostsOf, chunks_per_r
     found = []
     for count in counts:
         for name in NAMES:
-            if _possible_chunks(name, count):
+            if possible_chunks(name, count):
                 found.append(_order(name, stages, micro_batches, count, costs_of))
                 if name in LOOK_AT_COSTS:
                     found.append(_order(name, stages, micro_batches, count, equal_costs(stages)))
@@ -143,7 +143,7 @@ def _keep_limit(schedule: Schedule, costs_of: CostsOf, memory_limit: float | Non
     validate(schedule, memory_limit, [cost.activation for cost in costs_of(schedule.placement)])
 
 
-def _possible_chunks(name: str, chunks_per_rank: int) -> bool:
+def possible_chunks(name: str, chunks_per_rank: int) -> bool:
     if name == "interleaved":
         return True
     return chunks_per_rank == (2 if name in V_NAMES else 1)
@@ -159,7 +159,7 @@ def _check_sizes(name: str, stages: int, micro_batches: int, chunks_per_rank: in
     ):
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    if chunks_per_rank is not None and name != "auto" and not _possible_chunks(name, chunks_per_rank):
+    if chunks_per_rank is not None and name != "auto" and not possible_chunks(name, chunks_per_rank):
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {chunks_per_rank}: --pipeline-schedule {name} computes "
             f"{2 if name in V_NAMES else 1} chunk(s) per pipeline rank"

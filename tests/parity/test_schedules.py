@@ -20,8 +20,8 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import build_engine
-from tests.parity.test_layouts import Layout, assert_equal_to_reference, name_of, run_step, truth
+from tests.parity.ranks import Layout, assemble, build_engine, one_step
+from tests.parity.test_layouts import TOLERANCE, assert_equal_to_reference, error, name_of, run_step, truth
 
 # (schedule, chunks per rank)
 SCHEDULES = (
@@ -136,3 +136,16 @@ ZERO_BUBBLE_LAYOUTS = [
 @pytest.mark.parametrize("layout", ZERO_BUBBLE_LAYOUTS, ids=name_of)
 def test_schedules_equal_spikingjelly(ranks, layout: Layout) -> None:
     assert_equal_to_reference(run_step(ranks, layout), truth())
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved"])
+def test_replicas_with_different_numbers_of_micro_batches(ranks, schedule: str) -> None:
+    """Their schedules differ, and their chunks are done in another order."""
+    images, labels = reference.data(9)
+    one = ranks(1, one_step, Layout(), None, images, labels, 2)
+    four = ranks(4, one_step, Layout(2, 1, 2, schedule), None, images, labels, 2)
+    assert all(step.loss == pytest.approx(one[0].loss, rel=TOLERANCE) for step in four)
+    for what in ("gradients", "buffers"):
+        expected = assemble(one, what)
+        for name, value in assemble(four, what).items():
+            assert error(value, expected[name]) < TOLERANCE, name

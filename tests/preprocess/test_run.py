@@ -99,6 +99,23 @@ def test_one_broken_sample_stops_the_run_or_is_left_out_and_recorded(tmp_path) -
         preprocess(job(tmp_path / "all", bad=tuple(range(23)), skip_broken=True))
 
 
+def test_a_run_that_stopped_at_a_broken_sample_goes_on_without_it(tmp_path) -> None:
+    with pytest.raises(ValueError, match="bad9 is broken; .*--skip-broken"):
+        preprocess(job(tmp_path / "out", bad=(9,), seed=None))
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    assert len(written) == 2, "samples 0 to 7"
+    preprocess(job(tmp_path / "out", bad=(9,), seed=None, skip_broken=True))
+    assert all(path.stat().st_mtime_ns == then for path, then in written.items())
+    with pytest.raises(ValueError, match="bad9 is broken"):
+        preprocess(job(tmp_path / "out", bad=(9,), seed=None))
+
+
+def test_other_options_are_fine_as_long_as_there_is_no_shard(tmp_path) -> None:
+    with pytest.raises(ValueError, match="bad0 is broken"):
+        preprocess(job(tmp_path, bad=(0,), seed=None))
+    assert len(preprocess(job(tmp_path, seed=3)).shards) == 8
+
+
 def test_a_worker_that_dies_ends_the_run(tmp_path) -> None:
     with pytest.raises(ValueError, match="a worker process ended without a word"):
         preprocess(job(tmp_path, encode=dying), 2)

@@ -17,7 +17,7 @@ from megasnn.schedule import (
     simulate,
     validate,
 )
-from megasnn.schedule.generate import NAMES, V_NAMES, CostsOf
+from megasnn.schedule.generate import NAMES, V_NAMES, CostsOf, possible_chunks
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.zero_bubble import half_limit, min_limit
 
@@ -78,18 +78,24 @@ def test_every_size_is_valid_and_within_memory(
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 10), st.floats(1, 8), st.data())
+@given(st.integers(1, 8), st.integers(1, 32), st.floats(1, 16), st.sampled_from([None, 1, 2, 3, 4]), st.data())
 def test_auto_is_never_worse_than_a_named_schedule_that_fits(
-    stages: int, micro_batches: int, limit: float, data: st.DataObject
+    stages: int, micro_batches: int, limit: float, chunks: int | None, data: st.DataObject
 ) -> None:
     costs_of = data.draw(costs(stages))
     fitting = []
     for name in NAMES:
-        schedule = generate(name, stages, micro_batches, costs_of=costs_of)
+        if chunks is not None and not possible_chunks(name, chunks):
+            continue
+        schedule = generate(name, stages, micro_batches, chunks, costs_of)
         result = simulate(schedule, costs_of(schedule.placement))
         if max(result.peak_activations) <= limit:
             fitting.append(result.makespan)
-    best = generate("auto", stages, micro_batches, costs_of=costs_of, memory_limit=limit)
+    try:
+        best = generate("auto", stages, micro_batches, chunks, costs_of, limit)
+    except ValueError:
+        assert not fitting and chunks not in (None, 1)  # with one chunk a rank, any limit can be kept
+        return
     validate(best, limit)
     assert simulate(best, costs_of(best.placement)).makespan <= min(fitting, default=float("inf"))
 

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.partition import balanced_bounds, layout_to_bounds, parse_layout
+from megasnn.partition import (
+    balanced_bounds,
+    layout_to_bounds,
+    loop_placement,
+    parse_layout,
+    placed_bounds,
+    v_placement,
+)
 
 UNITS = ["stem"] * 3 + ["block 0"] * 2 + ["block 1"] * 2 + ["head"]
 
@@ -30,6 +37,24 @@ def test_no_partition_is_better(costs: list[int], parts: int) -> None:
 
     best = min(rating(ends) for ends in combinations(range(1, len(costs)), parts - 1))
     assert rating(tuple(bound.stop for bound in bounds[:-1])) == best
+
+
+@pytest.mark.parametrize("layers", [9, 60])  # all cuts can be tried, or not
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from([v_placement(2), v_placement(4), loop_placement(2, 3), loop_placement(3)]), st.data())
+def test_ranks_with_several_chunks_are_balanced(layers: int, placement: tuple[int, ...], data: st.DataObject) -> None:
+    costs = data.draw(st.lists(st.integers(1, 20), min_size=layers, max_size=layers))
+    bounds, plain = placed_bounds(costs, placement), balanced_bounds(costs, len(placement))
+    assert cover(bounds) == list(range(layers)) and all(bounds)
+
+    def rating(cut: list[range]) -> float:
+        spans = [sum(costs[i] for i in span) for span in cut]
+        loads = [sum(s for s, home in zip(spans, placement, strict=True) if home == rank) for rank in set(placement)]
+        return max(loads) + max(spans) / 8
+
+    assert rating(bounds) <= rating(plain)
+    if len(set(placement)) == len(placement):
+        assert bounds == plain
 
 
 def test_what_is_not_the_bottleneck_is_balanced_too() -> None:

@@ -99,6 +99,23 @@ def test_samples_and_minutes_end_a_run(cache) -> None:
     assert train(cache, "--train-iters", "500", "--exit-duration-in-mins", "0.0001").iteration == 1
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--pipeline-schedule", "zbv", "--pipeline-model-parallel-layout", "3|0|4|1"),
+        ("--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "3"),
+        ("--pipeline-schedule", "v-min", "--pipeline-memory-limit", "2"),
+        ("--pipeline-memory-limit", "1"),
+    ],
+)
+def test_a_run_is_the_same_with_any_schedule(ranks, cache, flags) -> None:
+    """Loaders give images and labels to the ranks that have the first and the last chunk; evaluation counts there."""
+    common = ("--train-iters", "2", "--eval-interval", "1")
+    one = whole([train(cache, *common)])
+    two = whole(ranks(2, train, cache, *common, "--pipeline-model-parallel-size", "2", *flags))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_bfloat16_agrees_between_pipeline_sizes(ranks, cache) -> None:
     flags = ("--train-iters", "3", "--precision", "bf16")
     one = whole([train(cache, *flags)])
