@@ -1,8 +1,8 @@
 """Samples a second of the loader, beside a plain PyTorch DataLoader over the same files; and how long training waits.
 
-The DataLoader's data set reads, decodes and changes a sample as ours does: the same shards, index, decoder, augmentation
-and float batches. It does so in worker processes, ours in threads. Rows take turns, so that a machine whose speed drifts
-slows all of them.
+The DataLoader's data set reads, decodes and changes a sample as ours does: the same shards, index, decoder and
+augmentation, and the same float batches. It does so in worker processes, ours in threads. Rows take turns, so that a
+machine whose speed drifts slows all of them.
 """
 
 from __future__ import annotations
