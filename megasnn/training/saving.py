@@ -126,6 +126,8 @@ class Saves:
             if not self._may_begin_anew():
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
+        if self._saver is not None and folder == options.save and not (loaded.remarks or options.no_load_optim):
+            self._saver.saved = loaded.iteration  # as it is; a run that has nothing left to do does not write it again
         return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(loaded))
 
     def _take_weights(self, folder: str) -> StartingPoint:
