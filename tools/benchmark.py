@@ -13,6 +13,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark.py --readers                      # event recordings and frames, beside SpikingJelly's
     python tools/benchmark.py --pipeline                     # every schedule, beside its simulation and one rank
     python tools/benchmark.py --data                         # the loader, beside PyTorch's DataLoader
+    python tools/benchmark.py --checkpoint                   # save, load and conversion, beside cp
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
 kind of machine shows how its figures have changed.
@@ -26,6 +27,7 @@ from typing import Any
 
 import tyro
 
+from megasnn.benchmark.checkpoints import CheckpointBenchmark, run_checkpoints
 from megasnn.benchmark.config import BenchmarkConfig
 from megasnn.benchmark.loading import LoadingBenchmark, run_loading
 from megasnn.benchmark.pipeline import PipelineBenchmark, run_pipelines
@@ -35,6 +37,7 @@ from megasnn.benchmark.run import run
 
 # By the first flag: the flags behind it, and what measures. Each has a docstring for --help.
 OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
+    "--checkpoint": (CheckpointBenchmark, run_checkpoints),
     "--data": (LoadingBenchmark, run_loading),
     "--readers": (ReaderBenchmark, run_readers),
     "--pipeline": (PipelineBenchmark, run_pipelines),

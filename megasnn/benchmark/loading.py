@@ -1,7 +1,8 @@
 """Samples a second of the loader, beside a plain PyTorch DataLoader over the same files; and how long training waits.
 
-The DataLoader's data set reads and decodes a sample as ours does: the same shards, index, decoder and float batches. It
-does so in worker processes, ours in threads. Rows take turns, so that a machine whose speed drifts slows all of them.
+The DataLoader's data set reads, decodes and changes a sample as ours does: the same shards, index, decoder and
+augmentation, and the same float batches. It does so in worker processes, ours in threads. Rows take turns, so that a
+machine whose speed drifts slows all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megasnn.benchmark.waiting import Waiting, measure_waiting
 from megasnn.config import DataConfig
 from megasnn.config.checks import ConfigError, at_least
 from megasnn.data import BatchLoader, ShardDataset, open_datasets
+from megasnn.data.augment import AUGMENTATIONS
 from megasnn.data.formats import SampleFormat
 
 WORKERS = (0, 1, 2)
@@ -40,7 +42,7 @@ class LoadingBenchmark:
     data_path: str = "sample"
     """Shards, as for training."""
     augment: Literal["none", "cifar", "dvs", "nda"] = "none"
-    """As for training; the DataLoader's rows do without."""
+    """As for training; the DataLoader's rows change their samples in the same way."""
     image_size: int = 48
     """Height and width."""
     time_steps: int = 10
@@ -108,14 +110,15 @@ def run_loading(config: LoadingBenchmark) -> list[dict[str, Any]]:
 class Samples(Dataset[tuple[Any, int]]):
     """A map-style data set over the shards, as one would write it for a DataLoader."""
 
-    def __init__(self, dataset: ShardDataset[SampleFormat]) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: ShardDataset[SampleFormat], augment: str = "none") -> None:
+        self._dataset, self._augment = dataset, AUGMENTATIONS.get(augment)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self._dataset.sample(index), int(self._dataset.labels[index])
+        sample = self._dataset.sample(index)
+        return self._augment(sample, 1, 0, index) if self._augment else sample, int(self._dataset.labels[index])
 
     def collate(self, batch: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
         return self._dataset.format.to_tensor([sample for sample, _ in batch]), torch.tensor([b for _, b in batch])
@@ -154,7 +157,7 @@ def _our_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat], 
 
 
 def _their_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Iterator[int]:
-    samples = Samples(dataset)
+    samples = Samples(dataset, config.augment)
     while True:
         for images, _labels in DataLoader(
             samples, config.batch_size, shuffle=True, num_workers=workers, collate_fn=samples.collate, drop_last=True

@@ -94,6 +94,11 @@ class Saver:
         )
         self._thread.start()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is being written in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
     def finish(self) -> None:
         """Waits for the save in the background, if there is one."""
         if self._thread is not None:

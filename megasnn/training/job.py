@@ -33,9 +33,12 @@ class JobFolder:
         if self._lock.holds:
             clean(folder)
         self.resumes = restarted and last_serial(folder) > int(self._lock.note.get("last_serial", 0))
-        self.notice = (
-            "" if self._lock.holds else f"WARNING: no locks on the file system of {folder}: use it for one run"
-        )
+        notices = []
+        if not self._lock.holds:
+            notices.append(f"WARNING: no locks on the file system of {folder}: use it for one run")
+        if self.resumes:
+            notices.append(f"the job was here before: it goes on from its own latest checkpoint in {folder}")
+        self.notice = "\n".join(notices)
 
     def release(self) -> None:
         self._lock.release()

@@ -126,6 +126,8 @@ class Saves:
             if not self._may_begin_anew():
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
+        if self._saver is not None and folder == options.save and not (loaded.remarks or options.no_load_optim):
+            self._saver.saved = loaded.iteration  # as it is; a run that has nothing left to do does not write it again
         return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(loaded))
 
     def _take_weights(self, folder: str) -> StartingPoint:
@@ -165,7 +167,8 @@ class Saves:
         if self._saver is None:
             return
         grid = self._state.grid
-        layout = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data, "bounds": self._layout}
+        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
+        layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
         progress = checkpoint.Progress(iteration, consumed_samples, self._data_identity, self._identity, layout)
         self._saver.save(progress, self._engine.tensors, self._optimizer)
 

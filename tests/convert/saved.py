@@ -29,9 +29,9 @@ MODELS: dict[str, SpikformerConfig | VggDvsConfig] = {
 EXTRA = {"dataset": "digits", "seed": 3}
 
 
-def identity(model: str, neuron: str = "plif") -> dict[str, Any]:
+def identity(model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> dict[str, Any]:
     """The configuration as a run keeps it; parametric neurons have whole tensors with state of their own."""
-    dimensions = asdict(MODELS[model])
+    dimensions = asdict(model)
     for choice in ("variant", "tensor_parallel_style"):
         dimensions.pop(choice, None)
     neurons = asdict(NeuronConfig(neuron=neuron))  # type: ignore[arg-type]
@@ -58,24 +58,23 @@ def build(
     return Rank(tensors, torch.optim.AdamW([entry.tensor for entry in tensors if entry.is_parameter]))
 
 
-def save_model(folder: Path, kind: str, neuron: str = "plif", seed: int = 0, iteration: int = 100) -> Rank:
-    """One rank, after one step with gradients that follow from the tensors' names."""
-    config = identity(kind, neuron)
-    rank = build(saved_model(config, folder), seed)
+def save_whole(folder: Path, model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> Path:
+    """Saves as one rank, after one step with gradients that follow from the tensors' names."""
+    config = identity(model, neuron)
+    rank = build(saved_model(config, folder))
     for entry in rank.tensors:
         if entry.is_parameter:
             entry.tensor.grad = torch.randn(entry.tensor.shape, generator=keyed_generator(entry.name))
         elif entry.tensor.is_floating_point():
             entry.tensor.normal_(generator=keyed_generator(entry.name))
     rank.optimizer.step()
-    save_checkpoint(
+    return save_checkpoint(
         folder,
-        iteration=iteration,
+        iteration=100,
         consumed_samples=6400,
         tensors=rank.tensors,
         optimizer=rank.optimizer,
         extra=EXTRA,
         config=config,
-        layout={"tensor": 1, "pipeline": 1, "data": 1, "bounds": str(len(rank.tensors))},
+        layout={"tensor": 1, "pipeline": 1, "data": 1},
     )
-    return rank

@@ -17,7 +17,7 @@ from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
 from megasnn.convert.reshard import reshard
 from megasnn.partition import layout_to_bounds, parse_layout
-from tests.convert.saved import EXTRA, MODELS, build, identity, save_model
+from tests.convert.saved import EXTRA, MODELS, build, identity, save_whole
 from tools.convert_checkpoint import main
 
 TARGETS = {
@@ -33,7 +33,7 @@ TARGETS = {
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request, tmp_path_factory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
-    save_model(folder, request.param)
+    save_whole(folder, MODELS[request.param])
     return request.param, folder
 
 
@@ -92,9 +92,9 @@ def test_a_run_of_any_layout_loads_it(checkpoint, tmp_path):
     """Copies for two tensor-parallel ranks serve nobody else, and disturb nobody."""
     kind, folder = checkpoint
     reshard(open_source(folder), tmp_path, Target(2, 2, layout="2|2"), "megasnn")
-    ranks = [build(saved_model(identity(kind), folder), seed=7) for _ in range(2)]
+    ranks = [build(saved_model(identity(MODELS[kind]), folder), seed=7) for _ in range(2)]
     for rank, source in zip(ranks, (folder, tmp_path), strict=True):
-        state = load_checkpoint(source, tensors=rank.tensors, optimizer=rank.optimizer, config=identity(kind))
+        state = load_checkpoint(source, tensors=rank.tensors, optimizer=rank.optimizer, config=identity(MODELS[kind]))
         assert (state.iteration, state.extra) == (100, EXTRA)
     for one, other in zip(*(rank.tensors for rank in ranks), strict=True):
         assert torch.equal(one.tensor, other.tensor)

@@ -10,7 +10,7 @@ import pytest
 
 import pretrain_spikformer
 from megasnn import launch
-from tests.faults.launch import ROOT, TINY, Torchrun, lines_of
+from tests.faults.launch import PP2, ROOT, TINY, Torchrun, lines_of
 
 TORCHRUN_SECONDS = 25.0  # its own start is most of it: it imports torch
 
@@ -42,9 +42,9 @@ REFUSALS = {
         ["--pipeline-model-parallel-layout", "3|3|2"],
     ),
     "virtual stages": (
-        ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
+        [*PP2[:2], "--num-virtual-stages-per-pipeline-rank", "2", "--pipeline-schedule", "1f1b"],
         2,
-        ["--num-virtual-stages-per-pipeline-rank 2"],
+        ["--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule 1f1b"],
     ),
     "replicas without work": ([], 4, ["--global-batch-size 4", "--micro-batch-size 2", "4 data parallel replicas"]),
 }

@@ -81,7 +81,11 @@ def test_a_job_that_comes_back_with_another_number_of_ranks(straight, tmp_path) 
     run.end()
     ended = Ranks(tmp_path / "after", 3, *argv, *PP3, more=job).end(30)
     assert ended.status == [0, 0, 0] and "continuing at iteration 1, 4 samples consumed" in ended.output[0]
-    assert same(folder, straight)
+    assert "the job was here before" in ended.output[0] and same(folder, straight)
+    done = (folder / "iter_0000004").stat()
+    again = Ranks(tmp_path / "again", 1, *argv, more=job).end(30)
+    assert again.status == [0] and "iteration 4 of 4 is reached already" in again.output[0]
+    assert (folder / "iter_0000004").stat() == done
 
 
 def test_what_another_run_left_is_told_and_not_continued(straight, tmp_path) -> None:

@@ -22,6 +22,8 @@ LAYOUTS = [
     Layout(1, 1, 4, "gpipe"),
     Layout(1, 2, 3),
     Layout(2, 1, 3),
+    Layout(1, 1, 4, "interleaved", 2),
+    Layout(2, 2, 2, "zbv"),
 ]
 
 truth = cache(vgg.truth)

@@ -22,6 +22,7 @@ from megasnn.models.vgg_dvs import describe_vgg_dvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.partition import balanced_bounds
 from megasnn.random import keyed_generator
+from megasnn.schedule import plan_schedule
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, record_step
 
@@ -141,8 +142,9 @@ def one_step(
         )
         model = describe_vgg_dvs(config, NEURON)
         context = BuildContext(state.tensor, dtype, dtype, backend, seed=SEED)
-        bounds = balanced_bounds([1.0] * len(model.layers), state.pipeline.size)
-        engine = Engine(model, state, context, bounds, layout.schedule, loss=LOSSES[variant.loss])
+        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
+        bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+        engine = Engine(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
         load_globals_into(engine.tensors, vgg_from_spikingjelly(weights, POOLS), state.world.handle)
         return record_step(engine, state, *data(dtype), SIZES[0])
     finally:

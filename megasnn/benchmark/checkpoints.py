@@ -1,0 +1,221 @@
+"""How fast checkpoints are saved, loaded and laid out anew, and how long training waits for it.
+
+A Spikformer with its optimizer state is saved and loaded in one process, beside `cp` of the same files in the same
+folder with all of it forced to the disk, as a save is. A save in the background takes what training lost through it:
+the time until it was done, less what the steps done meanwhile take when nothing is being saved.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megasnn.benchmark.conversion import ConversionTask, measure_conversion
+from megasnn.benchmark.log import append_lines, latest_alike, read_lines, surroundings
+from megasnn.benchmark.results import summary
+from megasnn.benchmark.workloads import MegaSNNStep
+from megasnn.checkpoint import load_checkpoint
+from megasnn.checkpoint.folder import step_folder
+from megasnn.checkpoint.saver import Saver
+from megasnn.checkpoint.saving import Progress
+from megasnn.config.checks import ConfigError, at_least
+from megasnn.config.model import SpikformerConfig
+from megasnn.config.neuron import NeuronConfig
+from megasnn.config.serialise import to_dict
+from megasnn.parallel_state import initialize_model_parallel
+
+FIGURES = ("save", "load", "cp", "stall", "save_call", "step")
+
+
+@dataclass(frozen=True)
+class CheckpointBenchmark:
+    """The default model's checkpoint has 1.1 GB, two thirds of it optimizer state; on disk it takes five times that."""
+
+    embed_dim: int = 768
+    """Channels of the Spikformer."""
+    depth: int = 12
+    """Its blocks."""
+    num_heads: int = 12
+    """Its heads."""
+    tensor: int = 2
+    """Tensor-parallel size of the layout that the checkpoint is converted to."""
+    pipeline: int = 2
+    """Its pipeline-parallel size."""
+    rounds: int = 3
+    """How often everything is measured; one untimed round comes before."""
+    steps: int = 5
+    """Training steps that tell in each round what a step takes when nothing is saved."""
+    threads: int | None = None
+    """Threads that train; by default one core is left, as where a GPU trains."""
+    folder: Path | None = None
+    """Where to write; by default the system's folder for temporary files."""
+    output: Path = Path("benchmark.jsonl")
+    """File to append one JSON line to; earlier lines in it are compared with."""
+
+    def model(self) -> SpikformerConfig:
+        """Images of 16 tokens: a step is mostly its parameters, as the checkpoint is."""
+        return SpikformerConfig(embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, image_size=16)
+
+    def check(self) -> None:
+        """Raises ConfigError with everything that cannot be run."""
+        wrong = at_least(self, 1, "tensor", "pipeline", "rounds", "steps", "threads")
+        wrong += self.model().problems(self.tensor)
+        if self.folder is not None and not self.folder.is_dir():
+            wrong.append(f"--folder {self.folder} is no folder")
+        if wrong:
+            raise ConfigError(wrong)
+
+
+def run_checkpoints(config: CheckpointBenchmark) -> dict[str, Any]:
+    """Measures, prints the figures, appends them to the log. Returns the line that was appended.
+
+    Raises:
+        ConfigError: values out of range.
+        ValueError: the log holds a line that is not JSON.
+    """
+    config.check()
+    earlier = read_lines(config.output)
+    with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-", dir=config.folder) as folder:
+        run = _Run(config, Path(folder))
+        rounds = [run.round(number) for number in range(config.rounds + 1)][1:]
+        _say("laying out for other ranks")
+        task = ConversionTask(run.saved, Path(folder) / "converted", config.tensor, config.pipeline)
+        conversion = measure_conversion(task)
+    seconds = {figure: summary([each[figure] for each in rounds]) for figure in FIGURES}
+    sizes = {"embed_dim": config.embed_dim, "depth": config.depth, "layout": f"tp{config.tensor}pp{config.pipeline}"}
+    line = {
+        **surroundings(None),
+        "row": "checkpoint",
+        "configuration": {"row": "checkpoint", **sizes},
+        "gigabytes": run.gigabytes,
+        "seconds": seconds,
+        "save_ratio": summary([each["cp"] / each["save"] for each in rounds]),
+        "load_ratio": summary([each["cp"] / each["load"] for each in rounds]),
+        "stall_ratio": summary([each["stall"] / each["save"] for each in rounds]),
+        "conversion": conversion,
+    }
+    append_lines(config.output, [line])
+    print(_text(line, latest_alike(line, earlier)))
+    print(f"\nappended to {config.output}")
+    return line
+
+
+class _Run:
+    """
+    Attributes:
+        saved: the checkpoint of the last round.
+        gigabytes: of its files, 10^9 bytes.
+    """
+
+    def __init__(self, config: CheckpointBenchmark, folder: Path) -> None:
+        self._config, self._folder = config, folder
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
+        state = initialize_model_parallel(device=torch.device("cpu"))
+        self._work = MegaSNNStep(config.model(), state, 1, 1, "fp32", "auto", "auto")
+        self._engine, self._optimizer = self._work.engine, self._work.optimizer
+        self._identity = {"model": to_dict(config.model()), "neuron": to_dict(NeuronConfig())}
+        self._step()
+        self._at_once, self._aside = (
+            Saver(
+                folder / name,
+                is_writer=True,
+                process_group=None,
+                background=name == "aside",
+                report=lambda text: None,
+            )
+            for name in ("at_once", "aside")
+        )
+        self._aside.prepare(self._engine.tensors, self._optimizer)
+
+    def round(self, number: int) -> dict[str, float]:
+        """Seconds of each of FIGURES."""
+        _say(f"round {number}/{self._config.rounds}")
+        step = median(_seconds(self._step) for _ in range(self._config.steps))
+        save = _seconds(lambda: self._save(self._at_once, number))
+        self.saved = step_folder(self._folder / "at_once", number)
+        files = [path for path in self.saved.iterdir() if path.is_file()]
+        self.gigabytes = sum(path.stat().st_size for path in files) / 1e9
+        copied = self._folder / "copy"
+        copied.mkdir()
+        copy = _seconds(lambda: _copy(files, copied))
+        shutil.rmtree(copied)
+        load = _seconds(self._load)
+        began = time.perf_counter()
+        self._save(self._aside, number)
+        call, steps = time.perf_counter() - began, 0
+        while self._aside.busy:
+            self._step()
+            steps += 1
+        stall = time.perf_counter() - began - steps * step
+        self._aside.finish()
+        for path in (self._folder / "aside", self._folder / "at_once"):
+            _remove_all_but(path, number)
+        return {"save": save, "cp": copy, "load": load, "stall": stall, "save_call": call, "step": step}
+
+    def _step(self) -> None:
+        self._work.forward_backward()
+        self._work.update()
+
+    def _save(self, saver: Saver, number: int) -> None:
+        saver.save(Progress(number, number, {}, self._identity, {"bounds": ""}), self._engine.tensors, self._optimizer)
+        if saver.failed:
+            raise OSError(f"the checkpoint could not be written to {self._folder}; give another --folder")
+
+    def _load(self) -> None:
+        load_checkpoint(self.saved.parent, tensors=self._engine.tensors, optimizer=self._optimizer)
+
+
+def _copy(files: list[Path], folder: Path) -> None:
+    subprocess.run(["cp", *map(str, files), str(folder)], check=True)
+    subprocess.run(["sync", *(str(folder / file.name) for file in files), str(folder)], check=True)
+
+
+def _remove_all_but(folder: Path, number: int) -> None:
+    for path in folder.glob("iter_*"):
+        if path != step_folder(folder, number):
+            shutil.rmtree(path)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _text(line: dict[str, Any], last: Any) -> str:
+    size, seconds, conversion = line["gigabytes"], line["seconds"], line["conversion"]
+
+    def row(label: str, figure: str, note: str) -> str:
+        value = seconds[figure]["median"]
+        change = "" if last is None else f"; before: {last['seconds'][figure]['median']:.2f} s"
+        return f"{label:<34}{value:>8.2f} s {size / value:>7.2f} GB/s   {note}{change}"
+
+    layout = line["configuration"]["layout"]
+    return "\n".join(
+        [
+            f"\nCheckpoint of {size:.2f} GB, medians of the rounds; {line['machine']['cpu']}\n",
+            row("cp of its files, and sync", "cp", ""),
+            row("save", "save", f"{line['save_ratio']['median']:.2f} x cp"),
+            row("load", "load", f"{line['load_ratio']['median']:.2f} x cp"),
+            row("training lost, in the background", "stall", f"{line['stall_ratio']['median']:.2f} of a save"),
+            f"{'of which before the next step':<34}{seconds['save_call']['median']:>8.2f} s",
+            f"{'a training step':<34}{seconds['step']['median']:>8.2f} s",
+            f"{'reshard to ' + layout:<34}{conversion['seconds']:>8.2f} s {size / conversion['seconds']:>7.2f} GB/s   "
+            f"peak {conversion['peak_mb']:.0f} MB above the start, largest tensor {conversion['largest_mb']:.1f} MB",
+        ]
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

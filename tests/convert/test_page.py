@@ -1,0 +1,68 @@
+"""The three commands of docs/checkpoints.md, taken from the page and run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.saving import Progress
+from megasnn.convert.layout import Target, lay_out
+from megasnn.convert.model import saved_model
+from megasnn.convert.opening import open_source
+from megasnn.convert.rank_files import write_rank_files
+from tests.training.runs import train
+
+ROOT = Path(__file__).parents[2]
+LAYOUT_FLAGS = ("--standalone", "--nproc-per-node", "--tensor-model-parallel-size", "--load", "--save", "--train-iters")
+
+
+def commands() -> list[str]:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    block = re.search(r"## On other hardware, in three commands.*?```bash\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    return block[1].replace("\\\n", " ").strip().splitlines()
+
+
+def model_flags(command: str) -> list[str]:
+    words = shlex.split(command)
+    pairs = zip(words, words[1:], strict=False)
+    return [word for pair in pairs if pair[0].startswith("--") and pair[0] not in LAYOUT_FLAGS for word in pair]
+
+
+def as_the_page_says(cache: str, folder: Path, flags: list[str]) -> None:
+    """A checkpoint of four ranks at iteration 200, of a run that did one iteration."""
+    train(cache, *flags, "--mlp-ratio", "4", "--train-iters", "1", "--eval-iters", "0", "--save", str(folder / "one"))
+    source = open_source(folder / "one")
+    facts = replace(source.facts, iteration=200, consumed_samples=200 * 64)
+    target = Target(2, 2, layout="5|5")
+    ranks = [rank.entries for rank in lay_out(target, saved_model(facts.config, folder), facts, source.tensors).ranks]
+    progress = Progress(200, facts.consumed_samples, facts.extra, facts.config, {"tensor": 2, "pipeline": 2})
+    write_rank_files(folder / "runs/spikformer_tp2_pp2/checkpoints", progress, facts.optimizer, ranks, source)
+
+
+@pytest.mark.slow
+def test_the_three_commands(tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    lines = commands()
+    assert len(lines) == 3
+    as_the_page_says(cache, tmp_path, model_flags(lines[2]))
+    for name in ("tools", "megasnn", "pretrain_spikformer.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MEGASNN_CACHE": cache, "PATH": programs}
+    output = ""
+    for line in lines:
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        output += done.stdout
+    assert "no problem(s)" in output and "a file for each of 2 ranks" in output
+    assert "continuing at iteration 200, 12800 samples consumed" in output
+    assert list_checkpoints(tmp_path / "runs/two_ranks/checkpoints") == [200, 210]

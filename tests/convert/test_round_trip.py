@@ -1,0 +1,116 @@
+"""Weights of other programs go through a checkpoint on four ranks and come back with the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional
+from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG
+from spikingjelly.activation_based.model.spikformer import Spikformer
+from torch import Tensor, nn
+
+from megasnn.checkpoint import load_global_tensors, save_checkpoint
+from megasnn.checkpoint.interchange import load_globals_into
+from megasnn.config.model import SpikformerConfig
+from megasnn.config.vgg_dvs import VggDvsConfig
+from megasnn.convert.model import saved_model
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from tests.checkpoint.published_spikformer import PublishedSpikformer, published
+from tests.convert.saved import build, identity
+from tools.convert_checkpoint import main
+
+SPIKFORMER = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, time_steps=2, num_classes=5)
+CONFIGS = {
+    "spikformer": SpikformerConfig(patch_size=4, **SPIKFORMER),
+    "imagenet": SpikformerConfig(patch_size=16, **SPIKFORMER),
+    "vgg": VggDvsConfig(),
+}
+
+
+def spikformer() -> Spikformer:
+    return Spikformer(
+        T=2, img_size_h=32, img_size_w=32, patch_size=4, num_classes=5, embed_dims=16, num_heads=2, depths=2
+    )
+
+
+def lively(model: nn.Module) -> nn.Module:
+    """With larger weights, so that neurons fire."""
+    torch.manual_seed(0)
+    for value in model.parameters():
+        value.data.add_(0.2 * torch.randn_like(value))
+    return model.eval()
+
+
+def logits(model: nn.Module, x: Tensor) -> Tensor:
+    functional.reset_net(model)
+    with torch.no_grad():
+        return model.eval()(x)
+
+
+def through_ranks(weights: Path, folder: Path, name: str) -> None:
+    """On each of four ranks, tensor 2 x pipeline 2: takes its part of the imported weights and saves it."""
+    state = initialize_model_parallel(2, 2)
+    try:
+        config = identity(CONFIGS[name], neuron="lif")
+        model = saved_model(config, folder)
+        half = len(model.description.layers) // 2
+        layers = range(half) if state.pipeline.rank == 0 else range(half, len(model.description.layers))
+        rank = build(model, 1, state.tensor.rank, 2, layers)
+        load_globals_into(rank.tensors, load_global_tensors(weights), state.world.handle)
+        save_checkpoint(
+            folder,
+            iteration=1,
+            consumed_samples=0,
+            tensors=rank.tensors,
+            optimizer=None,
+            extra={},
+            config=config,
+            layout={"tensor": 2, "pipeline": 2},
+            process_group=state.world.handle,
+        )
+    finally:
+        destroy_model_parallel()
+
+
+def there_and_back(ranks: Callable, folder: Path, model: nn.Module, name: str, format: str, output: str) -> dict:
+    torch.save(model.state_dict(), folder / "in.pt")
+    assert main(["import", "--input", str(folder / "in.pt"), "--save", str(folder / "start")]) == 0
+    ranks(4, through_ranks, folder / "start", folder / "run", name)
+    assert len(list((folder / "run" / "iter_0000001").glob("*.distcp"))) == 4
+    flags = ["--load", str(folder / "run"), "--output", str(folder / output), "--format", format]
+    assert main(["export", *flags]) == 0
+    assert main(["compare", str(folder / "in.pt"), str(folder / output)]) == 0
+    return torch.load(folder / output, weights_only=True) if output.endswith(".pt") else {}
+
+
+@pytest.mark.parametrize(
+    "name, make, shape",
+    [("spikformer", spikformer, (3, 3, 32, 32)), ("vgg", CIFAR10DVSVGG, (1, 2, 2, 48, 48))],
+    ids=["spikformer", "vgg"],
+)
+def test_spikingjellys_models(ranks, tmp_path: Path, name: str, make: Callable[[], nn.Module], shape) -> None:
+    model, x = lively(make()), torch.rand(shape)
+    back = there_and_back(ranks, tmp_path, model, name, "spikingjelly", "out.pt")
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, back[key]) for key, value in model.state_dict().items())
+    other = make()
+    other.load_state_dict(back, strict=True)
+    expected = logits(model, x)
+    assert torch.equal(logits(other, x), expected) and expected.std() > 1e-4
+
+
+@pytest.mark.parametrize("kind, name", [("cifar10", "spikformer"), ("imagenet", "imagenet")])
+def test_the_published_models(ranks, tmp_path: Path, kind: str, name: str) -> None:
+    model, x = published(kind).float(), torch.rand(3, 3, 32, 32)
+    back = there_and_back(ranks, tmp_path, model, name, "published", "out.pt")
+    other = PublishedSpikformer(kind)
+    other.load_state_dict(back, strict=True)
+    other, model = other.double(), model.double()  # a bias that moved into a mean rounds otherwise
+    assert torch.allclose(logits(other, x.double()), logits(model, x.double()), rtol=1e-4, atol=1e-6)
+
+
+def test_safetensors_hold_the_same(ranks, tmp_path: Path) -> None:
+    there_and_back(ranks, tmp_path, lively(spikformer()), "spikformer", "safetensors", "out.safetensors")
