@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from megasnn.comm.group import Group
+from megasnn.comm.transport import let_computing_go_first
 from megasnn.grid import Axis, Coordinates, Grid
 
 
@@ -155,6 +156,7 @@ def initialize_model_parallel(
     if world_size > 1:
         # Making a group does not wait for its members. A rank that went on and destroyed it would break their start.
         dist.all_reduce(torch.zeros(1, device=device))
+    let_computing_go_first()
     return _state
 
 

@@ -181,7 +181,7 @@ def _own_figures(
             other: summary([_seconds(theirs) / ours for theirs, ours in zip(measured[other].turns, steps, strict=True)])
             for other in SINGLE
         },
-        "activation_mb": [max(turn[rank].peak_mb for turn in row.turns) for rank in range(len(row.about))],
+        "peak_mb": [max(turn[rank].peak_mb for turn in row.turns) for rank in range(len(row.about))],
         "forward_bytes_ratio": first["forward_bytes_ratio"],
         "configuration": {**asdict(config), "output": "", "model": model, "row": name, "rounds": 0, "schedules": ()},
     }
@@ -189,7 +189,7 @@ def _own_figures(
         figures["simulated_ms"] = summary([1e3 * value for value in row.simulated])
         figures["ratio_to_simulated"] = summary([m / s for m, s in zip(schedule, row.simulated, strict=True)])
         figures["simulated_bubble"] = first["bubble"]
-        figures["simulated_activation_mb"] = first["activation_mb"]
+        figures["simulated_peak_mb"] = first["peak_mb"]
     return figures
 
 
@@ -204,7 +204,7 @@ HEADINGS = (
     ("", "bubble"),
     ("x one", "rank"),
     ("x one", "batch"),
-    ("step's", "MB"),
+    ("peak", "MB"),
     ("simu-", "lated"),
     ("forward", "bytes"),
     ("step,", "change"),
@@ -213,7 +213,8 @@ NOTES = """\
 schedule ms: from the first to the last action, up to the reduced gradients; the step adds norm, clipping and AdamW
 simulated: the same from the costs of the layers measured in the same round; measured/simulated and x: round by round
 x one rank, x one batch: throughput against one rank with the same micro-batches, and with all samples in one go
-step's MB: on each rank, what a step needs above what is there between steps; simulated: activations alone
+peak MB: on each rank, what a schedule needs above weights, gradients and optimizer state; simulated: activations and
+   the layers' working memory
 forward bytes: sent between stages, as a part of float32
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
 
@@ -241,8 +242,8 @@ def _cells(line: Mapping[str, Any], last: Mapping[str, Any] | None) -> list[str]
         f"{line['ratio_to_simulated']['median']:.3f}" if simulated else "-",
         f"{line['simulated_bubble']:.1%}" if simulated else "-",
         *(f"{line['throughput_ratio'][other]['median']:.2f}" for other in (ONE_RANK, ONE_BATCH)),
-        "|".join(f"{mb:.0f}" for mb in line["activation_mb"]),
-        "|".join(f"{mb:.0f}" for mb in line["simulated_activation_mb"]) if simulated else "-",
+        "|".join(f"{mb:.0f}" for mb in line["peak_mb"]),
+        "|".join(f"{mb:.0f}" for mb in line["simulated_peak_mb"]) if simulated else "-",
         f"1/{1 / ratio:.1f}" if ratio else "-",
         "-" if last is None else f"{step / last['step_ms']['median'] - 1:+.1%}",
     ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +26,7 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.forecast import idle_share
-from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
+from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 from megasnn.training.setup import build_context, neuron_spec
 
 OPTIMIZER = OptimizerConfig()
@@ -37,7 +35,7 @@ IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64}  # the dimensions that M
 
 @dataclass(frozen=True)
 class PipelineTurn:
-    """Attributes: seconds of each step, and of its schedule alone; MB that a step needs above what is there anyway."""
+    """Attributes: seconds of each step, and of its schedule alone; MB that the schedule needs above what is there."""
 
     step: list[float]
     schedule: list[float]
@@ -90,11 +88,8 @@ class PipelineWorker:
     def measure(self, name: str, steps: int) -> PipelineTurn:
         row = self._rows[name]
         row.step()  # caches saw another row last
-        _give_back_memory()
-        reset_peak_memory(self._device)
-        before = peak_memory_mb(self._device)
-        row.step()
-        peak = peak_memory_mb(self._device) - before
+        gc.collect()
+        peak = row.peak_of_schedule(self._device)
         timed = [row.step() for _ in range(steps)]
         return PipelineTurn([whole for whole, _ in timed], [schedule for _, schedule in timed], peak)
 
@@ -164,6 +159,14 @@ class _Row:
         _together()
         return time.perf_counter() - start, middle - start
 
+    def peak_of_schedule(self, device: torch.device) -> float:
+        """MB that a step's schedule needs above what is there before it; the step is not finished."""
+        release_free_memory()
+        reset_peak_memory(device)
+        before = peak_memory_mb(device)
+        self.engine.forward_backward(self._batch, self._samples)
+        return peak_memory_mb(device) - before
+
     def about(self, forward_ratio: float | None) -> dict[str, Any]:
         plan, count = self.plan, self._count
         facts: dict[str, Any] = {
@@ -174,20 +177,10 @@ class _Row:
         simulation = plan.simulation(count)
         if simulation is not None:
             facts["bubble"] = idle_share(simulation)
-            facts["activation_mb"] = [held / 1e6 for held in plan.peak_activation_bytes(count)]
+            facts["peak_mb"] = [held / 1e6 for held in plan.peak_bytes(count)]
         return facts
 
 
 def _together() -> None:
     if dist.is_initialized():
         dist.barrier()
-
-
-def _give_back_memory() -> None:
-    """Freed memory that the C library keeps would take in a step's tensors without being seen."""
-    gc.collect()
-    if sys.platform == "linux":
-        try:
-            ctypes.CDLL(None).malloc_trim(0)
-        except AttributeError:
-            pass  # a C library other than glibc

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import sys
 import time
 from dataclasses import dataclass
 
@@ -20,7 +18,7 @@ from megasnn.benchmark.workloads import MegaSNNStep, SpikingJellyStep, Workload
 from megasnn.comm.codec import Wire, decode_into, encode
 from megasnn.comm.statistics import statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
+from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 
 
 @dataclass(frozen=True)
@@ -152,12 +150,7 @@ def _warm_up(config: BenchmarkConfig, device: torch.device) -> None:
 
 def _memory_now(device: torch.device) -> float:
     gc.collect()
-    if sys.platform == "linux":
-        try:
-            # Memory that the compiler has freed must not be there for the model to fill unseen.
-            ctypes.CDLL(None).malloc_trim(0)
-        except AttributeError:
-            pass  # a C library other than glibc
+    release_free_memory()  # what the compiler has freed must not be there for the model to fill unseen
     reset_peak_memory(device)
     return peak_memory_mb(device)
 

@@ -27,16 +27,15 @@ class FolderLock:
     """Held from the moment it is made until `release`, or the end of the process.
 
     Args:
-        note: kept in the file for whoever holds the lock next.
         patient: wait a while for the holder to end: a restarted run may be faster than the end of the one before.
     Attributes:
-        note: what the holder before kept there; empty without one.
+        note: what a holder before has kept in the file (`keep`); empty without one.
         holds: False where the file system has no locks.
     Raises:
         CheckpointError: another run holds it (says who), or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, note: dict[str, Any] | None = None, patient: bool = False) -> None:
+    def __init__(self, folder: Path, patient: bool = False) -> None:
         self._path = folder / LOCK
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +44,7 @@ class FolderLock:
             raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
         self.holds = self._acquire(time.monotonic() + (_PATIENCE_SECONDS if patient else 0.0))
         self.note = self._read()
-        self.keep(self.note if note is None else note)
+        self.keep(self.note)
 
     def _acquire(self, deadline: float) -> bool:
         while True:
@@ -76,7 +75,7 @@ class FolderLock:
             return {}
 
     def keep(self, note: dict[str, Any]) -> None:
-        """Writes who holds the lock, and a note."""
+        """Writes who holds the lock, and a note for whoever holds it next."""
         self.note = note
         holder = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         content = json.dumps({"holder": holder, "note": note}).encode()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+
+from megasnn.preprocess.image_files import open_image
 
 # Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
 # about zero mean and unit variance; the first batch norm takes care of the rest.
@@ -50,9 +51,7 @@ class ImageFormat:
             ValueError: the bytes are no whole image, or one of more than 8 bits a channel.
         """
         try:
-            file = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP", "PPM"))
-            if file.mode == "F" or file.mode.startswith("I"):
-                raise ValueError(f"more than 8 bits a channel (mode {file.mode})")
+            file = open_image(data)
             if min(file.size) >= 2 * self.size:
                 file.draft(_MODES[self.channels], (self.size, self.size))  # JPEG: decode at 1/2, 1/4 or 1/8
             image = file.convert(_MODES[self.channels])

@@ -104,7 +104,9 @@ def _kind(format: SampleFormat) -> str:
 def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:
     time_steps, channels, height, width = input_shape
     if channels != 2 or height != width:
-        raise ValueError(f"event frames have 2 channels and are square, not {channels} x {height} x {width}")
+        raise ValueError(
+            f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
+        )
     return EventFormat(
         FrameSettings(
             time_steps=time_steps,

@@ -27,9 +27,10 @@ from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.pipeline.executor import Entry
 from megasnn.pipeline.link import LinkCost, measure_link
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
-from megasnn.schedule import ChunkCost, Transfer
+from megasnn.schedule import ChunkCost, Kind, Transfer
 from megasnn.schedule.memory import stage_shares
 from megasnn.sharding import materialise
+from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 
 IN_FLIGHT = 2  # micro-batches that are forward before one is backward, as in a pipeline: memory is not reused at once
 ROUNDS = 3
@@ -42,6 +43,8 @@ class LayerCost:
     Attributes:
         forward, input_gradient, weight_gradient: to compute.
         held: bytes kept from the forward until the weight gradient is done.
+        working: bytes that forward, input gradient and weight gradient need at most, above what was there before each;
+            0 where the system does not tell.
         message, gradient: bytes of the output and of its gradient on the way to another stage.
         pack, unpack: seconds to make the message of the output, and to restore the output from it.
     """
@@ -50,6 +53,7 @@ class LayerCost:
     input_gradient: float
     weight_gradient: float
     held: int = 0
+    working: tuple[int, int, int] = (0, 0, 0)
     message: int = 0
     gradient: int = 0
     pack: float = 0.0
@@ -80,6 +84,27 @@ class PipelineCosts:
     def held_bytes(self, bounds: Sequence[range]) -> list[int]:
         """What each chunk keeps of a micro-batch from forward to backward."""
         return [sum(self.layers[i].held for i in span) for span in bounds]
+
+    def working_bytes(self, bounds: Sequence[range]) -> list[dict[Kind, int]]:
+        """What each chunk's computations need at most, above what is there before them."""
+        return [self._working_of(span) for span in bounds]
+
+    def _working_of(self, span: range) -> dict[Kind, int]:
+        """A forward keeps its layers' activations one after another, and its input until its end."""
+        forward, held = 0, 0
+        for i in span:
+            entering = self.layers[i - 1].gradient if i > span.start else 0
+            forward = max(forward, held + entering + self.layers[i].working[0])
+            held += self.layers[i].held
+        given = self.layers[span.start - 1].gradient if span.start > 0 else 0
+        given_back = self.layers[span.stop - 1].gradient if span else 0
+        inputs, weights = (max((self.layers[i].working[part] for i in span), default=0) for part in (1, 2))
+        return {
+            Kind.FORWARD: given + forward,
+            Kind.BACKWARD: given_back + max(inputs, weights),
+            Kind.INPUT_GRADIENT: given_back + inputs,
+            Kind.WEIGHT_GRADIENT: weights,
+        }
 
     def _of_chunk(self, span: range, share: float) -> ChunkCost:
         layers = [self.layers[i] for i in span]
@@ -210,13 +235,15 @@ class _Layer:
         times = self.clock.times
         forward, inputs, weights = (median(times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
         assert self._output is not None
-        return _with_messages(LayerCost(forward, inputs, weights, self._held), self._output, self._wire, wires)
+        working = tuple(self.clock.peaks.get(name, 0) for name in ("forward", "input_gradient", "weight_gradient"))
+        cost = LayerCost(forward, inputs, weights, self._held, working)  # type: ignore[arg-type]  # there are three
+        return _with_messages(cost, self._output, self._wire, wires)
 
 
 def _measure(layers: Sequence[_Layer], x: Tensor, needs_input_gradient: bool) -> Tensor:
     """Runs the layers as a stage would; returns the output of the last one."""
     y = x
-    for number in range(ROUNDS + 1):
+    for number in range(ROUNDS + 2):
         for _ in range(IN_FLIGHT):
             y = x
             for index, layer in enumerate(layers):
@@ -231,9 +258,10 @@ def _measure(layers: Sequence[_Layer], x: Tensor, needs_input_gradient: bool) ->
         for _ in range(IN_FLIGHT):
             for layer in reversed(layers):
                 layer.add_weight_gradients()
-        if number == 0:
+        if number < 2:
             for layer in layers:
                 layer.clock.times.clear()  # the first round pays for compiling and for the gradients' memory
+                layer.clock.watches_memory = number == 0
     return y
 
 
@@ -274,17 +302,30 @@ def _counting_saved(layer: nn.Module) -> Iterator[list[int]]:
 
 
 class _Clock:
-    """Attributes: times: seconds of each block by name."""
+    """
+    Attributes:
+        times: seconds of each block by name. peaks: bytes that a block needed above what was there before it, of those
+            run while `watches_memory`, which takes time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.watches_memory = False
         self.times: dict[str, list[float]] = {}
+        self.peaks: dict[str, int] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        before = self._memory_before() if self.watches_memory else None
         start = self._now()
         yield
         self.times.setdefault(name, []).append(self._now() - start)
+        if before is not None:
+            self.peaks[name] = max(self.peaks.get(name, 0), round(1e6 * (peak_memory_mb(self._device) - before)))
+
+    def _memory_before(self) -> float | None:
+        release_free_memory()
+        return peak_memory_mb(self._device) if reset_peak_memory(self._device) else None
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -82,7 +82,8 @@ def _transfer(pipeline: Group, tensor: torch.Tensor, sends: bool) -> None:
 
 def _all_cores_compute(pipeline: Group) -> bool:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return ranks_here * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ranks_here * torch.get_num_threads() >= cores
 
 
 def _now(device: torch.device) -> float:

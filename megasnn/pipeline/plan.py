@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add
 
 from megasnn.comm.agreement import decided_by_first
 from megasnn.layers.context import BuildContext
@@ -72,12 +73,22 @@ class PipelinePlan:
             return None
         return forecast(self.schedules.training(micro_batches), self._chunk_costs())
 
-    def peak_activation_bytes(self, micro_batches: int) -> list[float]:
-        """The most that each pipeline rank keeps for backward at once. Raises ValueError without costs."""
+    def peak_bytes(self, micro_batches: int) -> list[int]:
+        """The most that a step needs at once on each pipeline rank, above weights, gradients and optimizer state.
+
+        Activations, and what the computation under way needs beside them; tensors in transfer are not counted.
+        Raises ValueError without costs.
+        """
         if self.costs is None:
             raise ValueError("the memory of layers was not measured")
-        schedule, held = self.schedules.training(micro_batches), self.costs.held_bytes(self.bounds)
-        return [max(activations_held(schedule, rank, held), default=0.0) for rank in range(schedule.ranks)]
+        schedule = self.schedules.training(micro_batches)
+        held, working = self.costs.held_bytes(self.bounds), self.costs.working_bytes(self.bounds)
+        peaks = []
+        for rank, actions in enumerate(schedule.actions):
+            before = [0.0, *activations_held(schedule, rank, held)]
+            needed = [working[action.chunk].get(action.kind, 0) for action in actions]
+            peaks.append(max(map(round, map(add, before, needed)), default=0))
+        return peaks
 
     def describe(self, asked: str) -> str | None:
         """What was chosen, and what else there was; None without costs.

@@ -43,8 +43,10 @@ class FrameSettings:
     normalize: Literal["none", "frame-max"] = "none"
 
     def __post_init__(self) -> None:
-        if self.time_steps < 1:
-            raise ValueError(f"--time-steps must be at least 1, got {self.time_steps}")
+        for name in ("time_steps", "frame_duration", "size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         self.options()
 
     def options(self) -> FrameOptions:

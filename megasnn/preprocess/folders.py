@@ -79,9 +79,9 @@ def items_of_classes(files: Sequence[Sequence[Path]]) -> list[Item]:
 
 
 def key_of(path: Path) -> str:
-    """The file's name, with the class in front of it where it does not begin with that."""
+    """The file's name, with the class in front of it where it does not begin with that (1/10.jpg is not class 10's)."""
     name, folder = as_key(path.stem), as_key(path.parent.name)
-    return name if name.startswith(folder) else f"{folder}_{name}"
+    return name if name.startswith(f"{folder}_") else f"{folder}_{name}"
 
 
 def items_of_list(list_file: Path, folder: Path, suffixes: Sequence[str]) -> list[Item]:

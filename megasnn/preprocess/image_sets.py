@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from megasnn.preprocess.folders import require_folder, splits_of_classes
+from megasnn.preprocess.image_files import open_image
 from megasnn.preprocess.items import Item, Listing
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".ppm")
@@ -52,7 +53,7 @@ class CopyImage:
         if not self.check and self.size is None:
             return {suffix: data}
         try:
-            image: Image.Image = Image.open(io.BytesIO(data))
+            image = open_image(data)
             image.load()
         except MemoryError:
             raise

@@ -104,7 +104,9 @@ class EventOptions(ShardOptions):
     def check(self) -> None:
         super().check()
         frame_flags = ("time_steps", "size", "split_by", "frame_duration", "normalize_frames")
-        given = [f"--{name.replace('_', '-')} {getattr(self, name)}" for name in frame_flags if getattr(self, name)]
+        given = [
+            f"--{name.replace('_', '-')} {value}" for name in frame_flags if (value := getattr(self, name)) is not None
+        ]
         if self.keep_events and given:
             raise ValueError(f"--keep-events makes no frames: leave out {', '.join(given)}, and give it to training")
         if self.split_by is not None and self.frame_duration is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 
@@ -31,6 +32,19 @@ def reset_peak_memory(device: torch.device) -> bool:
     except OSError:
         return False
     return True
+
+
+def release_free_memory() -> None:
+    """Gives memory that was freed back to the system, where the C library would keep it for the next tensors.
+
+    Without that, tensors that fit into it are not seen in a peak that starts anew. What waits for the garbage collector
+    is not freed yet.
+    """
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except AttributeError:
+            pass  # a C library other than glibc
 
 
 def gather_peak_memory_mb(device: torch.device, group: dist.ProcessGroup | None) -> list[float]:

@@ -97,6 +97,8 @@ class TrainingRun:
             f"pipeline layout {layers_per_chunk(self.bounds)}: " + "; ".join(chunks)
         )
         forecast = self.plan.describe(config.parallel.pipeline_schedule)
+        if forecast:
+            reporter.text("pipeline", forecast)
         for text in (forecast, notice):
             if text:
                 reporter.line(text)

@@ -167,7 +167,8 @@ class Saves:
         if self._saver is None:
             return
         grid = self._state.grid
-        layout = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data, "bounds": self._layout}
+        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
+        layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
         progress = checkpoint.Progress(iteration, consumed_samples, self._data_identity, self._identity, layout)
         self._saver.save(progress, self._engine.tensors, self._optimizer)
 

@@ -22,7 +22,7 @@ def turn(step: float, schedule: float, *peaks: float) -> list[PipelineTurn]:
 def test_ratios_are_taken_round_by_round() -> None:
     """The machine is half as fast in the second round; its costs, measured again, say so too."""
     config = PipelineBenchmark(rounds=2, schedules=("zbv",))
-    staged = {**FACTS, "schedule": "zbv", "forward_bytes_ratio": 0.03125, "bubble": 0.05, "activation_mb": [20.0, 10.0]}
+    staged = {**FACTS, "schedule": "zbv", "forward_bytes_ratio": 0.03125, "bubble": 0.05, "peak_mb": [20.0, 10.0]}
     measured = {
         "one batch": Measured([FACTS], [turn(4.0, 3.9, 200), turn(8.0, 7.9, 200)]),
         "one rank": Measured([FACTS], [turn(3.6, 3.5, 50), turn(7.2, 7.0, 50)]),
@@ -31,7 +31,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     *_, zbv = lines = _figures(config, "vgg_dvs", measured)
     assert zbv["ratio_to_simulated"]["median"] == pytest.approx(1.9 / 1.8)
     assert zbv["throughput_ratio"]["one rank"]["min"] == zbv["throughput_ratio"]["one rank"]["max"] == 1.8
-    assert zbv["activation_mb"] == [30, 35] and zbv["simulated_ms"]["max"] == 3600
+    assert zbv["peak_mb"] == [30, 35] and zbv["simulated_ms"]["max"] == 3600
     row = _table(lines, [None] * 3).splitlines()[-1].split()
     assert row == "zbv zbv 5|9 3000.0 2850.0 2700.0 1.056 5.0% 1.80 2.00 30|35 20|10 1/32.0 -".split()
 
@@ -50,6 +50,6 @@ def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [line["row"].removeprefix("pipeline ") for line in lines] == ["one batch", "one rank", "1f1b", "zbv"]
     for line in lines[2:]:
         assert 0 < line["forward_bytes_ratio"] <= 1 / 3.9
-        assert line["ratio_to_simulated"]["median"] > 0.2 and len(line["simulated_activation_mb"]) == 2
+        assert line["ratio_to_simulated"]["median"] > 0.2 and len(line["simulated_peak_mb"]) == 2
         assert line["step_ms"]["median"] >= line["schedule_ms"]["median"] > 0
     assert "measured/" in capfd.readouterr().out

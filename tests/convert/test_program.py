@@ -45,7 +45,9 @@ def test_inspect_shows_the_tree_and_the_totals(run, capsys):
     status, text = answers(capsys, "inspect", run)
     assert status == 0
     assert "iteration 100, 6400 samples consumed" in text and "model: embed_dim 32" in text
-    assert re.search(r"\n {6}qkv\n {8}conv.weight +float32 +12 KiB +\[96, 32, 1\] +__0_0.distcp\n {8}neuron.w ", text)
+    assert re.search(
+        r"\n {6}qkv\n {8}conv.weight +float32 +12 KiB +\[96, 32, 1\] +3 pieces in 1 files\n {8}neuron.w ", text
+    )
     parameters = 5 * 4 + 2 * (4 * 4 + 1) + 2  # units have weight, two of the norm and a time constant
     assert f"optimizer state of AdamW: {3 * parameters} tensors" in text
     status, text = answers(capsys, "inspect", run / "iter_0000100", "--json-output")
@@ -53,7 +55,9 @@ def test_inspect_shows_the_tree_and_the_totals(run, capsys):
     assert (status, values["kind"], values["iteration"]) == (0, "megasnn checkpoint", 100)
     told = values["tensors"]["blocks.0.attention.qkv.conv.weight"]
     assert (told["shape"], told["dtype"], told["bytes"]) == ([96, 32, 1], "float32", 4 * 96 * 32)
-    assert told["boxes"] == [{"file": "__0_0.distcp", "offset": [0, 0, 0], "sizes": [96, 32, 1]}]
+    assert told["boxes"] == [
+        {"file": "__0_0.distcp", "offset": [part * 32, 0, 0], "sizes": [32, 32, 1]} for part in range(3)
+    ]
     assert set(values["files"]) == {"__0_0.distcp", ".metadata", "metadata.json"}
 
 

@@ -29,6 +29,12 @@ def test_the_usual_recipe_flips_half_and_rolls_by_up_to_five() -> None:
     assert len(set(drawn)) > 225  # of 242
 
 
+def test_rolls_for_what_a_mirror_changes_go_up_to_two() -> None:
+    shifts = rolls(noise)
+    drawn = {shifts[AUGMENTATIONS["roll"](noise, 1, epoch, 5).tobytes()] for epoch in range(300)}
+    assert drawn == {(y, x) for y in range(-2, 3) for x in range(-2, 3)}
+
+
 def test_neuromorphic_augmentation_has_four_kinds_of_change() -> None:
     kinds = {"roll": 0, "cut out": 0, "turned": 0}
     plain = rolls(noise) | rolls(noise[..., ::-1])
@@ -75,7 +81,7 @@ def middle(frames: np.ndarray) -> np.ndarray:
     return places.mean(0) - (frames.shape[-1] - 1) / 2 if len(places) else np.zeros(2)
 
 
-@pytest.mark.parametrize("name", ["dvs", "nda"])
+@pytest.mark.parametrize("name", ["dvs", "nda", "roll"])
 def test_a_sample_is_changed_by_its_key_alone(name) -> None:
     change = AUGMENTATIONS[name]
     before = noise.copy()
@@ -85,7 +91,7 @@ def test_a_sample_is_changed_by_its_key_alone(name) -> None:
     assert len(others) == 4
 
 
-@pytest.mark.parametrize("augment", ["dvs", "nda"])
+@pytest.mark.parametrize("augment", ["dvs", "nda", "roll"])
 def test_ranks_workers_and_resuming_do_not_alter_it(tmp_path, augment) -> None:
     shard = write_shard(tmp_path / "a.tar", as_events(range(12), sensor=(16, 16)))
     dataset = open_datasets(DataConfig(data_path=str(shard)), (3, 2, 16, 16), 3).train

@@ -138,7 +138,7 @@ def test_a_model_is_not_given_another_kind_of_samples(tmp_path) -> None:
         open_datasets(DataConfig(augment="dvs"), (3, 32, 32), 10)
     with pytest.raises(ValueError, match="--split-by: the model takes images"):
         open_datasets(DataConfig(split_by="time"), (3, 32, 32), 10)
-    with pytest.raises(ValueError, match="3 x 32 x 32"):
+    with pytest.raises(ValueError, match="3 x 32 x 32; set --in-channels to 2"):
         open_datasets(DataConfig(), (4, 3, 32, 32), 10)
 
 

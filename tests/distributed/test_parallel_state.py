@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn import parallel_state
+from megasnn.comm.transport import TASKS
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,
@@ -160,3 +161,18 @@ def test_devices_that_are_not_there(monkeypatch, backend, device) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 rank.*1 GPU\(s\)"):
         parallel_state.start_process_group(backend, device)
+
+
+def _policies() -> list[int]:
+    state = initialize_model_parallel(1, 2)
+    tasks = [task for task in TASKS.iterdir() if (task / "comm").read_text().startswith("gloo")]
+    policies = [os.sched_getscheduler(int(task.name)) for task in tasks]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER and state.pipeline.size == 2
+    destroy_model_parallel()
+    return policies
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="needs Linux's /proc")
+def test_transport_does_not_interrupt_computing(ranks) -> None:
+    for policies in ranks(2, _policies):
+        assert policies and set(policies) == {os.SCHED_BATCH}

@@ -46,7 +46,7 @@ def test_gradients_in_bf16_are_half_as_wide() -> None:
 
 
 def test_costs_of_chunks_are_sums() -> None:
-    layers = tuple(LayerCost(1.0, 2.0, 3.0, 10, 100, 400, 0.25, 0.5) for _ in range(3))
+    layers = tuple(LayerCost(1.0, 2.0, 3.0, 10, (50, 60, 70), 100, 400, 0.25, 0.5) for _ in range(3))
     costs = PipelineCosts(layers, LinkCost(0.125, 0.01, 0.002, 0.003))
     first, last = costs.of_chunks([range(0, 2), range(2, 3)], (0, 1))
     assert [first.time(kind) for kind in (Kind.FORWARD, Kind.BACKWARD)] == [2, 10]
@@ -57,6 +57,11 @@ def test_costs_of_chunks_are_sums() -> None:
     assert out.send + out.time + out.receive == pytest.approx(0.25 + 0.125 + 1.0 + 0.5)
     assert (back.send, back.receive) == pytest.approx((0.8, 1.2))
     assert costs.held_bytes([range(0, 2), range(2, 3)]) == [20, 10]
+    # The second layer runs beside the first one's activations and output; the second chunk beside its input.
+    first_needs, last_needs = costs.working_bytes([range(0, 2), range(2, 3)])
+    assert first_needs[Kind.FORWARD] == 10 + 400 + 50 and last_needs[Kind.FORWARD] == 400 + 50
+    assert (first_needs[Kind.INPUT_GRADIENT], first_needs[Kind.WEIGHT_GRADIENT]) == (460, 70)
+    assert first_needs[Kind.BACKWARD] == 470
 
 
 REQUEST = PipelineRequest("auto", None, None, None, 2, (5, 4))
@@ -99,8 +104,11 @@ def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:
     assert predicted.bounds == plan.bounds == bounds
     simulation = predicted.simulation(5)
     assert simulation is not None and simulation.makespan > 0
-    held = predicted.costs.held_bytes(bounds)
-    assert predicted.peak_activation_bytes(5) == [2 * held[0], held[1]]
+    held, working = predicted.costs.held_bytes(bounds), predicted.costs.working_bytes(bounds)
+    peaks = predicted.peak_bytes(5)
+    # 1F1B on two stages: the first one runs forward beside one micro-batch's activations, and backward beside two.
+    assert peaks[0] == max(held[0] + working[0][Kind.FORWARD], 2 * held[0] + working[0][Kind.BACKWARD])
+    assert peaks[1] == max(working[1][Kind.FORWARD], held[1] + working[1][Kind.BACKWARD])
 
 
 def test_a_limit_that_cannot_be_kept_is_refused_on_every_rank(ranks) -> None:

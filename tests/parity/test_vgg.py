@@ -101,7 +101,8 @@ def test_plain_neurons_equal_spikingjelly(ranks) -> None:
 def test_pipeline_sizes_agree_bit_for_bit_in_float32(ranks) -> None:
     one = run_step(ranks, Layout(), DROPOUT, dtype=torch.float32)
     gradients, buffers = assemble(one, "gradients"), assemble(one, "buffers")
-    for layout in (Layout(pipeline=2), Layout(pipeline=4, schedule="gpipe"), Layout(pipeline=6)):
+    schedules = [Layout(pipeline=stages, schedule=name) for stages, name in ((2, "zbv"), (2, "zb1p"), (3, "v-min"))]
+    for layout in (Layout(pipeline=2), Layout(pipeline=4, schedule="gpipe"), Layout(pipeline=6), *schedules):
         steps = run_step(ranks, layout, DROPOUT, dtype=torch.float32)
         assert {step.loss for step in steps} == {one[0].loss}
         for name, value in assemble(steps, "gradients").items():

@@ -138,6 +138,26 @@ def test_damaged_images_are_found_unless_told_otherwise(tmp_path, capsys) -> Non
     assert len(samples(tmp_path / "out" / "train-00000.tar")) == 2
 
 
+@pytest.mark.parametrize("flags", [(), ("--size", "4")])
+def test_images_that_training_would_not_take_are_found_too(tmp_path, capsys, flags) -> None:
+    """Sixteen bits would be cut off at white when scaled; a GIF is none, whatever it is called."""
+    for number, (pixels, kind) in enumerate(((np.full((8, 8), 999, np.uint16), "PNG"), (np.eye(8) > 0, "GIF"))):
+        folder = tmp_path / str(number)
+        (folder / "in" / "a").mkdir(parents=True)
+        Image.fromarray(pixels).save(folder / "in" / "a" / "odd.png", kind)
+        assert preprocess("image-folder", folder, *flags) == 1
+        assert "odd.png cannot be decoded" in capsys.readouterr().err
+
+
+def test_numbered_files_in_numbered_classes(tmp_path) -> None:
+    for name in ("1", "11"):
+        for file in ("1", "11", f"{name}_7"):
+            image(tmp_path / "in" / name, f"{file}.png")
+    assert preprocess("image-folder", tmp_path) == 0
+    labels = {key: label for key, (label, _) in samples(tmp_path / "out" / "train-00000.tar").items()}
+    assert labels == {"1_1": 0, "1_11": 0, "1_7": 0, "11_1": 1, "11_11": 1, "11_7": 1}
+
+
 def test_names_that_would_collide(tmp_path, capsys) -> None:
     image(tmp_path / "in" / "a", "x.1.png")
     image(tmp_path / "in" / "a", "x_1.png")

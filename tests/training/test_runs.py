@@ -39,7 +39,8 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_was_never_stopped(cache, tmp_
 @pytest.mark.parametrize(
     "layout",
     [
-        "--tensor-model-parallel-size 2 --async-save",
+        "--async-save",
+        "--tensor-model-parallel-size 2",
         "--pipeline-model-parallel-size 2 --pipeline-schedule zbv",
     ],
 )

@@ -1,0 +1,27 @@
+"""Threads that move data beside the one that computes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+TASKS = Path("/proc/self/task")
+
+
+def let_computing_go_first() -> None:
+    """Gloo's threads no longer interrupt the computing of this process; they take what it leaves of its core.
+
+    Posting a transfer can wake the transport's thread while the connection's lock is still held. Where it then takes
+    the core over, it polls for that lock until its time slice ends: milliseconds for a message that needs microseconds
+    (measured with both cores busy: 2.6 ms, and 0.07 ms with this). Under SCHED_BATCH a thread that wakes up waits until
+    the core is free or the slice of the running thread is over. Linux only; elsewhere nothing happens. To be called
+    after groups were made, each of which has a thread of its own.
+    """
+    if not TASKS.is_dir():
+        return
+    for task in TASKS.iterdir():
+        # A thread that has ended meanwhile, or that may not be changed here, is left as it is.
+        with suppress(OSError):
+            if (task / "comm").read_text().startswith("gloo"):
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
