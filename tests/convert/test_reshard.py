@@ -10,9 +10,9 @@ import torch
 
 from megasnn.checkpoint import CheckpointError, load_checkpoint, load_global_tensors, read_metadata
 from megasnn.checkpoint.files import DCP_METADATA, read_dcp_metadata
+from megasnn.checkpoint.lock import LOCK
 from megasnn.checkpoint.optimizer_state import allocate, describe
 from megasnn.checkpoint.planner import plan_reading
-from megasnn.checkpoint.lock import LOCK
 from megasnn.convert.layout import Target
 from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
