@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -37,9 +38,13 @@ class FaultWatch:
     Entering and leaving wait for all ranks. An error that leaves the block is told to all ranks first; it goes on to
     the caller, who prints it and ends the process with `os._exit`, since nothing that waits for other ranks may run
     any more. When another rank has failed, or is gone, this process prints that and exits with status 1.
+
+    Attributes:
+        place: says where this rank is, or None. It is told when another rank is gone: that one cannot say where it was.
     """
 
     def __init__(self) -> None:
+        self.place: Callable[[], str | None] = lambda: None
         started = dist.is_initialized()
         self._rank, self._size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
         self._failing = False
@@ -73,7 +78,9 @@ class FaultWatch:
         if "done" in message or own:
             self._answered.set()
         else:
-            tell_end(self._rank, f"stopping, because of rank {message['failed']}: {message['why']}")
+            place = self.place() if message["why"] == GONE else None
+            here = "" if place is None else f"; here: {place}"
+            tell_end(self._rank, f"stopping, because of rank {message['failed']}: {message['why']}{here}")
             time.sleep(LAST_SECONDS)
             os._exit(1)
 

@@ -9,6 +9,7 @@ v-th, a transfer always as much as given. Activations count whole stages' micro-
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,10 +52,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = tyro.cli(Options, args=arguments)
-    if min(options.forward, options.input_grad, options.weight_grad, options.transfer) < 0:
-        raise ValueError("--forward, --input-grad, --weight-grad and --transfer must not be negative")
-    if options.output is not None and options.output.suffix not in (".svg", ".png"):
-        raise ValueError(f"--output {options.output}: the name must end in .svg or .png")
+    _check(options)
     whole = ChunkCost(
         options.forward,
         options.input_grad + options.weight_grad,
@@ -85,6 +83,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.output is not None:
         write_chart(schedule, result, options.output)
         print(f"drawn: {options.output}")
+
+
+def _check(options: Options) -> None:
+    costs = options.forward, options.input_grad, options.weight_grad, options.transfer
+    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        given = " ".join(f"{cost:g}" for cost in costs)
+        raise ValueError(
+            f"--forward, --input-grad, --weight-grad and --transfer must be finite and not negative, got {given}"
+        )
+    if options.output is None:
+        return
+    if options.output.suffix not in (".svg", ".png"):
+        raise ValueError(f"--output {options.output}: the name must end in .svg or .png")
+    if not options.output.parent.is_dir():
+        raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class CheckpointBenchmark:
     rounds: int = 3
     """How often everything is measured; one untimed round comes before."""
     steps: int = 5
-    """Training steps that tell in each round what a step takes when nothing is saved."""
+    """Training steps before and again after each save in the background, which tell what a step takes without one."""
     threads: int | None = None
     """Threads that train; by default one core is left, as where a GPU trains."""
     folder: Path | None = None
@@ -141,7 +141,6 @@ class _Run:
     def round(self, number: int) -> dict[str, float]:
         """Seconds of each of FIGURES."""
         _say(f"round {number}/{self._config.rounds}")
-        step = median(_seconds(self._step) for _ in range(self._config.steps))
         save = _seconds(lambda: self._save(self._at_once, number))
         self.saved = step_folder(self._folder / "at_once", number)
         files = [path for path in self.saved.iterdir() if path.is_file()]
@@ -151,17 +150,24 @@ class _Run:
         copy = _seconds(lambda: _copy(files, copied))
         shutil.rmtree(copied)
         load = _seconds(self._load)
+        measured = {"save": save, "cp": copy, "load": load, **self._in_the_background(number)}
+        for path in (self._folder / "aside", self._folder / "at_once"):
+            _remove_all_but(path, number)
+        return measured
+
+    def _in_the_background(self, number: int) -> dict[str, float]:
+        """Steps while nothing is saved, then while a save is written, then again, as the machine's speed drifts."""
+        quiet = [_seconds(self._step) for _ in range(self._config.steps)]
         began = time.perf_counter()
         self._save(self._aside, number)
         call, steps = time.perf_counter() - began, 0
         while self._aside.busy:
             self._step()
             steps += 1
-        stall = time.perf_counter() - began - steps * step
+        elapsed = time.perf_counter() - began
         self._aside.finish()
-        for path in (self._folder / "aside", self._folder / "at_once"):
-            _remove_all_but(path, number)
-        return {"save": save, "cp": copy, "load": load, "stall": stall, "save_call": call, "step": step}
+        quiet += [_seconds(self._step) for _ in range(self._config.steps)]
+        return {"stall": elapsed - steps * median(quiet), "save_call": call, "step": median(quiet)}
 
     def _step(self) -> None:
         self._work.forward_backward()

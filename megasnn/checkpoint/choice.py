@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,15 @@ def choose(folder: Path, step: int | None) -> Choice:
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The folder of one checkpoint: of iteration `step`, or the latest. Raises as `choose`."""
+    """The folder of one checkpoint: of iteration `step`, or the latest; warns when `latest` is not right.
+
+    Raises as `choose`, and DamagedError when none is legible.
+    """
     choice = choose(folder, step)
     if not choice.paths:
         raise DamagedError(*choice.remarks)
+    for remark in choice.remarks:
+        warnings.warn(remark, stacklevel=2)
     return choice.paths[0]
 
 

@@ -51,6 +51,15 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     return list(checkpoints(Path(folder)))
 
 
+def latest_of(folder: Path) -> int | None:
+    """The iteration that the `latest` file names, whether it is there or not; None where it names none."""
+    try:
+        text = (folder / LATEST).read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isascii() and text.isdecimal() else None
+
+
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of this iteration into, until `commit`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,15 +104,21 @@ def discard(folder: Path, step: int) -> None:
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """While a checkpoint is read nobody removes it, as far as the file system has locks. Raises DamagedError."""
+    handle = hold(path)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def hold(path: Path) -> int:
+    """A descriptor: until it is closed nobody removes this checkpoint. Raises DamagedError."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise DamagedError(f"cannot open {path}: {error}") from None
-    try:
-        _try_lock(handle, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(handle)
+    _try_lock(handle, fcntl.LOCK_SH)
+    return handle
 
 
 def remove(path: Path) -> bool:

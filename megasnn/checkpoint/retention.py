@@ -18,10 +18,12 @@ class Retention:
     Attributes:
         last: how many of those saved last stay; None keeps all.
         every: those of iterations divisible by this stay as well.
+        others: checkpoints up to this serial are of another run, and stay.
     """
 
     last: int | None = None
     every: int | None = None
+    others: int = 0
 
 
 def superfluous(folder: Path, retention: Retention) -> list[Path]:
@@ -31,7 +33,7 @@ def superfluous(folder: Path, retention: Retention) -> list[Path]:
     """
     if retention.last is None:
         return []
-    serials = dict(_serials(folder))
+    serials = {step: serial for step, serial in _serials(folder) if serial > retention.others}
     oldest_first = sorted(serials, key=lambda step: serials[step])
     found = checkpoints(folder)
     return [

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.description import read_metadata
 from megasnn.checkpoint.files import DCP_METADATA, PieceReader, file_checksum_of, read_dcp_metadata, saved_pieces
+from megasnn.checkpoint.folder import reading
 from megasnn.checkpoint.loading import first_intact, read_tensors
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.checkpoint.saving import PathLike, save_checkpoint
@@ -82,11 +83,12 @@ def verify_checkpoint(path: Path) -> Iterator[tuple[int, str | None]]:
     Raises:
         CheckpointError: what describes the files is damaged itself, or a file is missing or of another size.
     """
-    metadata = read_metadata(path)
-    saved = read_dcp_metadata(path, int(metadata.files[DCP_METADATA]["crc32"], 16))
-    reader, files = PieceReader(path, saved), saved_pieces(saved)
-    for name in sorted(metadata.files.keys() - {DCP_METADATA}):
-        pieces = files.get(name, [])
-        yield from reader.damage(name, pieces)
-        if f"{file_checksum_of(pieces):08x}" != metadata.files[name]["crc32"]:
-            yield 0, f"{path / name}: metadata.json and {DCP_METADATA} tell different checksums"
+    with reading(path):
+        metadata = read_metadata(path)
+        saved = read_dcp_metadata(path, int(metadata.files[DCP_METADATA]["crc32"], 16))
+        reader, files = PieceReader(path, saved), saved_pieces(saved)
+        for name in sorted(metadata.files.keys() - {DCP_METADATA}):
+            pieces = files.get(name, [])
+            yield from reader.damage(name, pieces)
+            if f"{file_checksum_of(pieces):08x}" != metadata.files[name]["crc32"]:
+                yield 0, f"{path / name}: metadata.json and {DCP_METADATA} tell different checksums"

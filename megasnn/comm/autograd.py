@@ -1,4 +1,4 @@
-"""Collectives as autograd functions, each beside its dual (Megatron-LM, arXiv 1909.08053, section 3, f and g)."""
+"""A collective as an autograd function, beside its dual (Megatron-LM, arXiv 1909.08053, section 3, f and g)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,15 @@ import torch
 from torch import Tensor
 
 from megasnn.comm.codec import Wire
-from megasnn.comm.collectives import gather_columns, sum_and_scatter_columns
+from megasnn.comm.collectives import gather_columns
 from megasnn.comm.group import Group
 from megasnn.comm.layout import from_rows, to_rows
-
-
-class _Gather(torch.autograd.Function):
-    """Forward: channels of all ranks side by side. Backward: the gradients summed, each rank keeps its channels."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, wire: Wire) -> Tensor:
-        ctx.group = group
-        full, _ = gather_columns(to_rows(x), group, wire)
-        return from_rows(full, x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return from_rows(sum_and_scatter_columns(to_rows(grad), ctx.group, "backward")(), grad.shape), None, None
 
 
 class _GatherAlike(torch.autograd.Function):
     """Forward: channels of all ranks side by side. Backward: the gradient is whole on every rank, each keeps its part.
 
-    For what all ranks go on with in the same way (a loss); `_Gather` is for what each uses in its own.
+    For what all ranks go on with in the same way (a loss).
     """
 
     @staticmethod
@@ -42,11 +28,6 @@ class _GatherAlike(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.narrow(2, ctx.group.rank * ctx.channels, ctx.channels), None
-
-
-def gather_channels(x: Tensor, group: Group, wire: Wire = Wire.DENSE) -> Tensor:
-    """[T, N, C/size, *space] -> [T, N, C, *space]; `wire` says how the values travel in forward."""
-    return x if group.size == 1 else _Gather.apply(x, group, wire)
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -40,6 +41,11 @@ class CheckpointConfig:
     """Stop when --load holds no checkpoint, also when --save is the same folder."""
     load_spikingjelly: str | None = None
     """File with a state_dict of SpikingJelly's model to start from."""
+
+    @property
+    def saves_where_it_loads(self) -> bool:
+        """However the two flags spell it."""
+        return bool(self.save and self.load) and Path(str(self.save)).resolve() == Path(str(self.load)).resolve()
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "save_interval", "keep_last", "keep_every") + at_least(self, 0, "ckpt_step")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megasnn.checkpoint.description import METADATA, read_metadata
 from megasnn.checkpoint.files import DCP_METADATA, PieceReader, SavedPiece, read_dcp_metadata
+from megasnn.checkpoint.folder import hold
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
 from megasnn.sharding import Shard, ShardedTensor
@@ -27,6 +30,7 @@ class CheckpointSource(TensorSource):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        weakref.finalize(self, os.close, hold(path))  # a run that saves there removes old ones
         told = read_metadata(path)
         self._saved = read_dcp_metadata(path, int(told.files[DCP_METADATA]["crc32"], 16))
         self._reader = PieceReader(path, self._saved)

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint import CheckpointError
-from megasnn.checkpoint.folder import LATEST, step_folder
+from megasnn.checkpoint.folder import LATEST, latest_of, step_folder
 from megasnn.checkpoint.optimizer_state import PREFIX
-from megasnn.convert.new_file import refuse_existing, sync
+from megasnn.convert.new_file import new_checkpoint, sync
 from megasnn.convert.progress import byte_bar
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
 from megasnn.convert.target import TargetRank
@@ -49,9 +49,7 @@ def is_classic(path: Path) -> bool:
 
 def classic_folder(path: Path, step: int | None) -> Path | None:
     """The checkpoint of iteration `step`, or the latest, of a run's folder; None when there is no classic one."""
-    if step is None and (path / LATEST).is_file():
-        text = (path / LATEST).read_text().strip()
-        step = int(text) if text.isdecimal() else None
+    step = latest_of(path) if step is None else step
     found = step_folder(path, step) if step is not None else path
     return found if is_classic(found) else None
 
@@ -143,10 +141,14 @@ def write_classic(save: Path, facts: Facts, ranks: Sequence[TargetRank], source:
         facts: kept in each file.
         ranks: their tensors, without memory, under their names in the source.
     Raises:
-        CheckpointError: there is a checkpoint of this iteration already, or a tensor cannot be read.
+        CheckpointError: as `new_checkpoint`, or a tensor cannot be read.
     """
+    with new_checkpoint(save, facts.iteration):
+        return _write(save, facts, ranks, source)
+
+
+def _write(save: Path, facts: Facts, ranks: Sequence[TargetRank], source: TensorSource) -> Path:
     final = step_folder(save, facts.iteration)
-    refuse_existing(final, "--save")
     aside = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     stages = 1 + max(rank.pipeline for rank in ranks)
@@ -159,6 +161,7 @@ def write_classic(save: Path, facts: Facts, ranks: Sequence[TargetRank], source:
                     for entry in rank.entries:
                         filler.put(_place(entry.name), source.read_shard(entry.name, entry.shard))
                         bar.update(TensorInfo(entry.shard.local_shape, entry.tensor.dtype).bytes)
+        sync(aside)
         os.rename(aside, final)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

@@ -8,12 +8,36 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megasnn.checkpoint.errors import CheckpointError
+from megasnn.checkpoint.folder import latest_of, step_folder
+from megasnn.checkpoint.lock import FolderLock
 
 
 def refuse_existing(path: Path, flag: str) -> None:
     """Raises CheckpointError when there is something at `path` already."""
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it or give another {flag}")
+
+
+@contextmanager
+def new_checkpoint(save: Path, iteration: int) -> Iterator[None]:
+    """Around writing a checkpoint into a run's folder, into which nobody else writes meanwhile.
+
+    Raises:
+        CheckpointError: there is a checkpoint of this iteration already, or a later one, of which this one would take
+            the place as the latest; or a run saves there.
+    """
+    refuse_existing(step_folder(save, iteration), "--save")
+    latest = latest_of(save)
+    if latest is not None and latest > iteration:
+        raise CheckpointError(
+            f"{save} holds a run that has come to iteration {latest}; one of iteration {iteration} would become its "
+            "latest: give another --save"
+        )
+    lock = FolderLock(save)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

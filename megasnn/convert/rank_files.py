@@ -16,7 +16,7 @@ from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.checkpoint.planner import PieceSavePlanner, boxes_of, copy_name
 from megasnn.checkpoint.saving import Progress, describe_written
-from megasnn.convert.new_file import refuse_existing
+from megasnn.convert.new_file import new_checkpoint
 from megasnn.convert.progress import byte_bar
 from megasnn.convert.source import TensorInfo, TensorSource
 from megasnn.sharding import Shard, ShardedTensor
@@ -70,23 +70,23 @@ def write_rank_files(
         optimizer: class name of the one whose state is among the tensors.
         ranks: each rank's tensors, without memory, under their names in the source.
     Raises:
-        CheckpointError: there is a checkpoint of this iteration already, or a tensor cannot be read.
+        CheckpointError: as `new_checkpoint`, or a tensor cannot be read.
         OSError: writing fails; nothing is left behind then.
     """
-    refuse_existing(folders.step_folder(save, progress.iteration), "--save")
     copied: dict[str, str] = {}
     written = [[_with_copies(entry, copied) for entry in entries] for entries in ranks]
     names = {entry.name for entries in written for entry in entries}
-    aside = folders.begin(save, progress.iteration)
-    try:
-        tensors = (TensorInfo(entry.shard.local_shape, entry.tensor.dtype) for rank in written for entry in rank)
-        with byte_bar("writing", tensors) as bar:
-            planners = [_LazyPlanner(entries, names, copied, source, bar) for entries in written]
-            metadata = _write(PieceWriter(aside), planners)
-        return folders.commit(save, describe_written(progress, optimizer, aside, metadata))
-    except BaseException:
-        folders.discard(save, progress.iteration)
-        raise
+    with new_checkpoint(save, progress.iteration):
+        aside = folders.begin(save, progress.iteration)
+        try:
+            tensors = (TensorInfo(entry.shard.local_shape, entry.tensor.dtype) for rank in written for entry in rank)
+            with byte_bar("writing", tensors) as bar:
+                planners = [_LazyPlanner(entries, names, copied, source, bar) for entries in written]
+                metadata = _write(PieceWriter(aside), planners)
+            return folders.commit(save, describe_written(progress, optimizer, aside, metadata))
+        except BaseException:
+            folders.discard(save, progress.iteration)
+            raise
 
 
 def _with_copies(entry: ShardedTensor, copied: dict[str, str]) -> ShardedTensor:

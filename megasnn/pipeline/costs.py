@@ -159,9 +159,9 @@ def measure_layers(
 ) -> list[LayerCost]:
     """Medians over a few runs of each layer, on copies of its own: the model in training is not touched.
 
-    Layers are built whole (tensor parallelism divides all of them alike) and run one after another as in training:
-    one that ran alone would find its weights in the cache, and its output in memory that is warm from the last time.
-    No more exist at a time than a stage has. Values come from keyed generators: no random state moves.
+    Layers run one after another as in training: one that ran alone would find its weights in the cache, and its output
+    in memory that is warm from the last time. No more exist at a time than a stage has. Values come from keyed
+    generators: no random state moves. Collective over the context's tensor group, whose exchanges are part of the cost.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
@@ -187,8 +187,7 @@ class _Layer:
         self, description: LayerDescription, context: BuildContext, samples: range, device: torch.device
     ) -> None:
         self._wire, self._samples, self._weight_gradients = description.output, samples, WeightGradients()
-        alone = replace(context, tensor=Group("tensor"), weight_gradients=self._weight_gradients)
-        self._layer = description.build(alone)
+        self._layer = description.build(replace(context, weight_gradients=self._weight_gradients))
         materialise([(description.name, self._layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._held = 0

@@ -103,6 +103,7 @@ class PipelineExecutor:
         self._loss, self._sync, self.observer = loss, sync, observer
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: LogitsConsumer | None = None
+        self._current: Action | None = None
         self._transfers = Transfers(self._placement, state, wires)
         self._methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -149,6 +150,7 @@ class PipelineExecutor:
         self._transfers.begin(actions, [micro.size for micro in micro_batches])
         with torch.no_grad() if forward_only else nullcontext():
             for action in actions:
+                self._current = action
                 start = self._now()
                 try:
                     self._methods[action.kind](run, action)
@@ -159,7 +161,13 @@ class PipelineExecutor:
         self._transfers.wait()
         if self._sync is not None and not forward_only:
             self._sync.wait()
+        self._current = None
         return run
+
+    def place(self) -> str | None:
+        """Rank, stage, action and micro-batch of now, or of what failed; None between steps. For another thread."""
+        action = self._current
+        return None if action is None else self._place(action)
 
     def _now(self) -> float:
         if self.observer is not None and self._state.device.type == "cuda":

@@ -19,6 +19,7 @@ class JobFolder:
 
     Attributes:
         resumes: this is a restart, and the job has saved something since it was first started.
+        found: the last serial that was there when the job was first started.
         notice: what the user should know; "" when nothing.
     """
 
@@ -32,7 +33,8 @@ class JobFolder:
             self._lock.keep({"job": job, "last_serial": last_serial(folder)})
         if self._lock.holds:
             clean(folder)
-        self.resumes = restarted and last_serial(folder) > int(self._lock.note.get("last_serial", 0))
+        self.found = int(self._lock.note.get("last_serial", 0))
+        self.resumes = restarted and last_serial(folder) > self.found
         notices = []
         if not self._lock.holds:
             notices.append(f"WARNING: no locks on the file system of {folder}: use it for one run")

@@ -136,8 +136,7 @@ class TrainingRun:
     def _iterate(self, batch: GlobalBatch) -> None:
         logging, options = self.config.logging, self.config.checkpoint
         number = self.iteration + 1
-        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
-        logs = number % logging.log_interval == 0 or ends
+        logs = self._logs(number)
         assert self.reporter is not None
         self.watch.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration, self.reporter)
@@ -173,12 +172,17 @@ class TrainingRun:
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
         self._save_if(_due(self.iteration, options.save_interval) and not last)
 
+    def _logs(self, number: int) -> bool:
+        """Whether iteration `number` has a log line."""
+        ends = number == self.iterations or _due(number, self.config.training.exit_interval)
+        return ends or _due(number, self.config.logging.log_interval)
+
     @contextmanager
     def _profiled(self, number: int, batch: GlobalBatch) -> Iterator[None]:
         """Around iteration `number`: a profile, where one is due. That is the step before a log line, if it can be:
         the one with a log line takes longer, because it counts spikes."""
-        interval = self.config.logging.log_interval
-        if self.profiler is None or not _due(number + (interval > 1), interval):
+        early = min(self.iterations, self.config.logging.log_interval) > 1
+        if self.profiler is None or not self._logs(number + early):
             yield
             return
         with self.profiler.recording():

@@ -56,11 +56,12 @@ def pretrain(config: PretrainConfig, model_config: object, provider: ModelProvid
     stop = StopSignals(int(os.environ.get("RANK", "0")))
     stop.listen()
     device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    with FaultWatch():
+    with FaultWatch() as watch:
         state = initialize_model_parallel(
             parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
         )
         run = TrainingRun(config, model_config, provider, state, stop)
+        watch.place = run.engine.executor.place
         run.start()
         run.train()
         run.close()

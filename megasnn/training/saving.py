@@ -85,29 +85,31 @@ class Saves:
     def _claim(self) -> tuple[bool, str]:
         """Whether this is a job that goes on after a restart, and what the user should know."""
         options, world, folder = self._options, self._state.world.handle, Path(str(self._options.save))
+        continues = options.saves_where_it_loads and not options.finetune
 
-        def claim() -> tuple[bool, str]:
+        def claim() -> tuple[bool, str, int]:
             self._job = JobFolder(folder)
             there = checkpoint.list_checkpoints(folder)
-            other = there and not self._job.resumes and options.load != options.save
+            other = there and not self._job.resumes and not continues
             mixed = (
                 f"WARNING: {folder} holds checkpoints up to iteration {there[-1]} that this run does not continue "
                 f"(--load {folder} would); its own are saved among them"
                 if other
                 else ""
             )
-            return self._job.resumes, "\n".join(filter(None, (self._job.notice, mixed)))
+            others = 0 if continues else self._job.found
+            return self._job.resumes, "\n".join(filter(None, (self._job.notice, mixed))), others
 
-        outcome = checkpoint.first_decides(world, claim)
+        resumes, notice, others = checkpoint.first_decides(world, claim)
         self._saver = checkpoint.Saver(
             folder,
             is_writer=self._state.data.rank == 0,
             process_group=world,
             background=options.async_save,
-            retention=checkpoint.Retention(options.keep_last, options.keep_every),
+            retention=checkpoint.Retention(options.keep_last, options.keep_every, others),
             report=lambda text: self.report(text),
         )
-        return outcome
+        return resumes, notice
 
     def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
         """Goes on from the checkpoint that was asked for; a restarted job from its latest, whatever it was told."""
@@ -126,7 +128,11 @@ class Saves:
             if not self._may_begin_anew():
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
-        if self._saver is not None and folder == options.save and not (loaded.remarks or options.no_load_optim):
+        if (
+            self._saver is not None
+            and (restarted or options.saves_where_it_loads)
+            and not (loaded.remarks or options.no_load_optim)
+        ):
             self._saver.saved = loaded.iteration  # as it is; a run that has nothing left to do does not write it again
         return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(loaded))
 
@@ -146,7 +152,7 @@ class Saves:
         """A job that saves where it loads finds nothing there the first time; a folder named by mistake is refused."""
         options = self._options
         explicit = options.exit_on_missing_checkpoint or options.ckpt_step is not None
-        return not explicit and options.load == options.save
+        return not explicit and options.saves_where_it_loads
 
     def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
         """Where the data or its order is not what the checkpoint's place in it refers to."""

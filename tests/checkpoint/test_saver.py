@@ -205,6 +205,11 @@ def test_so_many_are_kept(tmp_path):
     assert not [path for path in tmp_path.glob("*/*") if path.name.endswith(".tmp")]
 
 
+def test_those_of_another_run_stay(tmp_path):
+    assert many(tmp_path, iter([100, 200])) == [100, 200]
+    assert many(tmp_path, iter([1, 2, 3]), last=1, others=2) == [3, 100, 200]
+
+
 def test_what_is_being_read_is_not_removed(tmp_path):
     session = Session(tmp_path, Layout(), background=False, retention=Retention(last=1))
     session.save(1)

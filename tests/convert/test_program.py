@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from megasnn.checkpoint import save_global_tensors
+from megasnn.checkpoint import find_checkpoint, list_checkpoints, save_global_tensors, verify_checkpoint
+from megasnn.checkpoint.folder import LATEST, remove
 from megasnn.checkpoint.interchange import from_spikingjelly
+from megasnn.checkpoint.lock import FolderLock
 from megasnn.convert.differences import largest_difference
+from megasnn.convert.opening import open_source
 from tests.checkpoint.test_interchange import spikformer
 from tests.convert.saved import MODELS, save_whole
 from tools.convert_checkpoint import main
@@ -135,6 +140,44 @@ def test_nothing_is_overwritten(run, tmp_path, capsys):
     before = file.read_bytes()
     assert answers(capsys, "export", "--load", run, "--output", file)[0] == 2
     assert file.read_bytes() == before
+
+
+def test_a_folder_that_a_run_saves_in_is_left_alone(run, tmp_path, capsys):
+    lock = FolderLock(tmp_path / "busy")
+    arguments = ["reshard", "--load", run, "--save", tmp_path / "busy"]
+    for more in [], ["--format", "classic"]:
+        status, text = answers(capsys, *arguments, *more)
+        assert status == 2 and f"process {os.getpid()}" in text and "saves its checkpoints in" in text
+    lock.release()
+    assert answers(capsys, *arguments)[0] == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--format", "classic"]])
+def test_a_run_does_not_go_back_to_what_is_written_into_its_folder(run, tmp_path, capsys, more):
+    save_global_tensors(tmp_path, {"w": torch.ones(3)}, iteration=101)
+    status, text = answers(capsys, "reshard", "--load", run, "--save", tmp_path, *more)
+    assert status == 2 and "has come to iteration 101" in text
+    assert list_checkpoints(tmp_path) == [101] and find_checkpoint(tmp_path, None).name == "iter_0000101"
+
+
+def test_a_latest_that_points_nowhere_is_told(run, tmp_path, capsys):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / LATEST).write_text("99")
+    with pytest.warns(UserWarning, match="names iteration 99, which is not there"):
+        assert answers(capsys, "inspect", folder)[0] == 0
+    with pytest.warns(UserWarning, match="names iteration 99, which is not there"):
+        assert answers(capsys, "verify", folder)[0] == 0
+
+
+def test_nobody_removes_what_is_being_read(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "run") / "iter_0000100"
+    source, checks = open_source(path), verify_checkpoint(path)
+    assert not remove(path)
+    del source
+    next(checks)
+    assert not remove(path)
+    checks.close()
+    assert remove(path)
 
 
 def test_which_published_model_must_be_known(tmp_path, capsys):

@@ -10,6 +10,7 @@ import torch
 
 from megasnn.checkpoint import CheckpointError, load_checkpoint, load_global_tensors, read_metadata
 from megasnn.checkpoint.files import DCP_METADATA, read_dcp_metadata
+from megasnn.checkpoint.lock import LOCK
 from megasnn.checkpoint.optimizer_state import allocate, describe
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.convert.layout import Target
@@ -168,7 +169,7 @@ def test_a_damaged_source_leaves_nothing_behind(checkpoint, tmp_path, capsys):
         arguments = ["reshard", "--load", str(path), "--save", str(save), "--format", format]
         assert main(arguments) == 2
         assert "was altered" in capsys.readouterr().err
-        assert not list(save.iterdir())
+        assert [file.name for file in save.iterdir()] == [LOCK]
     assert main(["verify", str(path)]) == 1
     assert "was altered" in capsys.readouterr().out
 

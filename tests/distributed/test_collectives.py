@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm.autograd import gather_channels
 from megasnn.comm.codec import Wire
 from megasnn.comm.collectives import all_reduce_sum, gather_columns, sum_and_scatter_columns
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
-from tests.distributed.whole import channels_last, everybody, mine, random, spikes
+from tests.distributed.whole import everybody, random, spikes
 
 SHAPES = [(1, 1), (3, 5), (7, 8), (13, 3), (64, 16)]  # rows, columns of a rank: mostly no whole bytes
 
@@ -63,28 +62,6 @@ def _scatter() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sum_and_scatter_adds_in_rank_order(ranks, size) -> None:
     ranks(size, _scatter)
-
-
-def _duals() -> None:
-    group = everybody()
-    x, weight = random(2, 3, 4 * group.size, 5), random(group.size, 2, 3, 4 * group.size, 5, seed=1)
-    for layout in (torch.clone, channels_last):
-        for wire, whole in ((Wire.DENSE, x), (Wire.SPIKES, (x > 0).double())):
-            local = layout(mine(whole, group)).requires_grad_()
-            y = gather_channels(local, group, wire)
-            assert torch.equal(y, whole)
-            # Every rank goes on with weights of its own; the gradient is the sum over what all of them did.
-            (y * weight[group.rank]).sum().backward()
-            torch.testing.assert_close(local.grad, mine(weight.sum(0), group), rtol=1e-14, atol=1e-14)
-    # The gradient of a plain sum has no memory of its own: all its strides are zero.
-    local = mine(x, group).requires_grad_()
-    gather_channels(local, group).sum().backward()
-    assert torch.equal(local.grad, torch.full_like(local, group.size))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_autograd_duals(ranks, size) -> None:
-    ranks(size, _duals)
 
 
 def _traffic() -> dict:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.autograd import gather_channels
 from megasnn.comm.codec import Wire
+from megasnn.comm.collectives import gather_columns, sum_and_scatter_columns
 from megasnn.comm.group import Group
+from megasnn.comm.layout import from_rows, to_rows
 from megasnn.comm.statistics import statistics
 from megasnn.layers import ParallelConv
 from tests.distributed.whole import (
@@ -43,6 +44,20 @@ class _Fire(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         return grad / (1 + y * y)
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: channels of all ranks side by side. Backward: the gradients summed, each rank keeps its channels."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        full, _ = gather_columns(to_rows(x), group, Wire.DENSE)
+        return from_rows(full, x.shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return from_rows(sum_and_scatter_columns(to_rows(grad), ctx.group, "backward")(), grad.shape), None
 
 
 # Two pairs of column and row, with bias, stride and a pointwise convolution among them.
@@ -89,7 +104,7 @@ def _chain(group: Group, layout, frozen: tuple[str, ...] = ()) -> tuple[list, li
 
 def _in_order(y: Tensor, group: Group) -> Tensor:
     """Channels cut inside each of three blocks, cut anew as a row convolution takes them: a run of the whole."""
-    held = [rank.chunk(3, 2) for rank in gather_channels(y, group).chunk(group.size, 2)]
+    held = [rank.chunk(3, 2) for rank in _Gather.apply(y, group).chunk(group.size, 2)]
     return mine(torch.cat([rank[block] for block in range(3) for rank in held], 2), group)
 
 

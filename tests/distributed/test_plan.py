@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megasnn.comm.agreement import decided_by_first
+from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.spikformer import describe_spikformer
@@ -43,6 +44,28 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
 def test_gradients_in_bf16_are_half_as_wide() -> None:
     narrow = measure_layers(MODEL, 2, BuildContext(), CPU, WireOptions(gradient_dtype=torch.bfloat16))
     assert [cost.gradient * 2 for cost in narrow] == [cost.gradient for cost in measured(2)]
+
+
+def _measured_in_a_tensor_group() -> tuple[list[LayerCost], bool]:
+    """And whether measuring a layer sent anything to the other tensor rank."""
+    state = initialize_model_parallel(2, 1)
+    statistics.enable()
+    try:
+        costs = measure_layers(MODEL, 4, BuildContext(state.tensor), CPU, WireOptions())
+        return costs, statistics.total("tensor").bytes > 0
+    finally:
+        statistics.enable(False)
+        statistics.reset()
+        destroy_model_parallel()
+
+
+def test_under_tensor_parallelism_a_layer_costs_its_rank_what_its_own_part_costs(ranks) -> None:
+    whole = measured(4)
+    for mine, exchanged in ranks(2, _measured_in_a_tensor_group):
+        assert exchanged  # which is in the seconds
+        # All but the head give half of their channels to the next stage.
+        assert [2 * cost.gradient for cost in mine[:-1]] == [cost.gradient for cost in whole[:-1]]
+        assert all(cost.held < 0.8 * of_all.held for cost, of_all in zip(mine, whole, strict=True))
 
 
 def test_costs_of_chunks_are_sums() -> None:

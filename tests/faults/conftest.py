@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.shard_files import numbered, write_shard
+from tests.faults.launch import kill_all
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,6 +15,12 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGASNN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    yield
+    kill_all()
 
 
 @pytest.fixture

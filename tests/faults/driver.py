@@ -52,6 +52,7 @@ def stall_in_step() -> None:
     """Writes down the process id and does not go on, so that the test can kill it there."""
 
     def stall() -> None:
+        time.sleep(0.5)  # so that the other ranks come to where they wait for this one
         path = Path(os.environ[PID_FILE])
         path.with_suffix(".new").write_text(str(os.getpid()))
         path.with_suffix(".new").rename(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ ONE_F_ONE_B = ("--pipeline-schedule", "1f1b")
 PP2 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "5|3")
 PP3 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "4|2|2")
 TP2 = ("--tensor-model-parallel-size", "2")
+_PR_SET_PDEATHSIG = 1  # of Linux, prctl(2)
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Ranks:
         self.folder, self.pid_file = folder, folder / "pid"
         self.files = [folder / f"rank{rank}.txt" for rank in range(size)]
         self.started = time.monotonic()
+        _running.append(self)
         environment = {
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
@@ -100,14 +104,18 @@ class Ranks:
             process.join(max(0.0, deadline - time.monotonic()))
         alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
         seconds = time.monotonic() - self.started
-        for process in self.processes:
-            process.kill()
-            process.join()
+        self.kill()
         assert not alive, f"ranks {alive} still run after {within} s:\n{self.output()}"
         return Ended([process.exitcode for process in self.processes], [f.read_text() for f in self.files], seconds)
 
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
 
 def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple[str, int] | None) -> None:
+    _end_with_parent(signal.SIGKILL)
     os.environ.update(environment)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -137,6 +145,7 @@ class Torchrun:
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
         }
         self.started = time.monotonic()
+        _running.append(self)
         with open(self.file, "w") as output:
             self.process = subprocess.Popen(
                 [*command, str(ROOT / program), *argv],
@@ -145,6 +154,7 @@ class Torchrun:
                 cwd=folder,
                 env=environment,
                 start_new_session=True,
+                preexec_fn=lambda: _end_with_parent(signal.SIGTERM),
             )
 
     def kill_stalled(self) -> None:
@@ -159,10 +169,32 @@ class Torchrun:
         try:
             self.process.wait(max(0.0, self.started + within - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.kill()
             raise AssertionError(f"still runs after {within} s:\n{self.file.read_text()}") from None
         return Ended([self.process.returncode], [self.file.read_text()], time.monotonic() - self.started)
+
+    def kill(self) -> None:
+        """The launcher and its ranks, each of which has a session of its own."""
+        if self.process.poll() is None:
+            children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+            for process in (self.process.pid, *(int(child) for file in children for child in file.read_text().split())):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self.process.wait()
+
+
+_running: list[Ranks | Torchrun] = []
+
+
+def kill_all() -> None:
+    """Whatever a test has started and, since it failed, not waited for."""
+    while _running:
+        _running.pop().kill()
+
+
+def _end_with_parent(number: signal.Signals) -> None:
+    """This process gets the signal when the one that started it ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def wait_for_pid(file: Path, alive: Callable[[], bool], output: Callable[[], str], seconds: float = 60.0) -> int:

@@ -54,8 +54,10 @@ def test_all_ranks_end_when_one_is_killed(tmp_path, killed, pipeline) -> None:
     ended = ranks.end(within=15)
     others = [rank for rank in range(3) if rank != killed]
     assert ended.status[killed] == -signal.SIGKILL and all(ended.status[rank] == 1 for rank in others)
-    for line in one_line_each(ended.output, others):
-        assert f"stopping, because of rank {killed}: ended without a word (killed" in line
+    for rank, line in zip(others, one_line_each(ended.output, others), strict=True):
+        # Where the others are tells what the lost one did not send any more.
+        assert f"stopping, because of rank {killed}: {GONE}; here: rank {rank}, pipeline stage {rank}, action " in line
+        assert ", micro-batch " in line
 
 
 @pytest.mark.parametrize("fault", ["raise_before_the_grid", "raise_at_the_end"])
@@ -103,4 +105,6 @@ def test_one_is_killed_under_torchrun(tmp_path) -> None:
     run.kill_stalled()
     ended = run.end(15)
     assert ended.status == [1]
-    assert lines_of(0, ended.output[0]) == [f"[rank 0] stopping, because of rank 1: {GONE}"]
+    (line,) = lines_of(0, ended.output[0])
+    place = "; here: rank 0, pipeline stage 0, action 0"
+    assert line.startswith(f"[rank 0] stopping, because of rank 1: {GONE}{place}")

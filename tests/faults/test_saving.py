@@ -90,8 +90,9 @@ def test_a_job_that_comes_back_with_another_number_of_ranks(straight, tmp_path) 
 
 def test_what_another_run_left_is_told_and_not_continued(straight, tmp_path) -> None:
     folder = tmp_path / "run"
-    for name in ("first", "second"):
-        ended = Ranks(tmp_path / name, 1, *TINY, "--save", str(folder)).end(30)
+    for name, more in ("first", ("--save-interval", "1")), ("second", ("--keep-last", "1")):
+        ended = Ranks(tmp_path / name, 1, *TINY, "--save", str(folder), *more).end(30)
         assert ended.status == [0] and "continuing" not in ended.output[0]
+        assert list_checkpoints(folder) == [1, 2, 3, 4]
     assert f"WARNING: {folder} holds checkpoints up to iteration 4 that this run does not continue" in ended.output[0]
     assert same(folder, straight)

@@ -40,6 +40,19 @@ def test_a_picture_can_be_opened(tmp_path: Path) -> None:
         assert len(image.getcolors(maxcolors=1 << 20) or []) > 3
 
 
-def test_another_suffix_is_refused() -> None:
-    with pytest.raises(ValueError, match="--output g.gif"):
-        main(["1f1b", "--output", "g.gif"])
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--output g.gif", "--output g.gif: the name must end in .svg or .png"),
+        ("--output nowhere/g.svg", "--output nowhere/g.svg: there is no folder nowhere"),
+        ("--forward nan", "finite and not negative, got nan 1 1 0"),
+        ("--weight-grad inf", "finite and not negative, got 1 1 inf 0"),
+        ("--transfer -1", "finite and not negative, got 1 1 1 -1"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_anything_is_printed(
+    capsys: pytest.CaptureFixture[str], flags: str, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        main(["1f1b", *flags.split()])
+    assert capsys.readouterr().out == ""

@@ -74,6 +74,6 @@ def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(tmp_path_
     with pytest.raises(NoCheckpointError, match="typo"):
         train(cache, "--train-iters", "1", "--load", str(tmp_path / "typo"))
     folder = str(tmp_path / "job")
-    first = train(cache, "--train-iters", "2", "--exit-interval", "1", "--load", folder, "--save", folder)
+    first = train(cache, "--train-iters", "2", "--exit-interval", "1", "--load", f"{folder}/", "--save", folder)
     second = train(cache, "--train-iters", "2", "--load", folder, "--save", folder)
     assert (first.iteration, second.iteration) == (1, 2)
