@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,12 +52,8 @@ class Saves:
         self._options, self._provider, self._engine, self._state = config.checkpoint, provider, engine, state
         self._optimizer, self._layout = optimizer, layout
         self._identity = _identity(config, model_config)
-        # A place in the data means something only in the same data and order.
-        self._data_identity: dict[str, object] = {
-            "dataset": dataset,
-            "seed": config.training.seed,
-            "shuffle": config.data.shuffle,
-        }
+        self._data_identity = _data_identity(config, dataset)
+        self._recipe = _recipe(config)
         self._job: JobFolder | None = None
         self._saver: checkpoint.Saver | None = None
         self.report: Callable[[str], None] = print
@@ -134,7 +130,18 @@ class Saves:
             and not (loaded.remarks or options.no_load_optim)
         ):
             self._saver.saved = loaded.iteration  # as it is; a run that has nothing left to do does not write it again
-        return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(loaded))
+        remarks = (*loaded.remarks, *self._changes(loaded.extra))
+        return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(remarks))
+
+    def _changes(self, saved: Mapping[str, object]) -> list[str]:
+        """What the run goes on to do otherwise than the one that saved: legitimate, but not to be done unawares."""
+        before = saved.get("recipe")
+        if not isinstance(before, Mapping):  # weights from elsewhere
+            return []
+        changed = [
+            f"{flag} from {before.get(flag)} to {now}" for flag, now in self._recipe.items() if before.get(flag) != now
+        ]
+        return ["changed since the checkpoint was saved: " + ", ".join(changed)] if changed else []
 
     def _take_weights(self, folder: str) -> StartingPoint:
         """Only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
@@ -146,7 +153,7 @@ class Saves:
             process_group=self._state.world.handle,
             leave=head if self._options.reset_head else None,
         )
-        return StartingPoint(notice=_warnings(loaded))
+        return StartingPoint(notice=_warnings(loaded.remarks))
 
     def _may_begin_anew(self) -> bool:
         """A job that saves where it loads finds nothing there the first time; a folder named by mistake is refused."""
@@ -175,7 +182,8 @@ class Saves:
         grid = self._state.grid
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
-        progress = checkpoint.Progress(iteration, consumed_samples, self._data_identity, self._identity, layout)
+        extra = {**self._data_identity, "recipe": self._recipe}
+        progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout)
         self._saver.save(progress, self._engine.tensors, self._optimizer)
 
     def finish(self) -> bool:
@@ -190,8 +198,32 @@ class Saves:
             self._job.release()
 
 
-def _warnings(loaded: checkpoint.LoadedState) -> str:
-    return "\n".join(f"WARNING: {remark}" for remark in loaded.remarks)
+def _warnings(remarks: Iterable[str]) -> str:
+    return "\n".join(f"WARNING: {remark}" for remark in remarks)
+
+
+def _data_identity(config: PretrainConfig, dataset: object) -> dict[str, object]:
+    """A place in the data means something only in the same data, made into the same frames, in the same order."""
+    data = config.data
+    frames = {"split_by": data.split_by, "frame_duration": data.frame_duration, "normalize": data.normalize_frames}
+    order = {"seed": config.training.seed, "shuffle": data.shuffle, "last_batch": data.last_batch}
+    return {"dataset": dataset, **order, "frames": frames}
+
+
+def _recipe(config: PretrainConfig) -> dict[str, object]:
+    """Flags that define what is computed and that a run may change on its way."""
+    training = config.training
+    flags: dict[str, object] = {
+        "--loss": training.loss,
+        "--label-smoothing": training.label_smoothing,
+        "--augment": config.data.augment,
+        "--micro-batch-size": training.micro_batch_size,
+        "--global-batch-size": training.global_batch_size,
+        "--precision": training.precision,
+    }
+    if training.loss == "tet":
+        flags |= {"--tet-lambda": training.tet_lambda, "--tet-mean": training.tet_mean}
+    return flags
 
 
 def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[str, object]]:

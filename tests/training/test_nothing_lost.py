@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from megasnn.checkpoint import NoCheckpointError
+from megasnn.checkpoint import CheckpointError, NoCheckpointError
 from megasnn.comm.codec import Wire
 from megasnn.data import GlobalBatch
 from megasnn.layers import BuildContext, ParallelConv
@@ -77,3 +77,17 @@ def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(tmp_path_
     first = train(cache, "--train-iters", "2", "--exit-interval", "1", "--load", f"{folder}/", "--save", folder)
     second = train(cache, "--train-iters", "2", "--load", folder, "--save", folder)
     assert (first.iteration, second.iteration) == (1, 2)
+
+
+def test_what_a_resumed_run_does_otherwise_is_told_or_refused(tmp_path_factory, tmp_path, capsys) -> None:
+    cache, folder = str(tmp_path_factory.mktemp("cache")), str(tmp_path)
+    train(cache, "--train-iters", "1", "--eval-iters", "0", "--save", folder)
+    capsys.readouterr()
+    again = ("--train-iters", "2", "--eval-iters", "0", "--load", folder)
+    train(cache, *again)
+    assert "changed since" not in capsys.readouterr().out
+    train(cache, *again, "--loss", "mse", "--augment", "cifar")
+    printed = capsys.readouterr().out
+    assert "WARNING: changed since the checkpoint was saved: --loss from cross-entropy to mse, --augment" in printed
+    with pytest.raises(CheckpointError, match="last_batch: continue when it was saved, drop now"):
+        train(cache, *again, "--last-batch", "drop")
