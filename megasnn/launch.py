@@ -10,6 +10,9 @@ from typing import TypeVar
 
 from megasnn.config import ConfigError, PretrainConfig, parse, validate
 
+# torchrun stops the other ranks as soon as the first one ends, and they may be slower to say what is wrong.
+OTHERS_SPEAK_S = 3.0
+
 Config = TypeVar("Config", bound=PretrainConfig)
 
 
@@ -29,11 +32,11 @@ def launch(config_class: type[Config], train: Callable[[Config], int], argv: Seq
         if end.code and world_size > 1:
             if rank > 0:
                 sys.stderr.write(f"[rank {rank}] the command line is wrong; rank 0 says where\n")
-            time.sleep(3.0)  # torchrun stops the other ranks when the first one ends, and rank 0 may be slower
+            time.sleep(OTHERS_SPEAK_S)
         raise
     except ConfigError as error:
         sys.stderr.write(f"[rank {rank}] {error}\n")
         if world_size > 1:
-            time.sleep(1.0)  # torchrun stops the other ranks when the first one ends: they have the same to say
+            time.sleep(OTHERS_SPEAK_S)
         return 2
     return train(config)

@@ -31,8 +31,12 @@ def test_mse_is_the_distance_of_rates_from_the_label(logits) -> None:
     wanted = F.one_hot(LABELS, CLASSES).double()
     expected = ((logits.mean(0) - wanted) ** 2).sum() / CLASSES
     torch.testing.assert_close(mse_sum(logits, LABELS), expected)
-    smooth = 0.9 * wanted + 0.1 / CLASSES
-    torch.testing.assert_close(mse_sum(logits, smooth), mse_sum(logits, LABELS, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_label_smoothing_spreads_a_share_over_all_classes(logits, loss) -> None:
+    smooth = 0.9 * F.one_hot(LABELS, CLASSES).double() + 0.1 / CLASSES
+    torch.testing.assert_close(loss(logits, LABELS, label_smoothing=0.1), loss(logits, smooth))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ from megasnn.config.checks import ConfigError, at_least
 from megasnn.config.model import SpikformerConfig
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.serialise import to_dict
-from megasnn.parallel_state import initialize_model_parallel
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 
 FIGURES = ("save", "load", "cp", "stall", "save_call", "step")
 
@@ -86,8 +87,8 @@ def run_checkpoints(config: CheckpointBenchmark) -> dict[str, Any]:
     """
     config.check()
     earlier = read_lines(config.output)
-    with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-", dir=config.folder) as folder:
-        run = _Run(config, Path(folder))
+    with _alone(config) as state, tempfile.TemporaryDirectory(prefix="megasnn-benchmark-", dir=config.folder) as folder:
+        run = _Run(config, Path(folder), state)
         rounds = [run.round(number) for number in range(config.rounds + 1)][1:]
         _say("laying out for other ranks")
         task = ConversionTask(run.saved, Path(folder) / "converted", config.tensor, config.pipeline)
@@ -111,6 +112,18 @@ def run_checkpoints(config: CheckpointBenchmark) -> dict[str, Any]:
     return line
 
 
+@contextmanager
+def _alone(config: CheckpointBenchmark) -> Iterator[ParallelState]:
+    """The grid of one process, and the threads it trains with."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
+    try:
+        yield initialize_model_parallel(device=torch.device("cpu"))
+    finally:
+        destroy_model_parallel()
+        torch.set_num_threads(threads)
+
+
 class _Run:
     """
     Attributes:
@@ -118,10 +131,8 @@ class _Run:
         gigabytes: of its files, 10^9 bytes.
     """
 
-    def __init__(self, config: CheckpointBenchmark, folder: Path) -> None:
+    def __init__(self, config: CheckpointBenchmark, folder: Path, state: ParallelState) -> None:
         self._config, self._folder = config, folder
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
-        state = initialize_model_parallel(device=torch.device("cpu"))
         self._work = MegaSNNStep(config.model(), state, 1, 1, "fp32", "auto", "auto")
         self._engine, self._optimizer = self._work.engine, self._work.optimizer
         self._identity = {"model": to_dict(config.model()), "neuron": to_dict(NeuronConfig())}

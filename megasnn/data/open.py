@@ -80,7 +80,8 @@ def _check_kind(config: DataConfig, shard: Shard, format: SampleFormat) -> None:
     found = {suffix.decode() for suffix in shard.suffixes.tolist()}
     if not found <= set(format.suffixes):
         kinds = " and ".join(sorted({_KINDS[suffix] for suffix in found}))
-        raise ValueError(f"shard {shard.source} holds {kinds}, and the model takes {_kind(format)}")
+        hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
+        raise ValueError(f"shard {shard.source} holds {kinds}, and the model takes {_kind(format)}{hint}")
     if FRAMES not in found or not isinstance(format, EventFormat):
         return
     if len(shard.frames) and shard.frames[0] != format.settings.time_steps:

@@ -104,7 +104,8 @@ class PipelinePlan:
         return (
             f"--pipeline-schedule {asked}: {chosen.name} with chunks on pipeline ranks {ranks}; predicted for "
             f"{self.micro_batches} micro-batches {1e3 * chosen.makespan:.1f} ms ({chosen.idle_share:.1%} bubble), at "
-            f"most {chosen.activations:g} micro-batches' activations on a rank; named ones: {others}"
+            f"most {chosen.activations:g} micro-batches' activations on a rank; named ones: "
+            + (others or "none keeps the limit")
         )
 
     def _chunk_costs(self) -> list[ChunkCost]:

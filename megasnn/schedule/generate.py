@@ -111,13 +111,13 @@ def _candidates(stages: int, micro_batches: int, costs_of: CostsOf, chunks_per_r
     if 1 in counts:
         costs = costs_of(loop_placement(stages))
         for limit in range(1, stages):
-            schedule = short_of_memory("auto", stages, micro_batches, costs, limit)
+            schedule = short_of_memory(f"zb1p within {limit}", stages, micro_batches, costs, limit)
             found += [schedule] if schedule is not None else []
     if 2 in counts:
         costs = costs_of(v_placement(stages))
         for limit in {min_limit(stages), half_limit(stages), stages, stages + stages // 2, 2 * stages}:
             for gap in GAPS:
-                schedule = best_v("auto", stages, micro_batches, costs, limit, gap)
+                schedule = best_v(f"V within {limit}", stages, micro_batches, costs, limit, gap)
                 found += [schedule] if schedule is not None else []
     return found
 

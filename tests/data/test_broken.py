@@ -46,6 +46,13 @@ def test_the_next_one_in_the_order_takes_the_place(paths):
     assert [number for *_, samples, _ in batch for number in samples] == [0, 1, 2, 3, 6, 6, 6, 7, 8, 9]
 
 
+def test_a_sample_that_stands_in_is_augmented_by_its_place(paths):
+    """Sample 6 comes three times, and the augmentation makes something else of it each time."""
+    options = {"skip_broken": True, "shuffle": False, "augment": "cifar", "micro_batch_size": 10}
+    images = next(loader(open_all(paths), **options).batches()).micro_batches[0].images
+    assert len({image.numpy().tobytes() for image in images[4:7]}) == 3
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_all_ranks_come_to_the_same_choice(paths, dp_size, num_workers):

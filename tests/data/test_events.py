@@ -130,7 +130,7 @@ def test_another_number_of_time_steps_is_refused_with_the_flag(tmp_path) -> None
 
 def test_a_model_is_not_given_another_kind_of_samples(tmp_path) -> None:
     events = DataConfig(data_path=str(write_shard(tmp_path / "a.tar", as_events(range(3)))))
-    with pytest.raises(ValueError, match="holds events, and the model takes images"):
+    with pytest.raises(ValueError, match="holds events, and the model takes images; .*--event-frames"):
         open_datasets(events, (3, 32, 32), 3)
     with pytest.raises(ValueError, match="--augment cifar is not for event frames.*none, dvs, nda, roll"):
         open_datasets(DataConfig(augment="cifar"), (4, 2, 32, 32), 10)

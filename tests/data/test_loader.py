@@ -164,6 +164,16 @@ def test_workers_read_ahead_and_end_with_the_iterator(dataset):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("megasnn-data")]
 
 
+def test_every_worker_has_something_to_do(dataset):
+    """With one micro-batch a batch, each of three workers must be given one of its own to meet the others here."""
+    three, sample = threading.Barrier(3, timeout=20), dataset.sample
+    dataset.sample = lambda index: three.wait() >= 0 and sample(index)
+    batches = loader(dataset, global_batch_size=1, micro_batch_size=1, num_workers=3).batches()
+    assert next(batches).micro_batches[0].size == 1
+    three.abort()
+    batches.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -153,6 +153,11 @@ def test_refusals() -> None:
         generate("auto", 1, 4, memory_limit=0.5)
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_what_has_no_name_of_its_own_says_what_it_is(limit: int) -> None:
+    assert generate("auto", 4, 8, 1, memory_limit=limit).name == f"zb1p within {limit}"
+
+
 def test_the_search_is_quick() -> None:
     costs_of = per_stage([ChunkCost(1 + rank / 50, 2, 0.05) for rank in range(8)])
     start = time.process_time()
