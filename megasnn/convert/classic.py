@@ -30,7 +30,7 @@ from megasnn.convert.new_file import new_checkpoint, sync
 from megasnn.convert.progress import byte_bar
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
 from megasnn.convert.target import TargetRank
-from megasnn.convert.torch_file import load_lazily, new_torch_file, read_lazy
+from megasnn.convert.torch_file import load_lazily, new_torch_file, read_lazy, require_checksums
 from megasnn.sharding import Shard, ShardedTensor
 
 FILE = "model_optim_rng.pt"
@@ -79,6 +79,7 @@ class ClassicSource(TensorSource):
         self.files = {str(file.relative_to(path)): file.stat().st_size for file in files}
         self._parts: dict[str, list[_Part]] = {}
         for file in files:
+            require_checksums(file)
             content = load_lazily(file)
             if not isinstance(content, Mapping) or "shards" not in content or "checkpoint" not in content:
                 raise CheckpointError(

@@ -28,9 +28,14 @@ def read_elements(path: Path, offset: int, count: int, dtype: torch.dtype) -> Te
 def write_elements(stream: BinaryIO, offset: int, values: Tensor) -> None:
     """Writes all elements, in C order, from the byte `offset` of an unbuffered file on."""
     stream.seek(offset)
-    memory = _memory(values.contiguous().reshape(-1))
+    memory = bytes_of(values)
     while memory:
         memory = memory[stream.write(memory) :]
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """All elements, in C order."""
+    return _memory(values.contiguous().reshape(-1))
 
 
 def _memory(flat: Tensor) -> memoryview:

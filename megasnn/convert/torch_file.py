@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.interchange.state_dict import find_state_dict, load_file
 from megasnn.convert.new_file import new_file
-from megasnn.convert.raw import read_elements, write_elements
+from megasnn.convert.raw import bytes_of, read_elements, write_elements
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
 
 
@@ -29,18 +31,31 @@ class TorchFileSource(TensorSource):
     """A state_dict in a file of torch.save. Files older than torch 1.6 are not zip archives and are read at once.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds no state_dict.
+        CheckpointError: the file cannot be read or was altered, or holds no state_dict.
     """
 
     kind = "torch state_dict"
 
     def __init__(self, path: Path) -> None:
         self.path, self.facts, self.files = path, Facts(), {path.name: path.stat().st_size}
-        self._found = find_state_dict(load_lazily(path) if zipfile.is_zipfile(path) else load_file(path), path)
+        if zipped := zipfile.is_zipfile(path):
+            require_checksums(path)
+        self._found = find_state_dict(load_lazily(path) if zipped else load_file(path), path)
         self.tensors = {name: info_of(value, path.name) for name, value in self._found.items()}
 
     def read(self, name: str) -> Tensor:
         return read_lazy(self.path, self._found[name])
+
+
+def require_checksums(path: Path) -> None:
+    """Reads every byte of a zip archive. Raises CheckpointError when one is not what was written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    if damaged is not None:
+        raise CheckpointError(f"{path} was altered: the checksum of {damaged} differs")
 
 
 def load_lazily(path: Path) -> Any:
@@ -72,10 +87,15 @@ def read_lazy(path: Path, value: Tensor) -> Tensor:
 
 
 class TorchFileFiller:
-    """Puts the values into a file that `torch.save` wrote without them. A place is the keys that lead to a tensor."""
+    """Puts the values into a file that `torch.save` wrote without them. A place is the keys that lead to a tensor.
+
+    Attributes:
+        checksums: CRC-32 of the values that begin at each byte of the file.
+    """
 
     def __init__(self, stream: BinaryIO, places: Mapping[tuple[str, ...], Tensor]) -> None:
         self._stream, self._places = stream, places
+        self.checksums: dict[int, int] = {}
 
     def put(self, place: tuple[str, ...], value: Tensor) -> None:
         fake = self._places[place]
@@ -83,6 +103,7 @@ class TorchFileFiller:
         offset = fake.untyped_storage()._checkpoint_offset
         assert offset is not None
         write_elements(self._stream, offset, value)
+        self.checksums[offset] = zlib.crc32(bytes_of(value))
 
 
 @contextmanager
@@ -93,7 +114,28 @@ def new_torch_file(path: Path, content: Mapping[str, Any]) -> Iterator[TorchFile
             torch.save(_fakes(content), aside)
         places = dict(_places(load_lazily(aside)))
         with aside.open("r+b", buffering=0) as stream:
-            yield TorchFileFiller(stream, places)
+            filler = TorchFileFiller(stream, places)
+            yield filler
+            _write_checksums(aside, stream, filler.checksums)
+
+
+def _write_checksums(path: Path, stream: BinaryIO, checksums: Mapping[int, int]) -> None:
+    """Into the archive's records, which know only the file without values (APPNOTE.TXT, 4.3.7, 4.3.9 and 4.3.12)."""
+    with zipfile.ZipFile(path) as archive:
+        entries, record = archive.filelist, archive.start_dir
+    for entry in entries:
+        begin = entry.header_offset + 30 + sum(_read(stream, entry.header_offset + 26, "<2H"))
+        if begin in checksums:
+            follows = entry.flag_bits & 8  # the checksum comes behind the values, after a signature
+            for at in (record + 16, begin + entry.file_size + 4 if follows else entry.header_offset + 14):
+                stream.seek(at)
+                stream.write(struct.pack("<I", checksums[begin]))
+        record += 46 + sum(_read(stream, record + 28, "<3H"))
+
+
+def _read(stream: BinaryIO, at: int, format: str) -> tuple[int, ...]:
+    stream.seek(at)
+    return struct.unpack(format, stream.read(struct.calcsize(format)))
 
 
 def _fakes(content: Any) -> Any:

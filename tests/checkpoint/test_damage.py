@@ -245,6 +245,27 @@ def test_slices_of_a_large_tensor(tmp_path, monkeypatch, dim):
     assert len([problem for _, problem in verify_checkpoint(path)]) == 2
 
 
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_flipped_bit_in_any_block_of_a_large_tensor(tmp_path, block):
+    """Whoever needs that block refuses it; a rank whose rows lie elsewhere does not read it."""
+    path = save_global_tensors(tmp_path, {"large": known("large", (1000, 700)).float()})
+    file = path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[block * BLOCK + BLOCK // 2] ^= 1
+    file.write_bytes(content)
+    assert [problem for _, problem in verify_checkpoint(path) if problem]
+    refused = []
+    for rank in range(4):
+        try:
+            load_checkpoint(tmp_path, tensors=[large(rank, 4)])
+        except DamagedError as error:
+            assert f"large in {file} was altered" in str(error)
+            refused.append(rank)
+    assert refused == {0: [0, 1], 1: [1, 2], 2: [2, 3]}[block]
+    with pytest.raises(DamagedError):
+        load_checkpoint(tmp_path, tensors=[large()])
+
+
 def test_torch_reads_the_files_and_other_tools_compute_the_same_checksums(folder, tmp_path):
     path = find_checkpoint(folder, None)
     dcp_to_torch_save(path, tmp_path / "whole.pt")

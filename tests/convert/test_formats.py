@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,25 @@ def test_cut_files_and_other_files_are_refused(tmp_path, name):
     path.write_bytes(b"\x20" + bytes(7) + b"not what it should be, at all   ")
     with pytest.raises(CheckpointError, match=name):
         open_source(path)
+
+
+def test_the_archives_checksums_are_those_of_the_values(tmp_path):
+    """Other programs, like unzip -t, find the file in order; and an altered value is found here."""
+    write(tmp_path / "ours.pt", VALUES)
+    torch.save(VALUES, tmp_path / "theirs.pt")
+    whole = (tmp_path / "ours.pt").read_bytes()
+    ours, theirs = (zipfile.ZipFile(tmp_path / f"{name}.pt") for name in ("ours", "theirs"))
+    data = [name.partition("/")[2] for name in theirs.namelist() if "/data/" in name]
+    assert len(data) == len(VALUES)
+    assert all(ours.getinfo(f"ours.pt/{name}").CRC == theirs.getinfo(f"theirs/{name}").CRC for name in data)
+    assert ours.testzip() is None
+    begin = whole.index(VALUES["weight"].numpy().tobytes())
+    for bit in range(8):
+        (tmp_path / "ours.pt").write_bytes(
+            whole[: begin + 9] + bytes([whole[begin + 9] ^ 1 << bit]) + whole[begin + 10 :]
+        )
+        with pytest.raises(CheckpointError, match=r"ours.pt was altered: the checksum of ours.pt/data/0 differs"):
+            open_source(tmp_path / "ours.pt")
 
 
 def test_an_error_leaves_no_file(tmp_path):
