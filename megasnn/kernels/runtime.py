@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-ANNOUNCED_AFTER_S = 1.0
+ANNOUNCED_AFTER_S = 3.0
 
 _compiled: set[tuple[Any, Any]] = set()
 _announced = threading.Event()
