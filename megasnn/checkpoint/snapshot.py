@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from megasnn.sharding import ShardedTensor
+
+COPYING_THREADS = min(4, os.cpu_count() or 1)
 
 
 class Snapshot:
@@ -32,18 +36,13 @@ class Snapshot:
         if self._preparation is not None:
             self._preparation.join()
             self._preparation = None
-        copies = [
-            ShardedTensor(
-                entry.name,
-                self._memory_for(entry).copy_(entry.tensor.detach(), non_blocking=True),
-                entry.shard,
-                entry.is_parameter,
-            )
-            for entry in entries
-        ]
-        for device in {entry.tensor.device for entry in entries if entry.tensor.is_cuda}:
+        pairs = [(entry, self._memory_for(entry)) for entry in entries]
+        # One core alone does not use the bandwidth of the memory.
+        with ThreadPoolExecutor(COPYING_THREADS) as threads:
+            list(threads.map(_copy, pairs))
+        for device in {entry.tensor.device for entry, _ in pairs if entry.tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        return copies
+        return [ShardedTensor(entry.name, memory, entry.shard, entry.is_parameter) for entry, memory in pairs]
 
     def _memory_for(self, entry: ShardedTensor) -> Tensor:
         there = self._memory.get(entry.name)
@@ -52,3 +51,9 @@ class Snapshot:
             there = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
             self._memory[entry.name] = there
         return there
+
+
+def _copy(pair: tuple[ShardedTensor, Tensor]) -> None:
+    entry, memory = pair
+    with torch.no_grad():
+        memory.copy_(entry.tensor.detach(), non_blocking=True)
