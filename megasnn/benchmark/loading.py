@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +31,8 @@ from megasnn.data.augment import AUGMENTATIONS
 from megasnn.data.formats import SampleFormat
 
 WORKERS = (0, 1, 2)
+
+Batches = Generator[int, None, None]  # the size of each
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def _measure(
     return {number: (ours[1:], theirs[1:]) for number, (ours, theirs) in rates.items()}
 
 
-def _our_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Iterator[int]:
+def _our_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Batches:
     loader = BatchLoader(
         dataset,
         seed=1,
@@ -156,7 +158,7 @@ def _our_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat], 
             yield batch.size
 
 
-def _their_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Iterator[int]:
+def _their_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Batches:
     samples = Samples(dataset, config.augment)
     while True:
         for images, _labels in DataLoader(
@@ -165,9 +167,9 @@ def _their_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat]
             yield len(images)
 
 
-def _rate(config: LoadingBenchmark, batches: Callable[[], Iterator[int]]) -> float:
+def _rate(config: LoadingBenchmark, batches: Callable[[], Batches]) -> float:
     """Samples a second after the first batch: workers have started then."""
-    with closing(batches()) as running:  # type: ignore[type-var]
+    with closing(batches()) as running:
         next(running)
         begin = time.perf_counter()
         loaded = sum(islice(running, max(1, config.samples // config.batch_size)))

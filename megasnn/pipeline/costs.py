@@ -234,8 +234,9 @@ class _Layer:
         times = self.clock.times
         forward, inputs, weights = (median(times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
         assert self._output is not None
-        working = tuple(self.clock.peaks.get(name, 0) for name in ("forward", "input_gradient", "weight_gradient"))
-        cost = LayerCost(forward, inputs, weights, self._held, working)  # type: ignore[arg-type]  # there are three
+        peaks = self.clock.peaks
+        working = peaks.get("forward", 0), peaks.get("input_gradient", 0), peaks.get("weight_gradient", 0)
+        cost = LayerCost(forward, inputs, weights, self._held, working)
         return _with_messages(cost, self._output, self._wire, wires)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,7 +32,7 @@ from megasnn.preprocess.run import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOptions:
+class ShardOptions(ABC):
     """What all data sets share."""
 
     output: Path
@@ -47,13 +48,13 @@ class ShardOptions:
     workers: int = os.cpu_count() or 1
     """Processes; the shards do not depend on their number."""
 
+    @abstractmethod
     def listing(self) -> Listing:
         """Finds the samples. Raises ValueError for what is missing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self) -> Encode:
         """What makes a sample's files."""
-        raise NotImplementedError
 
     def contents(self) -> dict[str, Any]:
         """The options that a sample's files depend on, as JSON values."""
