@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.config import PretrainSpikformerConfig
-from megasnn.launch import launch
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.process.launch import launch
 
 
 def train(config: PretrainSpikformerConfig) -> int:
     from megasnn import training
-    from megasnn.checkpoint import from_spikingjelly
-    from megasnn.models.spikformer import describe_spikformer
+    from megasnn.models.spikformer.model import describe_spikformer
+    from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 
     provider = training.ModelProvider(
         description=describe_spikformer(config.model, training.neuron_spec(config)),

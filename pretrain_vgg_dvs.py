@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.config import PretrainVggDvsConfig
-from megasnn.launch import launch
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.process.launch import launch
 
 
 def train(config: PretrainVggDvsConfig) -> int:
     from megasnn import training
-    from megasnn.checkpoint import vgg_from_spikingjelly
-    from megasnn.models.vgg_dvs import describe_vgg_dvs
+    from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+    from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 
     pools = [block.pool for block in config.model.blocks]
     provider = training.ModelProvider(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelNeuron
-from megasnn.losses import correct_predictions, cross_entropy_sum
+from megasnn.losses import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
 from megasnn.optim import GradientNorm
@@ -47,6 +47,7 @@ class Engine:
         parameters: number of elements of the whole model's parameters.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
+        correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
         gradient_norm: of the whole model, see megasnn.optim.
         plan: the schedules and the placement of the chunks.
         executor: works off the schedules; its `observer` sees every action.
@@ -84,7 +85,8 @@ class Engine:
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
         self._global_batch_size = 1
         self.wants_to_stop: Callable[[], bool] = lambda: False
-        self.stop_votes = 0.0
+        self.stop_votes = self.correct = 0.0
+        self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.executor = PipelineExecutor(
             self.chunks, placement, state, self._micro_batch_loss, self.data_parallel, wires=wires
         )
@@ -102,7 +104,9 @@ class Engine:
         return len(self.plan.placement) - 1 in self.chunks
 
     def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(logits, labels) / self._global_batch_size
+        loss = self.loss(logits, labels) / self._global_batch_size
+        self._correct_here += count_correct(logits, labels)
+        return loss
 
     def neurons(self) -> list[tuple[str, ParallelNeuron]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -129,10 +133,12 @@ class Engine:
         self.data_parallel.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
+        self._correct_here.zero_()
         self._set_mode(training=True)
         loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
-        # The vote travels with the loss: no step has a collective of its own for it.
-        total, self.stop_votes = self._over_all_replicas(loss.reshape(1), [float(self.wants_to_stop())])
+        # Hits and vote travel with the loss: no step waits a second time for them.
+        mine = torch.stack([loss, self._correct_here])
+        total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self.wants_to_stop())])
         return total
 
     def merge_statistics(self, most_micro_batches: int) -> None:

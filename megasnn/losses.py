@@ -55,6 +55,13 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
     return [int(ranked[:, :k].any(dim=1).sum()) for k in top]
 
 
+@torch.no_grad()
+def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """How many samples have their label at the highest logit (mean over time): a scalar where the logits are."""
+    wanted = labels.argmax(1) if labels.is_floating_point() else labels.reshape(-1)
+    return (logits.float().mean(0).argmax(1) == wanted).sum()
+
+
 def _raised(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 

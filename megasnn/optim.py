@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,17 @@ def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -
     betas = (config.adam_beta1, config.adam_beta2)
     # A pipeline stage may hold no layers, and AdamW takes no empty list of parameters, but it takes empty groups.
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=bool(trained) or None)
+
+
+def state_bytes(trained: Iterable[Tensor]) -> int:
+    """What the state of `build_optimizer` takes after a step: two moments like each parameter, and a count of steps."""
+    return sum(2 * parameter.nbytes + torch.float32.itemsize for parameter in trained)
+
+
+def held_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the optimizer's state takes now: nothing before the first step, unless it was loaded."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
@@ -70,9 +81,13 @@ class GradientNorm:
         return math.sqrt(math.fsum(all_reduce_sum(squares, self._model, "step").tolist()))
 
     def clip(self, norm: float, most: float) -> None:
-        """Scales the gradients down to the norm `most`, where they exceed it; 0 clips nothing."""
-        if most <= 0 or not norm > most:
+        """Scales the gradients by most / (norm + 1e-6) where that is less than 1; 0 clips nothing.
+
+        torch.nn.utils.clip_grad_norm_ and Megatron-LM do it with the same small number.
+        """
+        scale = most / (norm + 1e-6)
+        if most <= 0 or not scale < 1:
             return
         gradients: list[Tensor] = [p.grad for _, p, _ in self._mine if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, most / norm)
+            torch._foreach_mul_(gradients, scale)

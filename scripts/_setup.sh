@@ -155,7 +155,7 @@ train_vgg() {
     ranks=$(($(option --tensor-model-parallel-size 1 "${defaults[@]}" "$@") *
         $(option --pipeline-model-parallel-size 1 "${defaults[@]}" "$@")))
     choose_device "$ranks"
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$ROOT/pretrain_vgg_dvs.py" \
+    "$PYTHON" -m megasnn.process.torchrun --standalone --nproc-per-node "$ranks" "$ROOT/pretrain_vgg_dvs.py" \
         "${defaults[@]}" \
         --save "$run/checkpoints" \
         --tensorboard-dir "$run/tensorboard" \

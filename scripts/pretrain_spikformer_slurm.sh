@@ -23,7 +23,7 @@ GPUS=${SLURM_GPUS_ON_NODE:-8}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / GPUS))}
 
-srun "$PYTHON" -m torch.distributed.run \
+srun "$PYTHON" -m megasnn.process.torchrun \
     --nnodes "$SLURM_NNODES" \
     --nproc-per-node "$GPUS" \
     --rdzv-id "$SLURM_JOB_ID" \

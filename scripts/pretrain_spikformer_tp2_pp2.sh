@@ -11,7 +11,7 @@ prepare_python
 choose_device 4
 RUN=$(new_run spikformer_tp2_pp2)
 
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 "$ROOT/pretrain_spikformer.py" \
+"$PYTHON" -m megasnn.process.torchrun --standalone --nproc-per-node 4 "$ROOT/pretrain_spikformer.py" \
     --tensor-model-parallel-size 2 \
     --pipeline-model-parallel-size 2 \
     "${DIGITS[@]}" \

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+
+from megasnn.cache import CacheError, cache_folder
+
+# Tests that have a cache of their own need not compile the kernels again.
+with contextlib.suppress(CacheError):
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder("numba")))
 
 from tests.rank_pool import RankPool
 

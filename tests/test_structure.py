@@ -8,14 +8,23 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["grid", "batching", "random", "partition", "fault", "signals", "telemetry", "kernels", "schedule"],
-    ["config", "sharding", "losses", "non_finite", "events"],
-    ["comm", "preprocess", "launch"],
-    ["parallel_state", "layers"],
-    ["models", "data", "checkpoint"],
-    ["optim", "data_parallel", "pipeline"],
+    ["files", "grid", "batching", "random", "losses", "non_finite", "schedule", "telemetry"],
+    ["cache"],
+    ["kernels"],
+    ["config", "sharding", "events"],
+    ["comm"],
+    ["checkpoint"],
+    ["process"],
+    ["data"],
+    ["preprocess"],
+    ["parallel_state"],
+    ["layers"],
+    ["models"],
+    ["optim", "data_parallel"],
+    ["pipeline"],
     ["engine"],
-    ["training", "benchmark", "convert"],
+    ["training"],
+    ["benchmark", "convert"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PACKAGE = Path(__file__).parent.parent / "megasnn"

@@ -25,8 +25,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tyro
-
 from megasnn.benchmark.checkpoints import CheckpointBenchmark, run_checkpoints
 from megasnn.benchmark.config import BenchmarkConfig
 from megasnn.benchmark.loading import LoadingBenchmark, run_loading
@@ -34,6 +32,8 @@ from megasnn.benchmark.pipeline import PipelineBenchmark, run_pipelines
 from megasnn.benchmark.processes import RowError
 from megasnn.benchmark.readers import ReaderBenchmark, run_readers
 from megasnn.benchmark.run import run
+from megasnn.config.cli import command_line
+from megasnn.process.terminal import keep_going
 
 # By the first flag: the flags behind it, and what measures. Each has a docstring for --help.
 OTHERS: dict[str, tuple[type, Callable[[Any], object]]] = {
@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags, measure = OTHERS.get(arguments[0], (None, None)) if arguments else (None, None)
     try:
         if flags is not None and measure is not None:
-            measure(tyro.cli(flags, args=arguments[1:]))
+            measure(command_line(flags, arguments[1:]))
         else:
-            run(tyro.cli(BenchmarkConfig, args=arguments, description=__doc__))
+            run(command_line(BenchmarkConfig, arguments, description=__doc__))
     except RowError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
@@ -63,4 +63,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_going()
     sys.exit(main())

@@ -24,6 +24,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megasnn.checkpoint import CheckpointError, find_checkpoint, verify_checkpoint
+from megasnn.config.cli import subcommands
 from megasnn.convert.differences import differences
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.layout import Target
@@ -31,6 +32,7 @@ from megasnn.convert.listing import as_json, as_text, size_text
 from megasnn.convert.opening import in_our_names, open_source
 from megasnn.convert.reshard import reshard
 from megasnn.convert.source import TensorSource
+from megasnn.process.terminal import keep_going
 
 Place = Annotated[Path, tyro.conf.Positional]
 Differs = bool  # what a command returns: whether to end with status 1
@@ -191,12 +193,13 @@ COMMANDS: dict[str, Callable[..., Differs]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns 0; 1 for a difference or damage that was found; 2 when it could not be done."""
     try:
-        return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))
+        return int(subcommands(COMMANDS, arguments, description=str(__doc__)))
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    keep_going()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     sys.exit(main())

@@ -18,8 +18,13 @@ from typing import Annotated
 
 import tyro
 
+from megasnn.config.cli import command_line
+from megasnn.process.terminal import keep_going
 from megasnn.schedule import ChunkCost, format_actions, generate, per_stage, simulate
 from megasnn.schedule.gantt import draw_grid, write_chart
+
+MOST = 1 << 16
+MOST_SEARCHED = 128
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = tyro.cli(Options, args=arguments)
+    options = command_line(Options, arguments)
     _check(options)
     whole = ChunkCost(
         options.forward,
@@ -86,6 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check(options: Options) -> None:
+    chunks = options.num_virtual_stages_per_pipeline_rank or 1
+    if options.stages * options.micro_batches * chunks > MOST:
+        raise ValueError(
+            f"--stages {options.stages} x --micro-batches {options.micro_batches} x "
+            f"--num-virtual-stages-per-pipeline-rank {chunks} must be at most {MOST}: "
+            f"more takes too long to find, and nobody could read it"
+        )
+    if options.schedule == "auto" and options.stages > MOST_SEARCHED:
+        raise ValueError(
+            f"--stages {options.stages}: auto searches for {MOST_SEARCHED} at most, since more would take minutes; "
+            f"name a schedule"
+        )
     costs = options.forward, options.input_grad, options.weight_grad, options.transfer
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         given = " ".join(f"{cost:g}" for cost in costs)
@@ -101,6 +118,7 @@ def _check(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    keep_going()
     try:
         main()
     except ValueError as error:

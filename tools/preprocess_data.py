@@ -15,15 +15,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import tyro
-
+from megasnn.config.cli import command_line
 from megasnn.preprocess.command import run
 from megasnn.preprocess.options import Command
+from megasnn.process.terminal import keep_going
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 when the data or the options cannot be used, after saying why on stderr; 130 when interrupted."""
-    command = tyro.cli(Command, args=arguments, description=__doc__)
+    command = command_line(Command, arguments, description=__doc__)
     try:
         print(run(command))
     except (ValueError, OSError) as error:
@@ -36,4 +36,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_going()
     sys.exit(main())

@@ -17,13 +17,16 @@ from typing import Annotated
 import tyro
 from PIL import Image
 
+from megasnn.config.cli import command_line
 from megasnn.data.show import read_samples
+from megasnn.files.sample_size import SAMPLE_MB
+from megasnn.process.terminal import keep_going
 from megasnn.telemetry.pictures import sample_sheet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 when the shards cannot be read or the picture not be written, after saying why on stderr."""
-    return tyro.cli(show, args=arguments, description=__doc__)
+    return command_line(show, arguments, description=__doc__)
 
 
 def show(
@@ -32,6 +35,7 @@ def show(
     samples: int = 8,
     seed: int | None = None,
     time_steps: int = 10,
+    max_sample_mb: int = SAMPLE_MB,
 ) -> int:
     """Draws samples.
 
@@ -41,11 +45,12 @@ def show(
         samples: How many are drawn.
         seed: Draw random ones; by default the first ones.
         time_steps: Frames that are made of a recording where the shards hold events.
+        max_sample_mb: Refuse a sample that takes more megabytes, in its file or decoded.
     """
     try:
         if output.suffix.lower() != ".png":
             raise ValueError(f"--output {output} must end in .png")
-        arrays, captions = read_samples(shards, samples, seed, time_steps)
+        arrays, captions = read_samples(shards, samples, seed, time_steps, max_sample_mb)
         Image.fromarray(sample_sheet(arrays, captions)).save(output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -55,4 +60,5 @@ def show(
 
 
 if __name__ == "__main__":
+    keep_going()
     sys.exit(main())

@@ -2,7 +2,9 @@
 
 A Spikformer with its optimizer state is saved and loaded in one process, beside `cp` of the same files in the same
 folder with all of it forced to the disk, as a save is. A save in the background takes what training lost through it:
-the time until it was done, less what the steps done meanwhile take when nothing is being saved.
+the time until it was done, less what the steps done meanwhile take when nothing is being saved. Beside it stands what
+training loses to `cp` of the same files by a process of the lowest priority: no way of writing them takes less. Before
+the next step all values are copied; beside it stands the copy of as many bytes that lie in one piece.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from megasnn.benchmark.conversion import ConversionTask, measure_conversion
@@ -30,13 +35,15 @@ from megasnn.checkpoint import load_checkpoint
 from megasnn.checkpoint.folder import step_folder
 from megasnn.checkpoint.saver import Saver
 from megasnn.checkpoint.saving import Progress
+from megasnn.checkpoint.snapshot import COPYING_THREADS
 from megasnn.config.checks import ConfigError, at_least
-from megasnn.config.model import SpikformerConfig
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.serialise import to_dict
+from megasnn.models.spikformer.dimensions import SpikformerConfig
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 
-FIGURES = ("save", "load", "cp", "stall", "save_call", "step")
+FIGURES = ("save", "load", "cp", "stall", "save_call", "memcpy", "after_call", "cp_stall", "step")
+_IDLE = ("nice", "-n", "19")
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,10 @@ def run_checkpoints(config: CheckpointBenchmark) -> dict[str, Any]:
         "save_ratio": summary([each["cp"] / each["save"] for each in rounds]),
         "load_ratio": summary([each["cp"] / each["load"] for each in rounds]),
         "stall_ratio": summary([each["stall"] / each["save"] for each in rounds]),
+        "after_call_ratio": summary([each["after_call"] / each["save"] for each in rounds]),
+        "save_call_ratio": summary([each["save_call"] / each["save"] for each in rounds]),
+        "memcpy_ratio": summary([each["memcpy"] / each["save"] for each in rounds]),
+        "cp_stall_ratio": summary([each["cp_stall"] / each["save"] for each in rounds]),
         "conversion": conversion,
     }
     append_lines(config.output, [line])
@@ -161,24 +172,57 @@ class _Run:
         copy = _seconds(lambda: _copy(files, copied))
         shutil.rmtree(copied)
         load = _seconds(self._load)
-        measured = {"save": save, "cp": copy, "load": load, **self._in_the_background(number)}
+        measured = {"save": save, "cp": copy, "load": load, **self._in_the_background(number, files)}
         for path in (self._folder / "aside", self._folder / "at_once"):
             _remove_all_but(path, number)
         return measured
 
-    def _in_the_background(self, number: int) -> dict[str, float]:
+    def _in_the_background(self, number: int, files: list[Path]) -> dict[str, float]:
         """Steps while nothing is saved, then while a save is written, then again, as the machine's speed drifts."""
-        quiet = [_seconds(self._step) for _ in range(self._config.steps)]
+        quiet = self._quiet_steps()
         began = time.perf_counter()
         self._save(self._aside, number)
-        call, steps = time.perf_counter() - began, 0
-        while self._aside.busy:
+        call = time.perf_counter() - began
+        elapsed, steps = self._train_while(began, lambda: self._aside.busy)
+        self._aside.finish()
+        quiet += self._quiet_steps()
+        copied = self._folder / "copy_aside"
+        copied.mkdir()
+        began = time.perf_counter()
+        copy = threading.Thread(target=_copy, args=(files, copied, _IDLE))
+        copy.start()
+        copy_elapsed, copy_steps = self._train_while(began, copy.is_alive)
+        shutil.rmtree(copied)
+        quiet += self._quiet_steps()
+        step = median(quiet)
+        return {
+            "stall": elapsed - steps * step,
+            "save_call": call,
+            "memcpy": self._memcpy_seconds(),
+            "after_call": elapsed - steps * step - call,
+            "cp_stall": copy_elapsed - copy_steps * step,
+            "step": step,
+        }
+
+    def _memcpy_seconds(self) -> float:
+        """As many bytes as a snapshot has, in as many parts as threads copy it; the memory is there already."""
+        part = int(self.gigabytes * 1e9) // COPYING_THREADS
+        pairs = [(np.ones(part, np.uint8), np.zeros(part, np.uint8)) for _ in range(COPYING_THREADS)]
+        for _, target in pairs:
+            target.fill(1)
+        with ThreadPoolExecutor(COPYING_THREADS) as threads:
+            return _seconds(lambda: list(threads.map(lambda pair: np.copyto(pair[1], pair[0]), pairs)))
+
+    def _quiet_steps(self) -> list[float]:
+        return [_seconds(self._step) for _ in range(self._config.steps)]
+
+    def _train_while(self, began: float, busy: Callable[[], bool]) -> tuple[float, int]:
+        """Seconds since then, and steps, when the step ends in which something else has."""
+        steps = 0
+        while busy():
             self._step()
             steps += 1
-        elapsed = time.perf_counter() - began
-        self._aside.finish()
-        quiet += [_seconds(self._step) for _ in range(self._config.steps)]
-        return {"stall": elapsed - steps * median(quiet), "save_call": call, "step": median(quiet)}
+        return time.perf_counter() - began, steps
 
     def _step(self) -> None:
         self._work.forward_backward()
@@ -193,9 +237,9 @@ class _Run:
         load_checkpoint(self.saved.parent, tensors=self._engine.tensors, optimizer=self._optimizer)
 
 
-def _copy(files: list[Path], folder: Path) -> None:
-    subprocess.run(["cp", *map(str, files), str(folder)], check=True)
-    subprocess.run(["sync", *(str(folder / file.name) for file in files), str(folder)], check=True)
+def _copy(files: list[Path], folder: Path, priority: tuple[str, ...] = ()) -> None:
+    subprocess.run([*priority, "cp", *map(str, files), str(folder)], check=True)
+    subprocess.run([*priority, "sync", *(str(folder / file.name) for file in files), str(folder)], check=True)
 
 
 def _remove_all_but(folder: Path, number: int) -> None:
@@ -215,7 +259,11 @@ def _text(line: dict[str, Any], last: Any) -> str:
 
     def row(label: str, figure: str, note: str) -> str:
         value = seconds[figure]["median"]
-        change = "" if last is None else f"; before: {last['seconds'][figure]['median']:.2f} s"
+        change = (
+            ""
+            if last is None or figure not in last["seconds"]
+            else f"; before: {last['seconds'][figure]['median']:.2f} s"
+        )
         return f"{label:<34}{value:>8.2f} s {size / value:>7.2f} GB/s   {note}{change}"
 
     layout = line["configuration"]["layout"]
@@ -226,7 +274,11 @@ def _text(line: dict[str, Any], last: Any) -> str:
             row("save", "save", f"{line['save_ratio']['median']:.2f} x cp"),
             row("load", "load", f"{line['load_ratio']['median']:.2f} x cp"),
             row("training lost, in the background", "stall", f"{line['stall_ratio']['median']:.2f} of a save"),
-            f"{'of which before the next step':<34}{seconds['save_call']['median']:>8.2f} s",
+            row("  of which before the next step", "save_call", f"{line['save_call_ratio']['median']:.2f} of a save"),
+            row("  memcpy of as many bytes", "memcpy", f"{line['memcpy_ratio']['median']:.2f} of a save"),
+            f"{'  of which after that':<34}{seconds['after_call']['median']:>8.2f} s                "
+            f"{line['after_call_ratio']['median']:.2f} of a save",
+            row("training lost to cp with nice 19", "cp_stall", f"{line['cp_stall_ratio']['median']:.2f} of a save"),
             f"{'a training step':<34}{seconds['step']['median']:>8.2f} s",
             f"{'reshard to ' + layout:<34}{conversion['seconds']:>8.2f} s {size / conversion['seconds']:>7.2f} GB/s   "
             f"peak {conversion['peak_mb']:.0f} MB above the start, largest tensor {conversion['largest_mb']:.1f} MB",

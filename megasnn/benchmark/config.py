@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from megasnn.benchmark.rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
 from megasnn.config.checks import ConfigError, above, at_least, flag, refusal
-from megasnn.config.model import SpikformerConfig
 from megasnn.config.parallel import ScheduleName
-from megasnn.config.vgg_dvs import VggDvsConfig
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.schedule.build import chunks_of_schedule
 
 VGG = "cifar10_dvs_vgg"

@@ -1,12 +1,13 @@
 """Samples a second of the loader, beside a plain PyTorch DataLoader over the same files; and how long training waits.
 
 The DataLoader's data set reads, decodes and changes a sample as ours does: the same shards, index, decoder and
-augmentation, and the same float batches. It does so in worker processes, ours in threads. Rows take turns, so that a
-machine whose speed drifts slows all of them.
+augmentation, and the same float batches; its workers are forked, as is its default. Rows take turns, and the two sides
+of a row are first in turn, so that a machine whose speed drifts slows all of them.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -56,7 +57,7 @@ class LoadingBenchmark:
     batch_size: int = 32
     """Samples of a batch."""
     workers: tuple[int, ...] = WORKERS
-    """Numbers of workers: threads of ours, processes of the DataLoader's."""
+    """Numbers of workers: processes of ours, and of the DataLoader's."""
     samples: int = 1024
     """Samples that a row loads in its turn."""
     rounds: int = 5
@@ -134,8 +135,9 @@ def _measure(
     for turn in range(config.rounds + 1):
         print(f"round {turn}/{config.rounds}", file=sys.stderr)
         for number, (ours, theirs) in rates.items():
-            ours.append(_rate(config, partial(_our_batches, config, dataset, number)))
-            theirs.append(_rate(config, partial(_their_batches, config, dataset, number)))
+            sides = [(ours, _our_batches), (theirs, _their_batches)]
+            for side, batches in sides[:: -1 if turn % 2 else 1]:
+                side.append(_rate(config, partial(batches, config, dataset, number)))
     return {number: (ours[1:], theirs[1:]) for number, (ours, theirs) in rates.items()}
 
 
@@ -168,7 +170,8 @@ def _their_batches(config: LoadingBenchmark, dataset: ShardDataset[SampleFormat]
 
 
 def _rate(config: LoadingBenchmark, batches: Callable[[], Batches]) -> float:
-    """Samples a second after the first batch: workers have started then."""
+    """Samples a second after the first batch: workers have started then, and those of the turn before are gone."""
+    gc.collect()
     with closing(batches()) as running:
         next(running)
         begin = time.perf_counter()

@@ -9,11 +9,13 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.config import NeuronConfig, SpikformerConfig, VggDvsConfig, VggNeuronConfig
+from megasnn.config import NeuronConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer import describe_spikformer
-from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig, VggNeuronConfig
+from megasnn.models.vgg_dvs.model import describe_vgg_dvs
 
 Dimensions = SpikformerConfig | VggDvsConfig
 

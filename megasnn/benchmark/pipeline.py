@@ -21,7 +21,7 @@ from megasnn.benchmark.processes import RankProcesses
 from megasnn.benchmark.results import summary
 from megasnn.benchmark.run import THREAD_VARIABLES
 from megasnn.config.checks import ConfigError, above, at_least
-from megasnn.schedule.generate import GENERATED_NAMES
+from megasnn.schedule.named import GENERATED_NAMES
 
 if TYPE_CHECKING:
     from megasnn.benchmark.pipeline_worker import PipelineTurn, PipelineWorker

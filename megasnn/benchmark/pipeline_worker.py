@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from megasnn.benchmark.pipeline import ONE_BATCH, ModelName, PipelineTask
 from megasnn.comm.statistics import statistics
-from megasnn.config import OptimizerConfig, PretrainSpikformerConfig, PretrainVggDvsConfig, SpikformerConfig
+from megasnn.config import OptimizerConfig
 from megasnn.engine import Engine
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer import describe_spikformer
-from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.models.vgg_dvs.model import describe_vgg_dvs
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import initialize_model_parallel
 from megasnn.pipeline.costs import PipelineCosts, agreed_costs, layers_per_chunk

@@ -17,7 +17,7 @@ from megasnn.benchmark.results import Measurements, figures, step_times
 from megasnn.benchmark.rows import Row
 from megasnn.benchmark.table import NOTES, brief, table
 from megasnn.benchmark.task import RankTask, make_worker
-from megasnn.config.vgg_dvs import VggDvsConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

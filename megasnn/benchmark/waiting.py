@@ -10,21 +10,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megasnn.config import (
-    DataConfig,
-    PretrainConfig,
-    PretrainSpikformerConfig,
-    PretrainVggDvsConfig,
-    SpikformerConfig,
-    TrainingConfig,
-    VggDvsConfig,
-)
+from megasnn.config import DataConfig, PretrainConfig, TrainingConfig
 from megasnn.data import BatchLoader, open_datasets
 from megasnn.engine import Engine
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer import describe_spikformer
-from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig, VggDvsConfig
+from megasnn.models.vgg_dvs.model import describe_vgg_dvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.preprocess.sample import shards_of_sample
 from megasnn.telemetry.timers import Timers
 from megasnn.training.setup import build_context, neuron_spec
 from megasnn.training.step import TrainingStep
@@ -86,7 +81,7 @@ def _configuration(benchmark: LoadingBenchmark, data: DataConfig) -> tuple[Pretr
 
 def _loader(config: PretrainConfig, model: ModelDescription) -> BatchLoader:
     return BatchLoader(
-        open_datasets(config.data, model.input_shape, model.num_classes).train,
+        open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample).train,
         seed=1,
         shuffle=True,
         augment=config.data.augment,

@@ -7,10 +7,10 @@ whole file is the usual one, which other tools can compute as well.
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import BinaryIO
 
 BLOCK = 1 << 20
@@ -109,10 +109,9 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-def file_checksum(path: Path) -> int:
-    """The CRC-32 of a whole file, read in blocks."""
+def file_checksum(file: io.FileIO) -> int:
+    """The CRC-32 of the rest of a file, read in blocks."""
     checksum = 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            checksum = zlib.crc32(block, checksum)
+    while block := file.read(BLOCK):
+        checksum = zlib.crc32(block, checksum)
     return checksum

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megasnn.checkpoint.description import METADATA, serial_of
 from megasnn.checkpoint.errors import CheckpointError, DamagedError, NoCheckpointError
-from megasnn.checkpoint.folder import LATEST, checkpoints
+from megasnn.checkpoint.folder import LATEST, checkpoints, read_latest
+from megasnn.files.described import DescriptionError
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ def choose(folder: Path, step: int | None) -> Choice:
         raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); {_there(found)}")
     if step is not None:
         return Choice((found[step],))
-    if not found and not (folder / LATEST).exists():
+    if not found and not (folder / LATEST).exists() and not _links(folder):
         raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check --load")
     if not found:
-        raise CheckpointError(f"{folder} has a {LATEST}, but no complete checkpoint; check --load")
+        raise CheckpointError(f"{folder} has no complete checkpoint; check --load", *_links(folder))
     return _latest_first(folder, found)
 
 
@@ -60,6 +61,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
 def _latest_first(folder: Path, found: dict[int, Path]) -> Choice:
     serials = {step: serial_of(path) for step, path in found.items()}
     remarks = [f"{found[step] / METADATA} is not legible" for step, serial in serials.items() if serial is None]
+    remarks += _links(folder)
     newest = _not_given_up({step: serial for step, serial in serials.items() if serial is not None})
     named, problem = _named(folder / LATEST, found)
     if problem:
@@ -74,9 +76,12 @@ def _latest_first(folder: Path, found: dict[int, Path]) -> Choice:
 
 
 def _not_given_up(serials: dict[int, int]) -> list[int]:
-    """Iterations from the newest on, each before the one that was saved after it."""
+    """Iterations from the newest on, each before the one that was saved after it.
+
+    Of equal serials, which only an altered description leads to, the later iteration counts as the newer.
+    """
     kept: list[int] = []
-    for step in sorted(serials, key=lambda step: serials[step], reverse=True):
+    for step in sorted(serials, key=lambda step: (serials[step], step), reverse=True):
         if not kept or step < kept[-1]:
             kept.append(step)
     return kept
@@ -85,12 +90,15 @@ def _not_given_up(serials: dict[int, int]) -> list[int]:
 def _named(latest: Path, found: Iterable[int]) -> tuple[int, str]:
     """The iteration that `latest` names, and what is wrong with it ("" when nothing is)."""
     try:
-        text = latest.read_bytes().decode(errors="replace").strip()
-    except OSError as error:
-        return -1, f"cannot read {latest}: {error}"
-    if not (text.isascii() and text.isdecimal()):
-        return -1, f"{latest} should hold an iteration, found {text[:40]!r}"
-    return int(text), "" if int(text) in found else f"{latest} names iteration {text}, which is not there"
+        step = read_latest(latest.parent)
+    except DescriptionError as error:
+        return -1, str(error)
+    return step, "" if step in found else f"{latest} names iteration {step}, which is not there"
+
+
+def _links(folder: Path) -> list[str]:
+    links = (path for path in sorted(folder.glob("iter_*")) if path.is_symlink())
+    return [f"{path} is a link and is passed over; to load what it leads to, name that in --load" for path in links]
 
 
 def _there(steps: Iterable[int]) -> str:

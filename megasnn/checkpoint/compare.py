@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megasnn.checkpoint.description import Metadata
+from megasnn.checkpoint.description import Metadata, TensorFacts
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.sharding import ShardedTensor
 
@@ -52,7 +52,7 @@ def _shown(values: Mapping[str, Any], field: str) -> str:
 
 
 def tensor_differences(
-    saved: Mapping[str, Mapping[str, Any]], entries: Iterable[ShardedTensor]
+    saved: Mapping[str, TensorFacts], entries: Iterable[ShardedTensor]
 ) -> tuple[list[str], list[str]]:
     """The names this rank takes, and what is wrong with them: not saved, another shape, digits to be lost."""
     names, problems = [], []
@@ -61,11 +61,11 @@ def tensor_differences(
         told = saved.get(entry.name)
         if told is None:
             problems.append(f"{entry.name}: not in the checkpoint")
-        elif told["shape"] != (shape := list(entry.shard.global_shape)):
-            problems.append(f"{entry.name}: saved with shape {told['shape']}, now {shape}")
-        elif not _keeps_values(getattr(torch, told["dtype"]), entry.tensor.dtype):
+        elif told.shape != entry.shard.global_shape:
+            problems.append(f"{entry.name}: saved with shape {list(told.shape)}, now {list(entry.shard.global_shape)}")
+        elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype):
             now = str(entry.tensor.dtype).removeprefix("torch.")
-            problems.append(f"{entry.name}: saved as {told['dtype']}, {now} cannot hold it; check --precision")
+            problems.append(f"{entry.name}: saved as {told.dtype}, {now} cannot hold it; check --precision")
     return names, problems
 
 
@@ -78,5 +78,9 @@ def unused_tensors(saved: Iterable[str], taken: Iterable[str], with_optimizer: b
 
 def _keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
     """True when every value of one type is a value of the other, so that a conversion is exact."""
-    same_kind = source.is_floating_point == target.is_floating_point
-    return same_kind and torch.promote_types(source, target) == target
+    if source.is_floating_point != target.is_floating_point:
+        return False
+    try:
+        return torch.promote_types(source, target) == target
+    except RuntimeError:  # torch promotes neither float8 nor the larger unsigned types
+        return False

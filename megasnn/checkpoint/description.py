@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, with_config
 
 from megasnn.checkpoint.errors import CheckpointError, DamagedError
+from megasnn.files.described import (
+    STRICT,
+    Count,
+    Crc32,
+    DescriptionError,
+    DtypeName,
+    FreeForm,
+    PlainName,
+    Shape,
+    TensorName,
+    described,
+    open_within,
+    read_bounded,
+)
 
 METADATA = "metadata.json"
-FORMAT = 2
-_SERIAL = re.compile(rb'"serial": (\d+),')
+FORMAT = 3
+_READ = (2, FORMAT)
+LAST_SERIAL = 10**15
+PREFIX = "optimizer."
+"""Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
+_FORMAT = re.compile(rb'\A{\s*"format": ([0-9]{1,9}),')
+_SERIAL = re.compile(rb'"serial": ([0-9]{1,16}),')
 
 
+def _tensor_name(name: str) -> str:
+    kind, _, parameter = name.removeprefix(PREFIX).partition(".")
+    if name.startswith(PREFIX) and not (kind and parameter):
+        raise ValueError("should name a kind of state and a parameter")
+    return name
+
+
+GlobalName = Annotated[TensorName, AfterValidator(_tensor_name)]
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class TensorFacts:
+    shape: Shape
+    dtype: DtypeName
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class FileFacts:
+    bytes: Count
+    crc32: Crc32
+
+
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Metadata:
     """What `metadata.json` says about a checkpoint.
@@ -26,25 +73,28 @@ class Metadata:
         layout: the process grid that wrote it; for the reader only, loading does not depend on it.
         extra: whatever the training loop keeps (schedule, data position, seed, ...).
         optimizer: class name of the optimizer whose state is inside; None without one.
-        tensors: global name -> {"shape": [...], "dtype": "float32"}; the optimizer's are called
-            `optimizer.<state>.<name of the parameter>`.
-        files: file name -> {"bytes": size, "crc32": eight hexadecimal digits}. `.metadata` has the checksums of blocks.
+        tensors: by global name; the optimizer's are called `optimizer.<state>.<name of the parameter>`.
+        files: by name; where the tensors lie in them, and the checksums of blocks, is in `pieces.json`.
         versions: of the programs that wrote it.
         serial: counts the checkpoints saved in this folder, so that their order is known where a run went back.
-        format: version of this description.
+        format: version of this description. Format 2 has no `pieces.json`, but torch's `.metadata` alone.
     """
 
-    iteration: int
-    consumed_samples: int
-    config: dict[str, Any] | None
-    layout: dict[str, Any] | None
-    extra: dict[str, Any]
+    iteration: Count
+    consumed_samples: Count
+    config: FreeForm | None
+    layout: FreeForm | None
+    extra: FreeForm
     optimizer: str | None
-    tensors: dict[str, dict[str, Any]]
-    files: dict[str, dict[str, Any]]
+    tensors: dict[GlobalName, TensorFacts]
+    files: dict[PlainName, FileFacts]
     versions: dict[str, str]
-    serial: int = 1
-    format: int = FORMAT
+    serial: Annotated[int, Field(ge=0, le=LAST_SERIAL)] = 1
+    format: Annotated[int, Field(ge=_READ[0], le=FORMAT)] = FORMAT
+
+    @property
+    def has_pieces(self) -> bool:
+        return self.format > 2
 
 
 def to_text(metadata: Metadata) -> str:
@@ -62,55 +112,56 @@ def read_metadata(path: Path) -> Metadata:
     """Reads `metadata.json` of one checkpoint (`.../iter_0000100`), and sees that its files are there.
 
     Raises:
-        DamagedError: it is unreadable or altered, or a file is missing or of another size.
+        DamagedError: it is unreadable, altered or not possible, or a file is missing, a link, or of another size.
         CheckpointError: it is of another format.
     """
     file = path / METADATA
     try:
-        content = file.read_bytes()
+        with open_within(path, METADATA) as stream:
+            content = read_bounded(stream, file)
+        covered = content[: -len(_ending(b""))]
+        if content != covered + _ending(covered).encode():
+            raise _unchecked(file, content)
+        if (found := _FORMAT.search(content)) and int(found[1]) not in _READ:
+            raise _other_format(file, int(found[1]))
+        metadata = described(Metadata, covered + b"}", file)
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {error}") from None
-    length = len(_ending(b""))
-    if content[-length:] != _ending(content[:-length]).encode():
-        raise _unchecked(file, content)
-    values = json.loads(content)
-    if values["format"] != FORMAT:
-        raise _other_format(file, values["format"])
-    metadata = Metadata(**{field.name: values[field.name] for field in fields(Metadata)})
-    if damaged := [
-        problem for name, told in metadata.files.items() if (problem := _damage(path / name, told["bytes"]))
-    ]:
+    except DescriptionError as error:
+        raise DamagedError(*error.args) from None
+    if damaged := [problem for name, told in metadata.files.items() if (problem := _damage(path, name, told.bytes))]:
         raise DamagedError(*damaged)
     return metadata
 
 
 def _unchecked(file: Path, content: bytes) -> CheckpointError:
     """Without a valid checksum: of the first format, which had none, or altered."""
-    try:
-        values = json.loads(content)
-    except ValueError:
-        values = None
-    if isinstance(values, dict) and "crc32" not in values and values.get("format") == 1:
+    if re.search(rb'"format": 1[,\s]', content) and not re.search(rb'"crc32": "\w*"\n}\n\Z', content):
         return _other_format(file, 1)
     return DamagedError(f"{file} is cut or was altered: its checksum differs")
 
 
 def _other_format(file: Path, written: int) -> CheckpointError:
-    return CheckpointError(f"{file} is of format {written}, this megasnn reads format {FORMAT}")
+    formats = " and ".join(map(str, _READ))
+    return CheckpointError(f"{file} is of format {written}, this megasnn reads formats {formats}")
 
 
-def _damage(file: Path, size: int) -> str | None:
-    if not file.is_file():
-        return f"{file} is missing"
-    actual = file.stat().st_size
-    return None if actual == size else f"{file} has {actual} bytes, was written with {size}"
+def _damage(path: Path, name: str, size: int) -> str | None:
+    try:
+        with open_within(path, name) as stream:
+            actual = os.fstat(stream.fileno()).st_size
+    except FileNotFoundError:
+        return f"{path / name} is missing"
+    except OSError as error:
+        return f"cannot read {path / name}: {error}"
+    return None if actual == size else f"{path / name} has {actual} bytes, was written with {size}"
 
 
 def serial_of(path: Path) -> int | None:
     """`serial` of the checkpoint in this folder, from its first bytes, unchecked; None when not legible."""
     try:
-        with open(path / METADATA, "rb") as file:
-            found = _SERIAL.search(file.read(200))
+        with open_within(path, METADATA) as stream:
+            found = _SERIAL.search(stream.read(200))
     except OSError:
         return None
-    return int(found[1]) if found else None
+    return int(found[1]) if found and int(found[1]) <= LAST_SERIAL else None

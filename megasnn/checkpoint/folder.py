@@ -5,7 +5,9 @@
         iter_0000100/
         iter_0000200/
             metadata.json                      what it is, readable
-            .metadata  __0_0.distcp ...        torch.distributed.checkpoint's files
+            pieces.json                        where each piece of each tensor lies in the next
+            __0_0.distcp ...                   torch.distributed.checkpoint's files of values
+            .metadata                          torch's own description of them, which is written and not read
         iter_0000300.tmp/                      being written, or left by a run that was killed: never loaded
 
 A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file. What is removed is
@@ -23,11 +25,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megasnn.checkpoint.description import METADATA, Metadata, serial_of, to_text
+from megasnn.checkpoint.description import LAST_SERIAL, METADATA, Metadata, read_metadata, serial_of, to_text
 from megasnn.checkpoint.errors import DamagedError
+from megasnn.files.described import DescriptionError, open_within
 
 LATEST = "latest_checkpointed_iteration.txt"
-_STEP_FOLDER = re.compile(r"iter_(\d{7,})(\.replaced\.tmp)?")
+_STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})(\.replaced\.tmp)?")
+_ITERATION = re.compile(rb"[0-9]{1,18}")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -37,11 +41,12 @@ def step_folder(folder: Path, step: int) -> Path:
 def checkpoints(folder: Path) -> dict[int, Path]:
     """All complete checkpoints in a folder by iteration, ascending; empty without such a folder.
 
-    A run that was killed while it replaced a checkpoint may have left only the old one, under the name it had aside.
+    A link is none of them: what it leads to is not of this folder. A run that was killed while it replaced a checkpoint
+    may have left only the old one, under the name it had aside.
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"iter_*/{METADATA}"), reverse=True):
-        if match := _STEP_FOLDER.fullmatch(path.parent.name):
+        if (match := _STEP_FOLDER.fullmatch(path.parent.name)) and not path.parent.is_symlink():
             found[int(match[1])] = path.parent  # the plain name sorts first, so it comes last
     return dict(sorted(found.items()))
 
@@ -51,13 +56,33 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     return list(checkpoints(Path(folder)))
 
 
+def read_latest(folder: Path) -> int:
+    """The iteration that the `latest` file names, whether it is there or not. Raises DescriptionError for none."""
+    try:
+        with open_within(folder, LATEST) as stream:
+            text = stream.read(64).strip()
+    except OSError as error:
+        raise DescriptionError(f"cannot read {folder / LATEST}: {error}") from None
+    if not _ITERATION.fullmatch(text):
+        raise DescriptionError(f"{folder / LATEST} should hold an iteration, found {text[:40]!r}")
+    return int(text)
+
+
 def latest_of(folder: Path) -> int | None:
     """The iteration that the `latest` file names, whether it is there or not; None where it names none."""
     try:
-        text = (folder / LATEST).read_text(errors="replace").strip()
-    except OSError:
+        return read_latest(folder)
+    except DescriptionError:
         return None
-    return int(text) if text.isascii() and text.isdecimal() else None
+
+
+def name_latest(folder: Path, step: int) -> None:
+    """Writes the `latest` file, as a whole or not at all, safely on disk."""
+    aside = folder / f"{LATEST}.tmp"
+    aside.unlink(missing_ok=True)  # it may be a link to something else
+    _write_synced(aside, f"{step}\n")
+    os.replace(aside, folder / LATEST)
+    _sync(folder)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -65,6 +90,8 @@ def begin(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     aside = _aside(folder, step)
     shutil.rmtree(aside, ignore_errors=True)
+    if aside.is_symlink():
+        aside.unlink()
     aside.mkdir()
     return aside
 
@@ -73,8 +100,9 @@ def commit(folder: Path, metadata: Metadata) -> Path:
     """Makes what was written since `begin` the checkpoint of its iteration and the latest, safely on disk."""
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
-    metadata = replace(metadata, serial=1 + last_serial(folder))
+    metadata = replace(metadata, serial=min(1 + last_serial(folder), LAST_SERIAL))
     _write_synced(aside / METADATA, to_text(metadata))
+    read_metadata(aside)  # what could not be read is not saved
     _sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
     # A run that went back to an older checkpoint comes by here again; what it saves now counts.
@@ -83,9 +111,7 @@ def commit(folder: Path, metadata: Metadata) -> Path:
         final.rename(replaced)
     aside.rename(final)
     _sync(folder)
-    _write_synced(folder / f"{LATEST}.tmp", f"{step}\n")
-    os.replace(folder / f"{LATEST}.tmp", folder / LATEST)
-    _sync(folder)
+    name_latest(folder, step)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 

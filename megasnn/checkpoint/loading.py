@@ -7,7 +7,7 @@ place, unless one was asked for by its iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +21,9 @@ from megasnn.checkpoint.choice import choose
 from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
 from megasnn.checkpoint.description import Metadata, read_metadata
 from megasnn.checkpoint.errors import CheckpointError, DamagedError, raise_problems
-from megasnn.checkpoint.files import DCP_METADATA, PieceReader, read_dcp_metadata
+from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.optimizer_state import States, allocate, describe
+from megasnn.checkpoint.pieces import SavedTensor, read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
 from megasnn.sharding import ShardedTensor
@@ -79,7 +80,7 @@ def load_checkpoint(
     wanted = [entry for entry in tensors if not _of_layer(entry.name, leave)]
 
     def load(path: Path) -> LoadedState:
-        metadata = all_do(process_group, lambda: read_metadata(path), f"cannot load {path}:")
+        metadata, saved = all_do(process_group, lambda: _read_descriptions(path), f"cannot load {path}:")
         title = f"the checkpoint {path} does not fit this run:"
 
         def prepare() -> tuple[list[ShardedTensor], States]:
@@ -90,12 +91,14 @@ def load_checkpoint(
             return [*wanted, *describe(wanted, states)], states
 
         entries, states = all_do(process_group, prepare, title)
-        reports = gather(process_group, tensor_differences(metadata.tensors, entries))
+        reports = gather(
+            process_group, all_do(process_group, lambda: tensor_differences(metadata.tensors, entries), title)
+        )
         taken = {name for names, _ in reports for name in names}
-        saved = [name for name in metadata.tensors if not _of_layer(name, leave)]
-        unexpected = unused_tensors(saved, taken, with_optimizer=optimizer is not None)
+        names = [name for name in metadata.tensors if not _of_layer(name, leave)]
+        unexpected = unused_tensors(names, taken, with_optimizer=optimizer is not None)
         raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
-        read_tensors(path, metadata, entries, process_group)
+        read_tensors(path, saved, entries, process_group)
         if optimizer is not None:
             optimizer.state.update(states)
         return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path)
@@ -133,17 +136,23 @@ def first_intact(
     raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
 
 
-def read_tensors(path: Path, metadata: Metadata, entries: Iterable[ShardedTensor], process_group: Group) -> None:
+def _read_descriptions(path: Path) -> tuple[Metadata, dict[str, SavedTensor]]:
+    metadata = read_metadata(path)
+    return metadata, read_pieces(path, metadata)
+
+
+def read_tensors(
+    path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor], process_group: Group
+) -> None:
     """Reads this rank's part of the given tensors, and checks every byte of it; collective.
 
     Raises:
         DamagedError: on every rank, when bytes that some rank needs are missing or altered.
-        CheckpointError: the saved boxes do not cover a tensor.
+        CheckpointError: a tensor is not saved, or has another shape.
     """
 
     def read() -> None:
         with folders.reading(path):
-            saved = read_dcp_metadata(path, int(metadata.files[DCP_METADATA]["crc32"], 16))
-            PieceReader(path, saved).read(plan_reading(entries, saved))
+            PieceReader(path).read(plan_reading(entries, saved))
 
     all_do(process_group, read, f"cannot read the checkpoint {path}:")

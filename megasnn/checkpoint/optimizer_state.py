@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.checkpoint.description import PREFIX, TensorFacts
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.sharding import Shard, ShardedTensor
-
-PREFIX = "optimizer."
 
 States = dict[Tensor, dict[str, Tensor]]
 
@@ -52,14 +51,14 @@ def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTenso
 
 
 def allocate(
-    tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, Mapping[str, Any]]
+    tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, TensorFacts]
 ) -> States:
     """Memory without values for the saved state of this rank's parameters; the optimizer is not touched.
 
     A parameter without saved state (it was frozen, or nothing had been stepped yet) gets an empty one.
 
     Args:
-        saved: global name -> {"shape", "dtype"} of all saved tensors.
+        saved: all saved tensors by global name.
 
     Raises:
         CheckpointError: the optimizer has a parameter that `tensors` does not hold.
@@ -82,14 +81,14 @@ def allocate(
     return states
 
 
-def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, Mapping[str, Any]], beside_parameter: bool) -> Tensor:
+def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, TensorFacts], beside_parameter: bool) -> Tensor:
     told = saved[f"{PREFIX}{kind}.{entry.name}"]
     device = entry.tensor.device if beside_parameter else torch.device("cpu")
-    if kind == "step" or tuple(told["shape"]) != entry.shard.global_shape:
-        return torch.empty((), dtype=getattr(torch, told["dtype"]), device=device)
+    if kind == "step" or told.shape != entry.shard.global_shape:
+        return torch.empty((), dtype=getattr(torch, told.dtype), device=device)
     # Moments that had their parameter's precision when they were saved have it now, too.
-    as_parameter = told["dtype"] == saved.get(entry.name, told)["dtype"]
-    dtype = entry.tensor.dtype if as_parameter else getattr(torch, told["dtype"])
+    as_parameter = told.dtype == saved.get(entry.name, told).dtype
+    dtype = entry.tensor.dtype if as_parameter else getattr(torch, told.dtype)
     return torch.empty_like(entry.tensor, dtype=dtype, device=device, requires_grad=False)
 
 

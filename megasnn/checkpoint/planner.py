@@ -6,8 +6,8 @@ before the first byte is written. A load reads the saved boxes that overlap what
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import combinations
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -22,19 +22,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megasnn.checkpoint.errors import CheckpointError
+from megasnn.checkpoint.pieces import COPY, SavedPiece, SavedTensor, covers_once
 from megasnn.sharding import ShardedTensor
-
-COPY = "copy."
 
 
 def copy_name(entry: ShardedTensor) -> str:
@@ -111,46 +108,50 @@ def _cover_problems(metadata: Metadata) -> Iterator[str]:
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata)
         written, needed = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
-        if written != needed or any(_overlap(a, b) for a, b in combinations(tensor.chunks, 2)):
+        if not covers_once(tensor.size, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
             yield f"{name}: the ranks would write {written} elements of {needed}, or the same ones twice"
 
 
-def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
-    return all(
-        max(start_a, start_b) < min(start_a + size_a, start_b + size_b)
-        for start_a, size_a, start_b, size_b in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+@dataclass(frozen=True)
+class Slice:
+    """Part of a saved piece, from `start` on (an entry for each dimension), and the memory that it goes to."""
+
+    tensor: SavedTensor
+    piece: SavedPiece
+    start: tuple[int, ...]
+    target: Tensor
 
 
-def plan_reading(entries: Iterable[ShardedTensor], metadata: Metadata) -> list[tuple[ReadItem, Tensor]]:
-    """Which slices of which saved boxes go where in the given tensors' memory.
+def plan_reading(entries: Iterable[ShardedTensor], saved: Mapping[str, SavedTensor]) -> list[Slice]:
+    """Which slices of which saved pieces go where in the given tensors' memory.
 
     Raises:
-        CheckpointError: the saved boxes do not cover a tensor (names all such).
+        CheckpointError: there is no such tensor, or it has another shape (names all such).
     """
-    wanted: list[tuple[ReadItem, Tensor]] = []
+    wanted: list[Slice] = []
     problems = []
     for entry in entries:
         name = entry.name
-        if not entry.shard.is_primary and copy_name(entry) in metadata.state_dict_metadata:
+        if not entry.shard.is_primary and copy_name(entry) in saved:
             name = copy_name(entry)
-        boxes = [(MetadataIndex(name, index.offset), chunk, view) for index, chunk, view in boxes_of(entry)]
-        saved = metadata.state_dict_metadata.get(name)
-        found = (
-            create_read_items_for_chunk_list(name, saved, [chunk for _, chunk, _ in boxes])
-            if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == entry.shard.global_shape
-            else []
-        )
-        if sum(prod(item.lengths) for item in found) != entry.tensor.numel():
-            problems.append(f"{entry.name}: the files do not hold all of what metadata.json says")
-        views = {index: view for index, _, view in boxes}
-        wanted += [(item, _target(views[item.dest_index], item)) for item in found]
+        tensor = saved.get(name)
+        if tensor is None or tensor.shape != entry.shard.global_shape:
+            problems.append(f"{name}: the files hold no tensor of shape {list(entry.shard.global_shape)}")
+            continue
+        for piece in tensor.pieces:
+            for _, chunk, view in boxes_of(entry):
+                wanted += _common(tensor, piece, chunk, view)
     if problems:
         raise CheckpointError(*problems)
     return wanted
 
 
-def _target(view: Tensor, item: ReadItem) -> Tensor:
-    for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-        view = view.narrow(dim, start, length)
-    return view
+def _common(tensor: SavedTensor, piece: SavedPiece, box: ChunkStorageMetadata, view: Tensor) -> Iterator[Slice]:
+    """What a saved piece and a box of the same tensor have in common, if anything."""
+    starts = [max(pair) for pair in zip(piece.offsets, box.offsets, strict=True)]
+    ends = [min(a + m, b + n) for a, m, b, n in zip(piece.offsets, piece.sizes, box.offsets, box.sizes, strict=True)]
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return
+    for dim, (start, end, offset) in enumerate(zip(starts, ends, box.offsets, strict=True)):
+        view = view.narrow(dim, start - offset, end - start)
+    yield Slice(tensor, piece, tuple(a - b for a, b in zip(starts, piece.offsets, strict=True)), view)

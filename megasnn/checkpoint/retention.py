@@ -14,7 +14,8 @@ from megasnn.checkpoint.folder import checkpoints, remove
 
 @dataclass(frozen=True)
 class Retention:
-    """
+    """Which checkpoints of a folder stay.
+
     Attributes:
         last: how many of those saved last stay; None keeps all.
         every: those of iterations divisible by this stay as well.
@@ -34,7 +35,7 @@ def superfluous(folder: Path, retention: Retention) -> list[Path]:
     if retention.last is None:
         return []
     serials = {step: serial for step, serial in _serials(folder) if serial > retention.others}
-    oldest_first = sorted(serials, key=lambda step: serials[step])
+    oldest_first = sorted(serials, key=lambda step: (serials[step], step))
     found = checkpoints(folder)
     return [
         found[step]

@@ -22,7 +22,7 @@ from megasnn.checkpoint.saving import Group, Progress, require_names, write_chec
 from megasnn.checkpoint.snapshot import Snapshot
 from megasnn.sharding import ShardedTensor
 
-# Ranks wait for each other as long as the slowest disk takes. The loss of a rank is noticed elsewhere (megasnn.fault).
+# Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
 _PATIENCE = datetime.timedelta(days=7)
 # How much a save in the background steps back, of 19: it gets about a tenth of a core that training is using.
 _BACKGROUND = 10

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import megasnn
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.agreement import all_do, first_decides, gather, is_first
 from megasnn.checkpoint.checksum import file_checksum
-from megasnn.checkpoint.description import Metadata
+from megasnn.checkpoint.description import FileFacts, Metadata
 from megasnn.checkpoint.errors import CheckpointError, problem_list
-from megasnn.checkpoint.files import DCP_METADATA, PieceWriter, file_checksum_of, saved_pieces
+from megasnn.checkpoint.files import PieceWriter
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
-from megasnn.checkpoint.planner import COPY, PieceSavePlanner
+from megasnn.checkpoint.pieces import COPY, DCP_METADATA, PIECES, SavedTensor, by_file, file_checksum_of
+from megasnn.checkpoint.planner import PieceSavePlanner
+from megasnn.files.described import open_within
 from megasnn.sharding import ShardedTensor
 
 PathLike = str | os.PathLike[str]
@@ -126,10 +126,14 @@ def write_checkpoint(
         raise
 
 
-def describe_written(progress: Progress, optimizer: str | None, aside: Path, written: DcpMetadata) -> Metadata:
+def describe_written(
+    progress: Progress, optimizer: str | None, aside: Path, written: Sequence[SavedTensor]
+) -> Metadata:
     """What `metadata.json` says of the files written to `aside`."""
-    sums = {name: file_checksum_of(pieces) for name, pieces in saved_pieces(written).items()}
-    sums[DCP_METADATA] = file_checksum(aside / DCP_METADATA)
+    sums = {name: file_checksum_of(piece for piece, _ in pieces) for name, pieces in by_file(written).items()}
+    for name in (PIECES, DCP_METADATA):
+        with open_within(aside, name) as stream:
+            sums[name] = file_checksum(stream)
     return Metadata(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
@@ -137,25 +141,26 @@ def describe_written(progress: Progress, optimizer: str | None, aside: Path, wri
         layout=progress.layout,
         extra=progress.extra,
         optimizer=optimizer,
-        tensors=_tensor_list(written.state_dict_metadata),
+        tensors={tensor.name: tensor.facts for tensor in written if not tensor.name.startswith(COPY)},
         files={
-            name: {"bytes": (aside / name).stat().st_size, "crc32": f"{checksum:08x}"}
-            for name, checksum in sorted(sums.items())
+            name: FileFacts((aside / name).stat().st_size, f"{checksum:08x}") for name, checksum in sorted(sums.items())
         },
         versions=_versions(),
     )
 
 
-def _write(path: Path, planner: PieceSavePlanner, process_group: Group) -> DcpMetadata:
-    """Failures of torch.distributed.checkpoint become one error, on every rank."""
+def _write(path: Path, planner: PieceSavePlanner, process_group: Group) -> Sequence[SavedTensor]:
+    """What has been written, on the first rank. Failures of torch become one error, on every rank."""
+    writer = PieceWriter(path)
     try:
-        return dcp.save(
+        dcp.save(
             {},
-            storage_writer=PieceWriter(path),
+            storage_writer=writer,
             planner=planner,
             process_group=process_group,
             no_dist=process_group is None,
         )
+        return writer.tensors
     except CheckpointException as failure:
         problems = [text for rank, (error, _) in failure.failures.items() for text in _texts(rank, error)]
         raise problem_list(f"cannot write the checkpoint {path}:", problems) from None
@@ -171,14 +176,6 @@ def _versions() -> dict[str, str]:
     return {"megasnn": megasnn.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _tensor_list(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"shape": list(told.size), "dtype": str(told.properties.dtype).removeprefix("torch.")}
-        for name, told in sorted(saved.items())
-        if isinstance(told, TensorStorageMetadata) and not name.startswith(COPY)
-    }
-
-
 def require_names(tensors: Iterable[ShardedTensor]) -> None:
     names: set[str] = set()
     for entry in tensors:
@@ -191,6 +188,6 @@ def require_names(tensors: Iterable[ShardedTensor]) -> None:
 
 def _require_json(label: str, value: Any) -> None:
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{label} cannot be written as JSON: {error}") from None

@@ -16,7 +16,10 @@ COPYING_THREADS = min(4, os.cpu_count() or 1)
 
 
 class Snapshot:
-    """The memory is kept from one time to the next: new memory costs several times as much as the copy itself."""
+    """Copies of tensors as they are at one moment, for saving them later.
+
+    The memory is kept from one time to the next: new memory costs several times as much as the copy itself.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}

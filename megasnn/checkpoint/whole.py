@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.description import read_metadata
-from megasnn.checkpoint.files import DCP_METADATA, PieceReader, file_checksum_of, read_dcp_metadata, saved_pieces
+from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.folder import reading
 from megasnn.checkpoint.loading import first_intact, read_tensors
 from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.pieces import DCP_METADATA, PIECES, by_file, file_checksum_of, read_pieces
 from megasnn.checkpoint.saving import PathLike, save_checkpoint
 from megasnn.sharding import Shard, ShardedTensor
 
@@ -36,12 +37,13 @@ def load_global_tensors(
 
     def load(path: Path) -> dict[str, Tensor]:
         metadata = read_metadata(path)
+        saved = read_pieces(path, metadata)
         tensors = {
-            name: torch.empty(told["shape"], dtype=getattr(torch, told["dtype"]))
-            for name, told in metadata.tensors.items()
+            name: torch.empty(saved[name].shape, dtype=saved[name].torch_dtype)
+            for name in metadata.tensors
             if name.startswith(prefix) and (with_optimizer or not name.startswith(PREFIX))
         }
-        read_tensors(path, metadata, _whole(tensors), None)
+        read_tensors(path, saved, _whole(tensors), None)
         return tensors
 
     tensors, remarks = first_intact(folder, step, None, load)
@@ -85,10 +87,9 @@ def verify_checkpoint(path: Path) -> Iterator[tuple[int, str | None]]:
     """
     with reading(path):
         metadata = read_metadata(path)
-        saved = read_dcp_metadata(path, int(metadata.files[DCP_METADATA]["crc32"], 16))
-        reader, files = PieceReader(path, saved), saved_pieces(saved)
-        for name in sorted(metadata.files.keys() - {DCP_METADATA}):
+        reader, files = PieceReader(path), by_file(read_pieces(path, metadata).values())
+        for name in sorted(metadata.files.keys() - {DCP_METADATA, PIECES}):
             pieces = files.get(name, [])
             yield from reader.damage(name, pieces)
-            if f"{file_checksum_of(pieces):08x}" != metadata.files[name]["crc32"]:
-                yield 0, f"{path / name}: metadata.json and {DCP_METADATA} tell different checksums"
+            if f"{file_checksum_of(piece for piece, _ in pieces):08x}" != metadata.files[name].crc32:
+                yield 0, f"{path / name}: metadata.json and what describes its pieces tell different checksums"

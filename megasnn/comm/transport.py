@@ -15,8 +15,9 @@ def let_computing_go_first() -> None:
     Posting a transfer can wake the transport's thread while the connection's lock is still held. Where it then takes
     the core over, it polls for that lock until its time slice ends: milliseconds for a message that needs microseconds
     (measured with both cores busy: 2.6 ms, and 0.07 ms with this). Under SCHED_BATCH a thread that wakes up waits until
-    the core is free or the slice of the running thread is over. Linux only; elsewhere nothing happens. To be called
-    after groups were made, each of which has a thread of its own.
+    the core is free or the slice of the running thread is over. Linux only, and from torch 2.13 on, where
+    these threads have a name; elsewhere nothing happens. To be called after groups were made, each of which has a
+    thread of its own.
     """
     if not TASKS.is_dir():
         return

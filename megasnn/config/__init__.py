@@ -5,15 +5,13 @@ from megasnn.config.checks import ConfigError
 from megasnn.config.cli import parse
 from megasnn.config.data import DataConfig
 from megasnn.config.logging import LoggingConfig
-from megasnn.config.model import ModelConfig, SpikformerConfig
-from megasnn.config.neuron import NeuronConfig, VggNeuronConfig
+from megasnn.config.neuron import NeuronConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.pretrain import PretrainConfig, PretrainSpikformerConfig, PretrainVggDvsConfig
-from megasnn.config.serialise import describe, from_dict, from_json, to_dict, to_json
+from megasnn.config.pretrain import ModelConfig, PretrainConfig
+from megasnn.config.serialise import changed_flags, comparable_flags, describe, from_dict, from_json, to_dict, to_json
 from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import validate
-from megasnn.config.vgg_dvs import VggDvsConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -25,12 +23,9 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PretrainConfig",
-    "PretrainSpikformerConfig",
-    "PretrainVggDvsConfig",
-    "SpikformerConfig",
     "TrainingConfig",
-    "VggDvsConfig",
-    "VggNeuronConfig",
+    "changed_flags",
+    "comparable_flags",
     "describe",
     "from_dict",
     "from_json",

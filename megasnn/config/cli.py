@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from megasnn.config.help import flag_groups
+
 Config = TypeVar("Config")
+Result = TypeVar("Result")
 
 _registry = ConstructorRegistry()
 
@@ -32,16 +35,29 @@ def parse(config_class: type[Config], argv: Sequence[str], console_outputs: bool
         SystemExit: 0 after the help, 2 after an error in the command line.
     """
     silence = io.StringIO()
-    with _registry, ExitStack() as stack:
+    defaults = _defaults(config_class, argv)
+    with ExitStack() as stack:
         if not console_outputs:  # tyro's own option lets some errors through
             stack.enter_context(redirect_stdout(silence))
             stack.enter_context(redirect_stderr(silence))
-        return tyro.cli(
-            config_class,
-            args=list(argv),
-            default=_defaults(config_class, argv),
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        given = command_line(flag_groups(defaults), argv, config=(tyro.conf.OmitArgPrefixes,))
+    return _from_groups(defaults, given)
+
+
+def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:
+    """`tyro.cli`, where an optional flag says INT or STR: for the tools, whose flags are a dataclass or a function.
+
+    Raises:
+        SystemExit: 0 after the help, 2 after an error in the command line.
+    """
+    with _registry:
+        return tyro.cli(of, args=argv, **options)
+
+
+def subcommands(commands: dict[str, Callable[..., Result]], argv: Sequence[str] | None, description: str) -> Result:
+    """Runs one of the functions, by its name on the command line. Raises SystemExit as `command_line` does."""
+    with _registry:
+        return tyro.extras.subcommand_cli_from_dict(commands, description=description, args=argv)
 
 
 def _defaults(config_class: type[Config], argv: Sequence[str]) -> Config:
@@ -54,6 +70,18 @@ def _defaults(config_class: type[Config], argv: Sequence[str]) -> Config:
         return replace(plain, model=type(plain.model)(variant=variant))
     except (TypeError, ValueError):
         return plain  # no variants, or an unknown one, which the full parser then reports
+
+
+def _from_groups(defaults: Config, given: Any) -> Config:
+    """The configuration with the values of the flags, which stand in other groups than its parts."""
+    values: dict[str, Any] = {}
+    for group in fields(given):
+        values |= vars(getattr(given, group.name))
+    parts = {}
+    for entry in fields(defaults):  # type: ignore[arg-type]  # a dataclass
+        part = type(getattr(defaults, entry.name))
+        parts[entry.name] = part(**{each.name: values[each.name] for each in fields(part)})
+    return type(defaults)(**parts)
 
 
 @_registry.primitive_rule

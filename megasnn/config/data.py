@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megasnn.config.checks import at_least
+from megasnn.files.sample_size import SAMPLE_MB
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class DataConfig:
     """Samples at the end of an epoch that fill no global batch: continue with the next epoch's, drop them (others each
     epoch), or keep them as a smaller batch."""
     num_workers: int = 1
-    """Threads of a rank that read ahead; 0 reads in the training thread."""
+    """Processes of a rank that read ahead; 0 reads in the training process."""
     augment: Literal["none", "cifar", "dvs", "nda", "roll"] = "none"
     """Random changes, the same for a sample on any layout. cifar: crop and flip images. dvs: flip and roll event
     frames. nda: flip them, then roll, rotate, shear or cut out (Li et al. 2022). roll: roll them by up to 2 pixels."""
@@ -37,9 +38,15 @@ class DataConfig:
     """Where shards hold events: frame-max divides each frame by its largest count; by default counts stay."""
     skip_broken_samples: bool = False
     """Count samples that cannot be read and go on, instead of stopping."""
+    max_sample_mb: int = SAMPLE_MB
+    """A sample that takes more megabytes, in its file or decoded, cannot be read."""
+    max_unpacked_gb: float | None = None
+    """Gigabytes that a .tar.gz shard may unpack to; 100 times its own size by default."""
 
     def problems(self) -> list[str]:
-        wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration")
+        wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration", "max_sample_mb")
+        if self.max_unpacked_gb is not None and not self.max_unpacked_gb > 0:
+            wrong.append(f"--max-unpacked-gb must be above 0, got {self.max_unpacked_gb}")
         if self.frame_duration is not None and self.split_by is not None:
             wrong.append(f"--split-by {self.split_by} and --frame-duration {self.frame_duration} exclude each other")
         wrong += [

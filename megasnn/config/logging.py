@@ -13,8 +13,8 @@ class LoggingConfig:
 
     log_interval: int = 10
     """Iterations between two log lines."""
-    log_throughput: bool = False
-    """Add samples per second to the log line."""
+    log_throughput: bool = True
+    """Samples per second in the log line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
     profile_pipeline: bool = False

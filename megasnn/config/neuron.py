@@ -68,15 +68,3 @@ class NeuronConfig:
             name = "--decay-input" if self.decay_input else "--no-decay-input"
             wrong.append(f"{name} has no meaning for --neuron if, which does not leak")
         return wrong
-
-
-@dataclass(frozen=True)
-class VggNeuronConfig(NeuronConfig):
-    """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
-
-    tau: float = 1.333
-    """Membrane time constant of lif in time steps; of plif, the initial one."""
-    decay_input: bool = False
-    """Whether the input is divided by the time constant too."""
-    surrogate: Surrogate = "atan"
-    """Surrogate gradient of the spike."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megasnn.config.checks import above, at_least, refusal
-from megasnn.partition import parse_layout
 from megasnn.schedule.build import chunks_of_schedule
+from megasnn.schedule.partition import parse_layout
 
 ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", "v-half", "v-min"]
 
@@ -42,6 +42,17 @@ class ParallelConfig:
     """auto takes GPUs where there is one for each rank of a node."""
     distributed_timeout_minutes: float = 10.0
     """How long a rank waits for another before it gives up."""
+    check_replicas_interval: int | None = None
+    """Iterations between two comparisons of the ranks that hold the same weights, optimizer state and norm statistics,
+    by checksums; they are also compared before each save. By default 200; 0 never compares."""
+    replica_mismatch: Literal["stop", "majority"] = "stop"
+    """When they differ: stop ends the run before it is saved; majority, with three replicas or more, gives the minority
+    the values that most ranks hold, and ends the run only where there is no majority."""
+
+    @property
+    def replica_interval(self) -> int:
+        """Iterations between two comparisons of replicas; 0 where there are none."""
+        return 200 if self.check_replicas_interval is None else self.check_replicas_interval
 
     @property
     def chunks_per_rank(self) -> int | None:
@@ -72,8 +83,11 @@ class ParallelConfig:
             "num_virtual_stages_per_pipeline_rank",
         )
         wrong = at_least(self, 1, *sizes, "pipeline_memory_limit") + above(self, 0, "distributed_timeout_minutes")
+        wrong += at_least(self, 0, "check_replicas_interval")
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
+        if self.check_replicas_interval == 0 and self.replica_mismatch == "majority":
+            wrong.append("--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more")
         if self.pipeline_model_parallel_size == 1:
             needed = "needs stages that send to each other: --pipeline-model-parallel-size 2 or more"
             wrong += [f"--strict-wire {needed}"] * self.strict_wire

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megasnn.config.checkpoint import CheckpointConfig
 from megasnn.config.data import DataConfig
 from megasnn.config.logging import LoggingConfig
-from megasnn.config.model import ModelConfig, SpikformerConfig
-from megasnn.config.neuron import NeuronConfig, VggNeuronConfig
+from megasnn.config.neuron import NeuronConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
-from megasnn.config.vgg_dvs import VggDvsConfig
+
+
+class ModelConfig(Protocol):
+    """What the checks across parts ask of any model's configuration."""
+
+    def unit_of_layer(self) -> Sequence[str]:
+        """The unit of each layer, from input to output; explicit layouts count units or layers."""
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        """What is wrong with the dimensions, on so many tensor parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +37,3 @@ class PretrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-
-
-@dataclass(frozen=True)
-class PretrainSpikformerConfig(PretrainConfig):
-    """Pretrain Spikformer with data, tensor and pipeline parallelism."""
-
-    model: SpikformerConfig = field(default_factory=SpikformerConfig)
-
-
-@dataclass(frozen=True)
-class PretrainVggDvsConfig(PretrainConfig):
-    """Pretrain the VGG for event cameras with data, tensor and pipeline parallelism."""
-
-    model: VggDvsConfig = field(default_factory=VggDvsConfig)
-    neuron: VggNeuronConfig = field(default_factory=VggNeuronConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -80,6 +81,49 @@ def describe(config: Any) -> str:
             mark = " " if value == getattr(defaults, entry.name) else "*"
             lines.append(f"  {mark} {entry.name} {'.' * (40 - len(entry.name))} {_shown(value)}")
     return "\n".join(lines)
+
+
+def changed_flags(config: Any) -> dict[str, list[str]]:
+    """The flags of each part that differ from their defaults, as a command line gives them; parts without any are
+    left out."""
+    changed: dict[str, list[str]] = {}
+    for part in fields(config):
+        values = getattr(config, part.name)
+        defaults = _defaults_of(values)
+        for entry in fields(values):
+            value = getattr(values, entry.name)
+            if value != getattr(defaults, entry.name):
+                changed.setdefault(part.name, []).append(_as_flag(entry.name, value))
+    return changed
+
+
+def comparable_flags(config: Any) -> dict[str, bool | int | float | str]:
+    """What runs are compared by: the model, and the values of `_COMPARED` and all other flags that define what is
+    computed where they differ from the default."""
+    found: dict[str, bool | int | float | str] = {}
+    for part in fields(config):
+        if part.name in ("checkpoint", "logging"):
+            continue
+        values = getattr(config, part.name)
+        defaults = _defaults_of(values)
+        for entry in fields(values):
+            value = getattr(values, entry.name)
+            if part.name == "model" or entry.name in _COMPARED or value != getattr(defaults, entry.name):
+                found[entry.name] = "none" if value is None else value
+    return found
+
+
+_COMPARED = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_schedule"),
+    *("micro_batch_size", "global_batch_size", "seed", "precision", "loss", "label_smoothing", "augment"),
+    *("lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad", "tau", "surrogate"),
+}
+
+
+def _as_flag(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    return f"{flag(name)} {shlex.quote(_shown(value))}"
 
 
 def _defaults_of(part: Any) -> Any:

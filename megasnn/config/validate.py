@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from megasnn.batching import micro_batches_of
 from megasnn.config.checks import ConfigError, refusal
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Grid
-from megasnn.partition import layout_to_bounds
-from megasnn.schedule import plan_schedule
+from megasnn.schedule.named import least_held
+from megasnn.schedule.partition import layout_to_bounds
 
 FUSED_SURROGATES = ("sigmoid", "atan")  # of megasnn.kernels, which needs torch
 
@@ -32,7 +30,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     if not of_model and not of_parallel:
         problems += _partition_problems(config)
     if len(problems) == 0:
-        problems += _memory_problems(config, world_size)
+        problems += _memory_problems(config, world_size) + _replica_problems(config, world_size)
     problems += _length_problems(config) + _evaluation_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     if problems:
@@ -78,16 +76,39 @@ def _partition_problems(config: PretrainConfig) -> list[str]:
 
 
 def _memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Whether the schedule keeps the memory limit with as many micro-batches as a replica has at most."""
+    """A fixed order that holds more than the memory limit; what a search has to find out is refused by the search."""
     parallel = config.parallel
     limit = parallel.pipeline_memory_limit
     if limit is None:
         return []
-    stages = parallel.pipeline_model_parallel_size
+    stages, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
     replicas = Grid.fit(world_size, parallel.tensor_model_parallel_size, stages).data
     most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
-    arguments = parallel.pipeline_schedule, stages, parallel.chunks_per_rank, most
-    return refusal(partial(plan_schedule, *arguments, memory_limit=limit))
+    held = least_held(name, stages, most, parallel.chunks_per_rank)
+    if held <= limit:
+        return []
+    return [
+        f"--pipeline-schedule {name} holds the activations of {held:g} micro-batches on a rank, with {stages} stages "
+        f"and {most} micro-batches, where --pipeline-memory-limit allows {limit:g}; auto searches within the limit"
+    ]
+
+
+def _replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """Whether there are ranks to compare, and enough of them for a majority."""
+    parallel = config.parallel
+    grid = Grid.fit(world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    sizes = f"world size {world_size} / tensor {grid.tensor} / pipeline {grid.pipeline}"
+    if parallel.replica_mismatch == "majority" and grid.data < 3:
+        return [
+            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {grid.data} "
+            f"({sizes}); use stop"
+        ]
+    if parallel.check_replicas_interval and grid.data * grid.tensor == 1:
+        return [
+            f"--check-replicas-interval {parallel.check_replicas_interval} compares ranks that hold the same, and "
+            f"there are none ({sizes}); leave the flag out"
+        ]
+    return []
 
 
 def _length_problems(config: PretrainConfig) -> list[str]:

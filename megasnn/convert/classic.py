@@ -14,27 +14,31 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, with_config
 from torch import Tensor
 
 from megasnn.checkpoint import CheckpointError
-from megasnn.checkpoint.folder import LATEST, latest_of, step_folder
+from megasnn.checkpoint.description import GlobalName
+from megasnn.checkpoint.folder import begin, discard, latest_of, name_latest, step_folder
 from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.torch_archive import TorchArchive
 from megasnn.convert.new_file import new_checkpoint, sync
 from megasnn.convert.progress import byte_bar
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
 from megasnn.convert.target import TargetRank
-from megasnn.convert.torch_file import load_lazily, new_torch_file, read_lazy, require_checksums
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.convert.torch_file import new_torch_file
+from megasnn.files.described import STRICT, Count, DescriptionError, Shape, described_object
+from megasnn.sharding import Shard
 
 FILE = "model_optim_rng.pt"
 VERSION = 3.0  # of Megatron's layout of a file
+_MOST_RANKS = 1 << 20
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 
 
@@ -51,20 +55,42 @@ def classic_folder(path: Path, step: int | None) -> Path | None:
     """The checkpoint of iteration `step`, or the latest, of a run's folder; None when there is no classic one."""
     step = latest_of(path) if step is None else step
     found = step_folder(path, step) if step is not None else path
-    return found if is_classic(found) else None
+    return found if is_classic(found) and (found is path or not found.is_symlink()) else None
 
 
 @dataclass(frozen=True)
 class _Part:
     """A rank's part of a tensor in its file."""
 
-    file: Path
+    archive: TorchArchive
     lazy: Tensor
     shard: Shard
 
 
+@with_config(STRICT)
+@dataclass(frozen=True)
+class _Cut:
+    """How a tensor is cut; see `megasnn.sharding.Shard`."""
+
+    global_shape: Shape
+    dim: Count | None
+    blocks: Annotated[int, Field(ge=1, le=_MOST_RANKS)]
+    rank: Count
+    size: Annotated[int, Field(ge=1, le=_MOST_RANKS)]
+
+    def as_shard(self) -> Shard:
+        """Raises ValueError when it cannot be cut so."""
+        if self.rank >= self.size or (self.dim is not None and self.dim >= len(self.global_shape)):
+            raise ValueError(f"there is no rank {self.rank} of {self.size} for dimension {self.dim}")
+        return Shard(self.global_shape, self.dim, self.blocks, self.rank, self.size)
+
+
+_Cuts: Any = dict[GlobalName, _Cut]
+
+
 class ClassicSource(TensorSource):
-    """
+    """A checkpoint of one file for each model-parallel rank, whose tensors are read when they are asked for.
+
     Args:
         path: of one checkpoint.
     Raises:
@@ -79,32 +105,49 @@ class ClassicSource(TensorSource):
         self.files = {str(file.relative_to(path)): file.stat().st_size for file in files}
         self._parts: dict[str, list[_Part]] = {}
         for file in files:
-            require_checksums(file)
-            content = load_lazily(file)
-            if not isinstance(content, Mapping) or "shards" not in content or "checkpoint" not in content:
+            if not file.resolve().is_relative_to(path.resolve()):
+                raise CheckpointError(f"{file} is a link that leads out of {path}; put the file itself in its place")
+            archive = TorchArchive(file)
+            content = archive.content
+            if not isinstance(content, Mapping) or not {"shards", "checkpoint", "model", "optimizer"} <= content.keys():
                 raise CheckpointError(
                     f"{file} does not say how its tensors are cut (no 'shards'): tools/convert_checkpoint.py did not "
                     "write it"
                 )
-            self.facts = Facts(**content["checkpoint"])
-            self._add(file, content)
+            try:
+                self.facts = described_object(Facts, content["checkpoint"], f"{file}: checkpoint")
+                cuts = described_object(_Cuts, content["shards"], f"{file}: shards")
+                self._add(archive, content, cuts)
+            except DescriptionError as error:
+                raise CheckpointError(str(error)) from None
         self._require_all_ranks({file.parent.name for file in files})
         self.tensors = {name: self._describe(name, parts) for name, parts in sorted(self._parts.items())}
 
-    def _add(self, file: Path, content: Mapping[str, Any]) -> None:
+    def _add(self, archive: TorchArchive, content: Mapping[str, Any], cuts: Mapping[str, _Cut]) -> None:
+        file = archive.path
+        kinds = content["optimizer"]
+        if not all(isinstance(values, Mapping) for values in (content["model"], kinds, *dict(kinds).values())):
+            raise CheckpointError(f"{file}: model and optimizer should hold tensors by name")
         found = dict(content["model"])
-        for kind, values in content["optimizer"].items():
+        for kind, values in kinds.items():
             found |= {f"{PREFIX}{kind}.{name}": value for name, value in values.items()}
+        if found.keys() != cuts.keys():
+            raise CheckpointError(f"{file}: shards should name each of its tensors")
         for name, value in found.items():
-            told = content["shards"][name]
-            shard = Shard(tuple(told["global_shape"]), told["dim"], told["blocks"], told["rank"], told["size"])
+            archive.require_sound(name, value)
+            try:
+                shard = cuts[name].as_shard()
+            except ValueError as error:
+                raise CheckpointError(f"{file}: shards.{name}: {error}") from None
             if tuple(value.shape) != shard.local_shape:
                 raise CheckpointError(f"{file}: {name} has shape {list(value.shape)}, not {list(shard.local_shape)}")
-            self._parts.setdefault(name, []).append(_Part(file, value, shard))
+            self._parts.setdefault(name, []).append(_Part(archive, value, shard))
 
     def _require_all_ranks(self, found: set[str]) -> None:
         layout = self.facts.layout or {}
         stages, size = layout.get("pipeline", 1), layout.get("tensor", 1)
+        if type(stages) is not int or type(size) is not int or not 0 < stages * size < _MOST_RANKS:
+            raise CheckpointError(f"{self.path}: checkpoint.layout: there cannot be {size!r} x {stages!r} ranks")
         needed = {rank_folder(rank, stage, stages) for stage in range(stages) for rank in range(size)}
         if missing := sorted(needed - found):
             raise CheckpointError(
@@ -118,7 +161,7 @@ class ClassicSource(TensorSource):
         if any(part.shard.global_shape != shape for part in parts) or elements != torch.Size(shape).numel():
             raise CheckpointError(f"{self.path}: the files hold {elements} elements of {name} {list(shape)}")
         boxes = tuple(
-            StoredBox(str(part.file.relative_to(self.path)), piece.global_offset, piece.sizes)
+            StoredBox(str(part.archive.path.relative_to(self.path)), piece.global_offset, piece.sizes)
             for part in written
             for piece in part.shard.pieces()
         )
@@ -129,7 +172,7 @@ class ClassicSource(TensorSource):
         value = torch.empty(info.shape, dtype=info.dtype)
         for part in self._parts[name]:
             if part.shard.is_primary:
-                local = read_lazy(part.file, part.lazy)
+                local = part.archive.read(name, part.lazy)
                 for piece in part.shard.pieces():
                     piece.of_global(value).copy_(piece.of_local(local))
         return value
@@ -150,8 +193,7 @@ def write_classic(save: Path, facts: Facts, ranks: Sequence[TargetRank], source:
 
 def _write(save: Path, facts: Facts, ranks: Sequence[TargetRank], source: TensorSource) -> Path:
     final = step_folder(save, facts.iteration)
-    aside = final.with_name(f"{final.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    aside = begin(save, facts.iteration)
     stages = 1 + max(rank.pipeline for rank in ranks)
     sizes = (TensorInfo(entry.shard.local_shape, entry.tensor.dtype) for rank in ranks for entry in rank.entries)
     try:
@@ -165,13 +207,9 @@ def _write(save: Path, facts: Facts, ranks: Sequence[TargetRank], source: Tensor
         sync(aside)
         os.rename(aside, final)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        discard(save, facts.iteration)
         raise
-    latest = save / f"{LATEST}.tmp"
-    latest.write_text(f"{facts.iteration}\n")
-    sync(latest)
-    os.replace(latest, save / LATEST)
-    sync(save)
+    name_latest(save, facts.iteration)
     return final
 
 
@@ -185,7 +223,7 @@ def _content(facts: Facts, rank: TargetRank) -> dict[str, Any]:
         "checkpoint_version": VERSION,
         "iteration": facts.iteration,
         "checkpoint": asdict(facts),
-        "shards": {entry.name: _cut(entry) for entry in rank.entries},
+        "shards": {entry.name: asdict(_cut(entry.shard)) for entry in rank.entries},
         "model": {},
         "optimizer": {},
     }
@@ -198,12 +236,5 @@ def _content(facts: Facts, rank: TargetRank) -> dict[str, Any]:
     return content
 
 
-def _cut(entry: ShardedTensor) -> dict[str, Any]:
-    shard = entry.shard
-    return {
-        "global_shape": list(shard.global_shape),
-        "dim": shard.dim,
-        "blocks": shard.blocks,
-        "rank": shard.rank,
-        "size": shard.size,
-    }
+def _cut(shard: Shard) -> _Cut:
+    return _Cut(shard.global_shape, shard.dim, shard.blocks, shard.rank, shard.size)

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 from megasnn.checkpoint import CheckpointError
-from megasnn.checkpoint.interchange import dialect_for, dialect_of, is_ours
-from megasnn.checkpoint.interchange.names import renamed
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.checkpoint.saving import Progress
 from megasnn.convert.opening import in_our_names
@@ -17,6 +15,8 @@ from megasnn.convert.safetensors_file import new_safetensors_file
 from megasnn.convert.source import DerivedSource, TensorSource
 from megasnn.convert.target import without_memory
 from megasnn.convert.torch_file import new_torch_file
+from megasnn.models.dialects import dialect_for, dialect_of, is_ours
+from megasnn.models.names import renamed
 from megasnn.sharding import Shard
 
 Names = Literal["spikingjelly", "published", "published-cifar10", "published-imagenet", "megasnn"]
@@ -32,7 +32,7 @@ def weights_as(source: TensorSource, names: Names) -> TensorSource:
     weights = [name for name in ours.tensors if not name.startswith(PREFIX)]
     if names == "megasnn":
         return DerivedSource(ours, renamed({name: name for name in weights}))
-    model = (ours.facts.config or {}).get("model")
+    model = ours.facts.model
     program = _published_variant(model) if names == "published" else names
     return DerivedSource(ours, dialect_for(program, weights).from_ours(weights, model))
 

@@ -13,9 +13,9 @@ from megasnn.convert.model import SavedModel
 from megasnn.convert.source import Facts, TensorInfo
 from megasnn.convert.target import TargetRank, target_ranks
 from megasnn.layers import BuildContext
-from megasnn.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
 from megasnn.pipeline.costs import layers_per_chunk, measure_layers
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.schedule.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
@@ -67,7 +67,7 @@ class Target:
             return layout_to_bounds(parse_layout(self.layout), [layer.unit for layer in layers], len(placement))
         if len(placement) == 1:
             return [range(len(layers))]
-        saved = parse_layout((facts.layout or {}).get("bounds", str(len(layers))))
+        saved = parse_layout(str((facts.layout or {}).get("bounds", len(layers))))
         if len(saved) == len(placement):
             return layout_to_bounds(saved, [layer.name for layer in layers], len(placement))
         costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())

@@ -7,6 +7,7 @@ from typing import Any
 
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.convert.source import TensorInfo, TensorSource
+from megasnn.files.described import printable
 
 Tree = dict[str, "Tree | TensorInfo"]
 
@@ -19,11 +20,11 @@ def as_text(source: TensorSource) -> str:
         lines.append(f"iteration {facts.iteration}, {facts.consumed_samples} samples consumed")
         lines.append(f"written by {_pairs(facts.versions)}; layout: {_pairs(facts.layout or {}) or 'one process'}")
         for part, values in (facts.config or {}).items():
-            lines.append(f"{part}: {_pairs(values)}")
+            lines.append(f"{part}: {_pairs(values) if isinstance(values, Mapping) else values}")
     rows = list(_rows(_tree(source.tensors)))
     width = max((len(label) for label, _ in rows), default=0)
     lines += [f"{label:<{width}}  {_row(info)}" if info else label for label, info in rows]
-    return "\n".join([*lines, *_totals(source)])
+    return "\n".join(map(printable, [*lines, *_totals(source)]))
 
 
 def as_json(source: TensorSource) -> dict[str, Any]:
@@ -59,7 +60,9 @@ def _tree(tensors: Mapping[str, TensorInfo]) -> Tree:
         *parents, last = name.split(".")
         node = root
         for parent in parents:
-            node = node.setdefault(parent, {})  # type: ignore[assignment]
+            below = node.setdefault(f"{parent}.", {})
+            assert isinstance(below, dict)  # the names of tensors in the tree end without a dot, those of parents with
+            node = below
         node[last] = info
     return root
 
@@ -68,9 +71,9 @@ def _rows(tree: Tree, depth: int = 0) -> Iterator[tuple[str, TensorInfo | None]]
     """Lines of a tree, children behind their parent; a parent with one child shares its line."""
     for label, below in tree.items():
         while isinstance(below, dict) and len(below) == 1:
-            (name, below), label = next(iter(below.items())), f"{label}."
+            name, below = next(iter(below.items()))
             label += name
-        yield "  " * depth + label, below if isinstance(below, TensorInfo) else None
+        yield "  " * depth + label.removesuffix("."), below if isinstance(below, TensorInfo) else None
         if isinstance(below, dict):
             yield from _rows(below, depth + 1)
 

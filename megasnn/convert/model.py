@@ -8,15 +8,17 @@ from typing import Any
 
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.config.checks import ConfigError
-from megasnn.config.model import ModelConfig, SpikformerConfig
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.pretrain import ModelConfig, PretrainConfig
 from megasnn.config.serialise import from_dict
-from megasnn.config.vgg_dvs import VggDvsConfig
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer import describe_spikformer
-from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.vgg_dvs.model import describe_vgg_dvs
 from megasnn.training.setup import neuron_spec
+
+_DEEPEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,12 @@ def saved_model(config: Mapping[str, Any] | None, path: object) -> SavedModel:
         model: SpikformerConfig | VggDvsConfig = (
             from_dict(VggDvsConfig, values) if "channels" in values else from_dict(SpikformerConfig, values)
         )
-    except (ConfigError, KeyError) as error:
+    except (ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is of a model that is unknown here: {error}") from None
+    if isinstance(model, SpikformerConfig) and model.depth > _DEEPEST:
+        raise CheckpointError(
+            f"{path}: config.model.depth: up to {_DEEPEST} blocks can be laid out, found {model.depth}"
+        )
     spec = neuron_spec(PretrainConfig(model, neuron))
     layers = describe_vgg_dvs(model, spec) if isinstance(model, VggDvsConfig) else describe_spikformer(model, spec)
     return SavedModel(model, layers)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.folder import latest_of, step_folder
-from megasnn.checkpoint.lock import FolderLock
+from megasnn.process.lock import FolderLock
 
 
 def refuse_existing(path: Path, flag: str) -> None:
@@ -46,6 +46,7 @@ def new_file(path: Path) -> Iterator[Path]:
     refuse_existing(path, "--output")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.tmp")
+    aside.unlink(missing_ok=True)  # it may be a link to something else
     try:
         yield aside
         sync(aside)

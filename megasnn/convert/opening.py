@@ -7,12 +7,12 @@ from pathlib import Path
 from megasnn.checkpoint import CheckpointError, find_checkpoint
 from megasnn.checkpoint.description import METADATA
 from megasnn.checkpoint.folder import list_checkpoints
-from megasnn.checkpoint.interchange import dialect_of, is_ours
 from megasnn.convert.checkpoint import CheckpointSource
 from megasnn.convert.classic import ClassicSource, classic_folder, is_classic
 from megasnn.convert.safetensors_file import SafetensorsSource
 from megasnn.convert.source import DerivedSource, TensorSource
 from megasnn.convert.torch_file import TorchFileSource
+from megasnn.models.dialects import dialect_of, is_ours
 
 SUFFIX = ".safetensors"
 
@@ -29,8 +29,9 @@ def open_source(path: Path, step: int | None = None) -> TensorSource:
         if step is not None:
             raise CheckpointError(f"{path} is a single file and has no iteration {step} to choose (--ckpt-step)")
         return SafetensorsSource(path) if path.suffix == SUFFIX else TorchFileSource(path)
-    if not path.exists():
-        raise CheckpointError(f"there is no file or folder {path}")
+    if not path.is_dir():
+        what = "neither a file nor a folder" if path.exists() else "not there"
+        raise CheckpointError(f"{path} is {what}: name a file of weights or a folder of checkpoints")
     if (path / METADATA).is_file():
         return CheckpointSource(path)
     if is_classic(path):

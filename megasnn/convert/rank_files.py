@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata as DcpMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.files import PieceWriter
+from megasnn.checkpoint.pieces import SavedTensor
 from megasnn.checkpoint.planner import PieceSavePlanner, boxes_of, copy_name
 from megasnn.checkpoint.saving import Progress, describe_written
 from megasnn.convert.new_file import new_checkpoint
@@ -82,8 +82,8 @@ def write_rank_files(
             tensors = (TensorInfo(entry.shard.local_shape, entry.tensor.dtype) for rank in written for entry in rank)
             with byte_bar("writing", tensors) as bar:
                 planners = [_LazyPlanner(entries, names, copied, source, bar) for entries in written]
-                metadata = _write(PieceWriter(aside), planners)
-            return folders.commit(save, describe_written(progress, optimizer, aside, metadata))
+                tensors_written = _write(PieceWriter(aside), planners)
+            return folders.commit(save, describe_written(progress, optimizer, aside, tensors_written))
         except BaseException:
             folders.discard(save, progress.iteration)
             raise
@@ -98,7 +98,7 @@ def _with_copies(entry: ShardedTensor, copied: dict[str, str]) -> ShardedTensor:
     return replace(entry, name=name, shard=Shard(entry.shard.global_shape))
 
 
-def _write(writer: PieceWriter, planners: Sequence[_LazyPlanner]) -> DcpMetadata:
+def _write(writer: PieceWriter, planners: Sequence[_LazyPlanner]) -> Sequence[SavedTensor]:
     """What torch.distributed.checkpoint.save does on all ranks, one rank after the other."""
     writer.set_up_storage_writer(True)
     plans = [writer.prepare_local_plan(planner.create_local_plan()) for planner in planners]
@@ -106,4 +106,4 @@ def _write(writer: PieceWriter, planners: Sequence[_LazyPlanner]) -> DcpMetadata
     plans = writer.prepare_global_plan(plans)
     results = [writer.write_data(plan, planner).wait() for plan, planner in zip(plans, planners, strict=True)]
     writer.finish(metadata, results)
-    return metadata
+    return writer.tensors

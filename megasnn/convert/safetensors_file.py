@@ -7,18 +7,22 @@ length (8 bytes, little-endian), then the tensors' bytes.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from pydantic import with_config
 from torch import Tensor
 
 from megasnn.checkpoint.errors import CheckpointError
+from megasnn.checkpoint.raw import read_elements, write_elements
 from megasnn.convert.new_file import new_file
-from megasnn.convert.raw import read_elements, write_elements
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
+from megasnn.files.described import STRICT, Count, DescriptionError, Shape, TensorName, described, open_regular
 
 DTYPES = {
     "F64": torch.float64,
@@ -33,8 +37,22 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _LARGEST_HEADER = 100_000_000  # what the library accepts
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header says of a tensor; `data_offsets` are its first byte and the one behind its last."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Count, Count]
+
+
+_Header: Any = dict[TensorName, TensorEntry | dict[str, str]]
 
 
 class SafetensorsSource(TensorSource):
@@ -43,24 +61,22 @@ class SafetensorsSource(TensorSource):
     kind = "safetensors"
 
     def __init__(self, path: Path) -> None:
-        self.path, self.facts, self.files = path, Facts(), {path.name: path.stat().st_size}
-        header, self._begin = _read_header(path)
+        self.path, self.facts = path, Facts()
+        header, self._begin, size = _read_header(path)
+        self.files = {path.name: size}
+        header.pop(_METADATA, None)
         self._offsets: dict[str, int] = {}
-        tensors = {}
-        for name, told in header.items():
-            if name != "__metadata__":
-                tensors[name] = self._describe(name, told)
-        self.tensors = tensors
+        self.tensors = {name: self._describe(name, told) for name, told in header.items()}
+        self._require_no_overlap(header)
 
-    def _describe(self, name: str, told: Any) -> TensorInfo:
-        try:
-            shape, (start, end), dtype = tuple(told["shape"]), told["data_offsets"], told["dtype"]
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{self.path}: the header says of {name} only {told}") from None
-        if dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is of type {dtype}; known here: {', '.join(DTYPES)}")
-        info = TensorInfo(shape, DTYPES[dtype], (StoredBox(self.path.name, (0,) * len(shape), shape),))
-        size = self.files[self.path.name]
+    def _describe(self, name: str, told: TensorEntry | dict[str, str]) -> TensorInfo:
+        if not isinstance(told, TensorEntry):
+            raise CheckpointError(f"{self.path}: the header says of {name} only {told}")
+        if told.dtype not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} is of type {told.dtype!r}; known here: {', '.join(DTYPES)}")
+        box = StoredBox(self.path.name, (0,) * len(told.shape), told.shape)
+        info = TensorInfo(told.shape, DTYPES[told.dtype], (box,))
+        (start, end), size = told.data_offsets, self.files[self.path.name]
         if end - start != info.bytes or self._begin + end > size:
             raise CheckpointError(
                 f"{self.path} is cut or altered: {name} should have {info.bytes} bytes and lie at {start}..{end} of "
@@ -69,23 +85,36 @@ class SafetensorsSource(TensorSource):
         self._offsets[name] = self._begin + start
         return info
 
+    def _require_no_overlap(self, header: Mapping[str, Any]) -> None:
+        last = 0
+        for name, told in sorted(header.items(), key=lambda item: item[1].data_offsets):
+            start, end = told.data_offsets
+            if start < last:
+                raise CheckpointError(
+                    f"{self.path}: {name} lies at {start}..{end}, which another tensor has up to {last}"
+                )
+            last = end
+
     def read(self, name: str) -> Tensor:
         info = self.tensors[name]
         return read_elements(self.path, self._offsets[name], info.elements, info.dtype).view(info.shape)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors' bytes begin."""
-    with path.open("rb") as stream:
+def _read_header(path: Path) -> tuple[dict[str, TensorEntry | dict[str, str]], int, int]:
+    """The header, where the tensors' bytes begin, and the size of the file."""
+    with open_regular(path) as stream:
         length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        text = stream.read(length) if length <= _LARGEST_HEADER else b""
+        size = os.fstat(stream.fileno()).st_size
+        if not 2 <= length <= min(size - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise CheckpointError(
+                f"{path} is no safetensors file, or it is cut: it has {size} bytes and claims a header of {length}"
+            )
+        text = stream.read(length)
     try:
-        header = json.loads(text) if len(text) == length else None
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is no safetensors file, or it is cut: there is no header of {length} bytes")
-    return header, _LENGTH_BYTES + length
+        header = described(_Header, text, path)
+    except DescriptionError as error:
+        raise CheckpointError(str(error)) from None
+    return header, _LENGTH_BYTES + length, size
 
 
 class SafetensorsFiller:
@@ -101,7 +130,7 @@ def new_safetensors_file(
     path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
 ) -> Iterator[SafetensorsFiller]:
     """A file for these tensors, whose values are then put in any order. Raises CheckpointError for unknown types."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     offsets, end = {}, 0
     # The library aligns tensors by writing larger elements first.
     for name, info in sorted(tensors.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0])):

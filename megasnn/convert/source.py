@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import with_config
 from torch import Tensor
 
-from megasnn.checkpoint.interchange.names import Recipe
+from megasnn.files.described import STRICT, Count, FreeForm
+from megasnn.models.names import Recipe
 from megasnn.sharding import Shard
 
 
@@ -45,6 +47,7 @@ class TensorInfo:
         return str(self.dtype).removeprefix("torch.")
 
 
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Facts:
     """What a checkpoint says of itself; other files say nothing.
@@ -56,13 +59,19 @@ class Facts:
         versions: of the programs that wrote it.
     """
 
-    iteration: int = 0
-    consumed_samples: int = 0
-    config: dict[str, Any] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    iteration: Count = 0
+    consumed_samples: Count = 0
+    config: FreeForm | None = None
+    extra: FreeForm = field(default_factory=dict)
     optimizer: str | None = None
-    layout: dict[str, Any] | None = None
+    layout: FreeForm | None = None
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model(self) -> dict[str, Any] | None:
+        """The model's dimensions; None when unknown."""
+        model = (self.config or {}).get("model")
+        return model if isinstance(model, dict) else None
 
 
 class TensorSource(ABC):

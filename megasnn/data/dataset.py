@@ -7,12 +7,15 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from megasnn.data.formats import Decoder, FormatMismatch
 from megasnn.data.shards import Shard
+from megasnn.files.described import open_regular
+from megasnn.files.sample_size import too_large
 
 _OPEN_SHARDS = 16  # files that one reading thread keeps open
 Format = TypeVar("Format", bound=Decoder)
@@ -24,7 +27,7 @@ class BrokenSample(ValueError):
 
 
 class ShardDataset(Generic[Format]):
-    """The samples of `shards`, one shard after the other, decoded by `format`; several threads may read.
+    """The samples of `shards`, one shard after the other, decoded by `format`; threads and other processes may read.
 
     Raises:
         ValueError: a label outside [0, num_classes). All are looked at here, before anything is trained.
@@ -57,24 +60,23 @@ class ShardDataset(Generic[Format]):
         """The decoded sample: an image as uint8 `[H, W, C]`, event frames `[T, 2, H, W]`.
 
         Raises:
-            BrokenSample: it cannot be decoded.
+            BrokenSample: it cannot be decoded, or is too large.
             ValueError: it does not fit the model, or the shard was changed or cut after it was indexed.
         """
+        if problem := too_large("its file", self._size(index), self.format.limit):
+            raise self._broken(index, f"cannot be decoded: {problem}")
         data = self._read(index)
         try:
             sample = self.format.decode(data)
         except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error
         except ValueError as error:
-            self._state[index] = _BROKEN
-            raise BrokenSample(
-                f"{self.describe(index)} {error}; mend it, or go on without it with --skip-broken-samples"
-            ) from error
+            raise self._broken(index, error) from error
         self._state[index] = _SOUND
         return sample
 
     def decodes(self, index: int) -> bool:
-        """Whether `sample(index)` succeeds. Found out by decoding, once for each sample."""
+        """Whether `sample(index)` succeeds. Found out by decoding, once for each sample and process."""
         if self._state[index] == _UNKNOWN:
             try:
                 self.sample(index)
@@ -93,6 +95,16 @@ class ShardDataset(Generic[Format]):
         digest.update(self.labels.tobytes())
         digest.update(self._sizes.tobytes())
         return f"{len(self)}-{digest.hexdigest()}"
+
+    def _broken(self, index: int, problem: object) -> BrokenSample:
+        self._state[index] = _BROKEN
+        return BrokenSample(
+            f"{self.describe(index)} {problem}; mend it, or train without it (--skip-broken-samples)"
+        )
+
+    def _size(self, index: int) -> int:
+        shard, place = self._locate(index)
+        return int(shard.sizes[place])
 
     def _locate(self, index: int) -> tuple[Shard, int]:
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
@@ -122,6 +134,10 @@ class _OpenFiles(threading.local):
     def __init__(self) -> None:
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process opens its own."""
+        return _OpenFiles, ()
+
     def descriptor(self, path: str) -> int:
         file = self._open.pop(path, None) or _Descriptor(path)
         self._open[path] = file
@@ -134,8 +150,9 @@ class _Descriptor:
     """A file descriptor for reading that is closed with the object, thus also when its thread ends."""
 
     def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY)
+        self._file = open_regular(Path(path))
+        self.number = self._file.fileno()
 
     def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
+        if hasattr(self, "_file"):
+            self._file.close()

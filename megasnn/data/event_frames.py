@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from megasnn.data.formats import FormatMismatch
+from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings, decode_sample, make_frames
+from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.events import resize_frames
-from megasnn.preprocess.event_files import EVENTS, FRAMES, FrameSettings, decode_sample, make_frames
+from megasnn.files.sample_size import SAMPLE_BYTES
 
 
 @dataclass(frozen=True)
-class EventFormat:
+class EventFormat(SampleFormat):
     """What a model expects of an event sample.
 
     Kept events become frames here. Frames that preprocessing made are taken as they are, and scaled where they have
@@ -23,11 +23,14 @@ class EventFormat:
 
     Attributes:
         settings: time steps, size and, for kept events, how frames are made of them.
+        limit: bytes that a sample may take, packed or decoded.
     """
 
     settings: FrameSettings
+    limit: int = SAMPLE_BYTES
     suffixes = (FRAMES, EVENTS)
     augmentations = ("none", "dvs", "nda", "roll")
+    axes = (0, 1, 2, 3, 4)
 
     def decode(self, data: bytes) -> NDArray[Any]:
         """The content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32.
@@ -36,9 +39,9 @@ class EventFormat:
             ValueError: damaged, or a recording too short for the frames.
             FormatMismatch: whole, but made for another number of time steps.
         """
-        sample = decode_sample(data)
+        sample = decode_sample(data, self.limit)
         if not isinstance(sample, np.ndarray):
-            return make_frames(sample, self.settings)
+            return make_frames(sample, self.settings, self.limit)
         if len(sample) != self.settings.time_steps:
             raise FormatMismatch(
                 f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
@@ -48,9 +51,7 @@ class EventFormat:
         size = self.settings.size
         return sample if size is None or sample.shape[2:] == (size, size) else resize_frames(sample, size)
 
-    def to_tensor(self, batch: list[NDArray[Any]]) -> torch.Tensor:
-        """Frames of n samples as float32 `[n, T, 2, H, W]`."""
-        values = np.empty((len(batch), *batch[0].shape), np.float32)
+    def fill(self, values: NDArray[np.float32], batch: list[NDArray[Any]]) -> None:
+        """Frames of n samples as `[n, T, 2, H, W]`."""
         for target, frames in zip(values, batch, strict=True):
             target[...] = frames
-        return torch.from_numpy(values)

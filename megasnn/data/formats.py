@@ -1,11 +1,17 @@
-"""What the loader asks of a kind of sample: images, or the recordings of event cameras."""
+"""What the loader asks of a kind of sample: images, or the recordings of event cameras.
+
+Nothing here imports torch before a tensor is asked for, so that the processes that read samples start at once.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 
 class FormatMismatch(ValueError):
@@ -17,10 +23,14 @@ class Decoder(Protocol):
 
     Attributes:
         suffixes: endings of the files it decodes.
+        limit: bytes that a sample may take, in its file or decoded.
     """
 
     @property
     def suffixes(self) -> tuple[str, ...]: ...
+
+    @property
+    def limit(self) -> int: ...
 
     def decode(self, data: bytes) -> NDArray[Any]:
         """One sample. Raises ValueError for bytes that cannot be decoded, FormatMismatch for those that do not fit."""
@@ -31,10 +41,26 @@ class SampleFormat(Decoder, Protocol):
 
     Attributes:
         augmentations: names of the random changes that its arrays can take.
+        axes: the model's axes of a batch, as axes of the array of its samples.
     """
 
     @property
     def augmentations(self) -> tuple[str, ...]: ...
 
+    @property
+    def axes(self) -> tuple[int, ...]: ...
+
+    def fill(self, values: NDArray[np.float32], batch: list[NDArray[Any]]) -> None:
+        """Writes decoded samples to `values`, `[n, *sample]`, as the numbers that the model takes."""
+
     def to_tensor(self, batch: list[NDArray[Any]]) -> torch.Tensor:
-        """Decoded samples as one float32 tensor, the samples first."""
+        """Decoded samples as the model takes them: float32, the samples first."""
+        values = np.empty((len(batch), *batch[0].shape), np.float32)
+        self.fill(values, batch)
+        return self.as_tensor(values)
+
+    def as_tensor(self, values: NDArray[np.float32]) -> torch.Tensor:
+        """What `fill` wrote, in the same memory, with the axes that the model takes."""
+        import torch
+
+        return torch.from_numpy(values).permute(self.axes)

@@ -1,27 +1,31 @@
-"""Global batches for one data parallel rank: its own micro-batches, read ahead by threads.
+"""Global batches for one data parallel rank: its own micro-batches, read ahead by other processes.
 
 Nothing here depends on the layout but the choice of micro-batches: the order is a function of the position
 (`megasnn.data.order`), the cut of the global batch and its sizes (`megasnn.batching`), the augmentation of
-the sample. Workers are threads, since decoding a photograph happens outside the interpreter lock; they fill
-whole micro-batches, and batches leave in order, so that their number cannot change anything either.
+the sample. Workers fill whole micro-batches, and batches leave in order, so that their number cannot change
+anything either.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.data.augment import AUGMENTATIONS
-from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.dataset import ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Slot
+from megasnn.data.reading import SlotReader
+from megasnn.data.workers import AHEAD, WorkerPool
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class BatchLoader:
     last_batch: what becomes of the samples at the end of an epoch that fill no batch: "continue" fills it up with the
     beginning of the next epoch, "drop" leaves them out (others in each epoch), "keep" makes a smaller batch.
 
-    num_workers: threads that load ahead: the next global batch, and more if that does not keep all of them
+    num_workers: processes that load ahead: the next global batch, and more if that does not keep all of them
     busy. With 0 a batch is loaded when it is asked for.
     skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not, so
     that sizes and the places of all others stay. Ranks that need only labels decode each sample once to come
@@ -112,15 +116,14 @@ class BatchLoader:
         epoch = epoch_samples(len(dataset), global_batch_size, last_batch) if training else None
         self._order = SampleOrder(len(dataset), seed, shuffle and training, epoch)
         self._keep_last = last_batch == "keep"
-        self._seed = seed
-        self._augment = AUGMENTATIONS.get(augment) if training else None
+        change = AUGMENTATIONS.get(augment) if training else None
+        self._reader = SlotReader(dataset, self._order, seed, change, need_images, skip_broken)
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._dp_size = dp_size
         self._dp_rank = dp_rank
         self._need_images = need_images
         self._need_labels = need_labels
-        self._skip_broken = skip_broken
         self._reads = need_images or (need_labels and skip_broken)
         self._num_workers = num_workers if self._reads else 0
         self._training = training
@@ -129,7 +132,7 @@ class BatchLoader:
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
         """The global batches from a position on, at most `limit` of them.
 
-        Close the iterator (or use it up) to end its threads. What goes wrong while a batch is loaded is
+        Close the iterator (or use it up) to end its workers. What goes wrong while a batch is loaded is
         raised when that batch is asked for, with any number of workers.
         """
         plans = self._plans(consumed_samples, limit)
@@ -168,54 +171,38 @@ class BatchLoader:
         return plan.batch([self._load(micro_batch) for micro_batch in plan.micro_batches])
 
     def _load_ahead(self, plans: Iterator[_BatchPlan]) -> Iterator[GlobalBatch]:
-        """Keep one batch beyond the one handed out, and a micro-batch for every worker, in the making."""
+        """Keep one batch beyond the one handed out, and enough micro-batches for every worker, in the making."""
         waiting: deque[tuple[_BatchPlan, list[Future[MicroBatch]]]] = deque()
-        # A new thread would pin memory by way of the first GPU.
-        begin = partial(torch.cuda.set_device, self._pin_for) if self._pin_for else None
-        pool = ThreadPoolExecutor(self._num_workers, "megasnn-data", begin)
-        try:
+        with closing(WorkerPool[MicroBatch](self._reader, self._num_workers)) as pool:
             for plan in plans:
-                waiting.append((plan, [pool.submit(self._load, part) for part in plan.micro_batches]))
+                parts = [pool.submit(part.slots, partial(self._finish, part)) for part in plan.micro_batches]
+                waiting.append((plan, parts))
                 ahead = sum(len(futures) for _, futures in list(waiting)[1:])
-                if len(waiting) > 1 and ahead >= self._num_workers:
-                    yield _finish(*waiting.popleft())
+                if len(waiting) > 1 and ahead >= AHEAD * self._num_workers:
+                    yield _wait_for(*waiting.popleft())
             while waiting:
-                yield _finish(*waiting.popleft())
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+                yield _wait_for(*waiting.popleft())
 
     def _load(self, plan: _MicroBatchPlan) -> MicroBatch:
-        fetched = [self._fetch(slot) for slot in plan.slots]
-        samples = [sample for sample, _ in fetched]
-        images = labels = None
-        if self._need_images:
-            images = self.dataset.format.to_tensor([image for _, image in fetched if image is not None])
-            images = images.pin_memory() if self._pin_for else images
-        if self._need_labels:
-            labels = torch.from_numpy(self.dataset.labels[samples])
+        if not self._reads:
+            return self._micro_batch(plan, [slot.sample for slot in plan.slots], None)
+        samples, arrays = self._reader.read(plan.slots)
+        return self._micro_batch(plan, samples, self.dataset.format.to_tensor(arrays) if arrays else None)
+
+    def _finish(self, plan: _MicroBatchPlan, samples: list[int], values: NDArray[np.float32] | None) -> MicroBatch:
+        """In the thread that takes what workers have read."""
+        if self._pin_for:
+            torch.cuda.set_device(self._pin_for)  # a new thread would pin memory by way of the first GPU
+        return self._micro_batch(plan, samples, None if values is None else self.dataset.format.as_tensor(values))
+
+    def _micro_batch(self, plan: _MicroBatchPlan, samples: list[int], images: torch.Tensor | None) -> MicroBatch:
+        """Args: samples: those that are used in the slots of the plan."""
+        if images is not None and self._pin_for:
+            images = images.pin_memory()
+        labels = torch.from_numpy(self.dataset.labels[samples]) if self._need_labels else None
         ids = [slot.sample for slot in plan.slots]
         skipped = tuple(self.dataset.describe(due) for due, used in zip(ids, samples, strict=True) if due != used)
         return MicroBatch(plan.index, plan.start, len(ids), torch.tensor(ids), images, labels, skipped)
-
-    def _fetch(self, slot: Slot) -> tuple[int, np.ndarray | None]:
-        """The sample that is used in a slot, and its image where this rank needs images."""
-        if not self._skip_broken or not self._reads:
-            return slot.sample, self._image(slot, slot.sample) if self._need_images else None
-        for sample in self._order.from_slot(slot):
-            if not self._need_images:
-                if self.dataset.decodes(sample):
-                    return sample, None
-                continue
-            try:
-                return sample, self._image(slot, sample)
-            except BrokenSample:
-                continue
-        raise ValueError(f"none of the {len(self.dataset)} samples can be decoded, {self.dataset.describe(0)} for one")
-
-    def _image(self, slot: Slot, sample: int) -> np.ndarray:
-        """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
-        image = self.dataset.sample(sample)
-        return self._augment(image, self._seed, slot.epoch, slot.sample) if self._augment else image
 
 
 def order_identity(dataset: ShardDataset[SampleFormat], global_batch_size: int, last_batch: str) -> str:
@@ -276,5 +263,5 @@ class _BatchPlan:
         return GlobalBatch(micro_batches, self.size, self.consumed_samples)
 
 
-def _finish(plan: _BatchPlan, futures: list[Future[MicroBatch]]) -> GlobalBatch:
+def _wait_for(plan: _BatchPlan, futures: list[Future[MicroBatch]]) -> GlobalBatch:
     return plan.batch([future.result() for future in futures])

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasnn.data.dataset import ShardDataset
+from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings
 from megasnn.data.event_frames import EventFormat
 from megasnn.data.formats import SampleFormat
 from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat
 from megasnn.data.paths import expand_shards
-from megasnn.data.sample import sample_shards
-from megasnn.data.sample_events import sample_event_shards
 from megasnn.data.shards import Shard, open_shard
-from megasnn.preprocess.event_files import EVENTS, FRAMES, FrameSettings
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
@@ -32,7 +31,12 @@ class Datasets:
     valid: ShardDataset[SampleFormat] | None
 
 
-def open_datasets(config: DataConfig, input_shape: Sequence[int], num_classes: int) -> Datasets:
+def open_datasets(
+    config: DataConfig,
+    input_shape: Sequence[int],
+    num_classes: int,
+    sample_shards: Callable[[bool], tuple[Path, Path]] | None = None,
+) -> Datasets:
     """Index the shards of ``--data-path`` and ``--valid-data-path`` and check all labels.
 
     ``sample`` stands for scikit-learn's digits, with their own validation split: as images, or as recordings of a
@@ -41,6 +45,8 @@ def open_datasets(config: DataConfig, input_shape: Sequence[int], num_classes: i
 
     Args:
         input_shape: of a sample, as the model takes it: (C, H, W) for images, (T, 2, H, W) for event frames.
+        sample_shards: makes the shards that ``sample`` stands for, of recordings or (False) of images, to train and
+            to validate on; None where ``sample`` is not asked for.
 
     Raises:
         ValueError: a shard is missing, cut or empty, a sample incomplete, a label out of range, the cache not
@@ -52,24 +58,31 @@ def open_datasets(config: DataConfig, input_shape: Sequence[int], num_classes: i
         raise ValueError(
             f"--augment {config.augment} is not for {_kind(format)}; choose one of {', '.join(format.augmentations)}"
         )
-    sample = sample_event_shards if isinstance(format, EventFormat) else sample_shards
-    if config.data_path == SAMPLE:
-        train, valid = ([shard] for shard in sample())
-    else:
-        train, valid = expand_shards(config.data_path), []
-    if config.valid_data_path == SAMPLE:
-        valid = [sample()[1]]
-    elif config.valid_data_path:
-        valid = expand_shards(config.valid_data_path, "--valid-data-path")
+    train, valid = _paths(config, partial(sample_shards, isinstance(format, EventFormat)) if sample_shards else None)
     return Datasets(
         _dataset(config, train, format, num_classes), _dataset(config, valid, format, num_classes) if valid else None
     )
 
 
+def _paths(config: DataConfig, sample: Callable[[], tuple[Path, Path]] | None) -> tuple[list[Path], list[Path]]:
+    """The shards to train on and those to validate on."""
+    valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
+    made: tuple[Path, ...] = ()
+    if SAMPLE in (config.data_path, valid_path):
+        if sample is None:
+            raise ValueError(f"--data-path {SAMPLE}: nobody makes its shards here; name shards")
+        made = sample()
+    train = [made[0]] if config.data_path == SAMPLE else expand_shards(config.data_path)
+    if valid_path is None:
+        return train, []
+    return train, [made[1]] if valid_path == SAMPLE else expand_shards(valid_path, "--valid-data-path")
+
+
 def _dataset(
     config: DataConfig, paths: list[Path], format: SampleFormat, num_classes: int
 ) -> ShardDataset[SampleFormat]:
-    shards = [open_shard(path, tuple(_KINDS)) for path in paths]
+    unpacked = None if config.max_unpacked_gb is None else int(config.max_unpacked_gb * 1e9)
+    shards = [open_shard(path, tuple(_KINDS), format.limit, unpacked) for path in paths]
     for shard in shards:
         _check_kind(config, shard, format)
     return ShardDataset(shards, format, num_classes)
@@ -115,7 +128,8 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
             frame_duration=config.frame_duration,
             size=height,
             normalize=config.normalize_frames or "none",
-        )
+        ),
+        config.max_sample_mb << 20,
     )
 
 
@@ -128,7 +142,7 @@ def _image_format(config: DataConfig, input_shape: Sequence[int]) -> ImageFormat
         normalisation = "digits"
     else:
         normalisation = "cifar10" if config.augment == "cifar" and channels == 3 else "generic"
-    return ImageFormat(size, channels, normalisation)
+    return ImageFormat(size, channels, normalisation, config.max_sample_mb << 20)
 
 
 def _frame_options(config: DataConfig) -> dict[str, object]:

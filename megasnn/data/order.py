@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,10 @@ class SampleOrder:
         self._seed = seed
         self._shuffle = shuffle
         self.permutation = lru_cache(maxsize=2)(self._permutation)  # a batch usually lies in one epoch or two
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process sorts its own permutations."""
+        return SampleOrder, (self.samples, self._seed, self._shuffle, self.epoch)
 
     def slots(self, position: int, count: int) -> list[Slot]:
         """The `count` slots from `position` on, across as many epochs as it takes."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import os
-import shutil
-import tarfile
+import re
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -26,16 +26,23 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from webdataset.tariterators import base_plus_ext
 
-from megasnn.data.cache import build_once, cache_folder, cached_name
+from megasnn.cache import build_once, cache_folder, cached_name
+from megasnn.cache.room import LIMIT, cache_limit
+from megasnn.data.event_files import FRAMES, decode_sample
 from megasnn.data.images import IMAGE_SUFFIXES
-from megasnn.preprocess.event_files import FRAMES, decode_sample
-from megasnn.preprocess.index import INDEX_NAME, ShardRecord, read_index, require_finished
+from megasnn.data.index import INDEX_NAME, ShardRecord, read_index, require_finished
+from megasnn.data.tar_members import tar_members
+from megasnn.files.described import open_regular
+from megasnn.files.sample_size import SAMPLE_BYTES, require_size
 
 LABEL_SUFFIX = "cls"
-_INDEX_VERSION = "2"
+_INDEX_VERSION = "3"
 _TRIES = 10
+_LABEL_BYTES = 32
+_BLOCK = 1 << 20
+# An image or a recording packs to a tenth; headers of small files to a thirtieth.
+_UNPACKED_MOST, _UNPACKED_LEAST = 100, 256 << 20
 _COLUMNS = ("keys", "labels", "offsets", "sizes", "suffixes", "frames")
 
 
@@ -65,18 +72,29 @@ class Shard:
         return len(self.labels)
 
 
-def open_shard(source: Path, suffixes: tuple[str, ...] = IMAGE_SUFFIXES) -> Shard:
-    """The index of a shard, from the cache or by scanning; `suffixes` are the endings of a sample's data.
+def open_shard(
+    source: Path,
+    suffixes: tuple[str, ...] = IMAGE_SUFFIXES,
+    limit: int = SAMPLE_BYTES,
+    unpacked_limit: int | None = None,
+) -> Shard:
+    """The index of a shard, from the cache or by scanning.
+
+    Args:
+        suffixes: the endings of a sample's data.
+        limit: bytes that a sample may take, in its file or decoded; here it says which ones are looked at for the
+            shape of frames.
+        unpacked_limit: bytes that a `.tar.gz` may unpack to; by default 100 times its own, and 256 MB at least.
 
     Raises:
         ValueError: the shard is cut, empty or no tar, a sample incomplete, or the shard not the one that the index.json
             beside it lists, or that is not finished; the message names it.
     """
     record = _record_of(source)
-    tar = source if source.suffix == ".tar" else _unpacked(source)
-    target = cache_folder() / "index" / cached_name(tar, ".npz", _INDEX_VERSION, *suffixes)
-    build_once(target, lambda path: _save_index(path, _scan(tar, source, suffixes)))
-    columns = _load_index(target) or _scan(tar, source, suffixes)
+    tar = source if source.suffix == ".tar" else _unpacked(source, unpacked_limit)
+    target = cache_folder("index") / cached_name(tar, ".npz", _INDEX_VERSION, str(limit), *suffixes)
+    build_once(target, lambda path: _save_index(path, _scan(tar, source, suffixes, limit)), lasting=False)
+    columns = _load_index(target) or _scan(tar, source, suffixes, limit)
     if record is not None and len(columns["labels"]) != record.samples:
         raise ValueError(
             f"shard {source} holds {len(columns['labels'])} samples, {INDEX_NAME} beside it says {record.samples}; "
@@ -107,56 +125,60 @@ def _records(folder: Path, changed: int) -> dict[str, ShardRecord]:
     return {record.file: record for record in index.shards} if index else {}
 
 
-def _unpacked(source: Path) -> Path:
+def _unpacked(source: Path, limit: int | None) -> Path:
     """The uncompressed copy of a `.tar.gz` in the cache folder."""
+    if limit is None:
+        limit = max(_UNPACKED_LEAST, _UNPACKED_MOST * source.stat().st_size)
 
     def unpack(path: Path) -> None:
+        left = min(limit, cache_limit())
         try:
-            with gzip.open(source, "rb") as packed, open(path, "wb") as plain:
-                shutil.copyfileobj(packed, plain, 1 << 20)
+            with open_regular(source) as file, gzip.GzipFile(fileobj=file) as packed, open(path, "wb") as plain:
+                while block := packed.read(_BLOCK):
+                    left -= len(block)
+                    if left < 0:
+                        raise ValueError(_too_much(source, limit))
+                    plain.write(block)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"shard {source} is cut or damaged ({error}); download it again") from error
 
-    return build_once(cache_folder() / "unpacked" / cached_name(source, ".tar"), unpack)
+    return build_once(cache_folder("unpacked") / cached_name(source, ".tar"), unpack)
 
 
-def _scan(tar: Path, source: Path, suffixes: tuple[str, ...]) -> dict[str, np.ndarray]:
+def _too_much(source: Path, limit: int) -> str:
+    size = source.stat().st_size
+    if cache_limit() < limit:
+        return f"shard {source} of {size} bytes unpacks to more than the cache may hold; raise {LIMIT}"
+    return (
+        f"shard {source} of {size} bytes unpacks to more than {limit / 1e9:.3g} GB; if it is sound, raise "
+        f"--max-unpacked-gb, or unpack it yourself"
+    )
+
+
+def _scan(tar: Path, source: Path, suffixes: tuple[str, ...], limit: int) -> dict[str, np.ndarray]:
     """Read all headers of a tar and the label files; returns the columns of `Shard`."""
+    from webdataset.tariterators import base_plus_ext  # imports torch, which the processes that read do without
+
     samples: dict[str, dict[str, tuple[int, int]]] = {}
-    try:
-        with open(tar, "rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                key, suffix = base_plus_ext(member.name) if member.isreg() else (None, None)
-                if key is None or suffix is None:
-                    continue
-                files = samples.setdefault(key, {})
-                if suffix.lower() in files:
-                    raise ValueError(f"shard {source} holds {member.name!r} twice; keys must be unique in it")
-                files[suffix.lower()] = (member.offset_data, member.size)
-            _check_end(file, archive.offset, source)
-            return _columns(file, samples, source, suffixes)
-    except tarfile.TarError as error:
-        raise ValueError(f"shard {source} is cut or is not a tar file ({error}); copy or download it again") from error
-
-
-def _check_end(file: BinaryIO, offset: int, source: Path) -> None:
-    """Look for the zeros that end a tar: one cut between two members looks whole to tarfile."""
-    file.seek(offset)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise ValueError(
-            f"shard {source} is cut or damaged at byte {offset}: the end-of-archive mark is missing; "
-            f"copy or download it again"
-        )
-    while block := file.read(1 << 20):
-        if any(block):
-            raise ValueError(
-                f"shard {source} goes on after its end mark at byte {offset} (archives joined with cat?); "
-                f"those samples would be lost: pack it as one archive"
-            )
+    with open_regular(tar) as raw, io.BufferedReader(raw) as file:
+        for member in tar_members(file, source):
+            key, suffix = base_plus_ext(member.name)
+            if key is None or suffix is None:
+                continue
+            suffix = suffix.lower()
+            if not member.plain and suffix in (*suffixes, LABEL_SUFFIX):
+                raise ValueError(
+                    f"{member.name!r} of shard {source} is a link, a device or a sparse file; pack the file itself"
+                )
+            files = samples.setdefault(key, {})
+            if suffix in files:
+                raise ValueError(f"shard {source} holds {member.name!r} twice; keys must be unique in it")
+            files[suffix] = (member.offset, member.size)
+        return _columns(file, samples, source, suffixes, limit)
 
 
 def _columns(
-    file: BinaryIO, samples: dict[str, dict[str, tuple[int, int]]], source: Path, suffixes: tuple[str, ...]
+    file: BinaryIO, samples: dict[str, dict[str, tuple[int, int]]], source: Path, suffixes: tuple[str, ...], limit: int
 ) -> dict[str, np.ndarray]:
     if not samples:
         raise ValueError(f"shard {source} holds no samples; leave it out or write it again")
@@ -178,15 +200,16 @@ def _columns(
         "offsets": table[:, 0],
         "sizes": table[:, 1],
         "suffixes": np.array(sorted(seen), dtype=np.bytes_),
-        "frames": np.array(_frames_shape(file, places) if FRAMES in seen else (), dtype=np.int64),
+        "frames": np.array(_frames_shape(file, places, limit) if FRAMES in seen else (), dtype=np.int64),
     }
 
 
-def _frames_shape(file: BinaryIO, places: list[tuple[int, int]]) -> tuple[int, ...]:
+def _frames_shape(file: BinaryIO, places: list[tuple[int, int]], limit: int) -> tuple[int, ...]:
     """The shape of the first sample that can be decoded, of a few; () where none can."""
     for offset, size in places[:_TRIES]:
         with contextlib.suppress(ValueError):
-            sample = decode_sample(os.pread(file.fileno(), size, offset))
+            require_size("its file", size, limit)
+            sample = decode_sample(os.pread(file.fileno(), size, offset), limit)
             if isinstance(sample, np.ndarray):
                 return sample.shape
     return ()
@@ -194,17 +217,13 @@ def _frames_shape(file: BinaryIO, places: list[tuple[int, int]]) -> tuple[int, .
 
 def _label(file: BinaryIO, place: tuple[int, int], key: str, source: Path) -> int:
     offset, size = place
-    text = os.pread(file.fileno(), min(size, 32), offset)
-    try:
-        label = int(text.decode("ascii"))
-        if abs(label) >= 2**31:
-            raise ValueError
+    text = os.pread(file.fileno(), min(size, _LABEL_BYTES + 1), offset)
+    if len(text) <= _LABEL_BYTES and re.fullmatch(rb"\s*[+-]?\d+\s*", text) and abs(label := int(text)) < 2**31:
         return label
-    except ValueError:
-        raise ValueError(
-            f"label {text!r} of sample {key!r} in shard {source} is not a class number; "
-            f"{key}.{LABEL_SUFFIX} must hold an integer as text"
-        ) from None
+    raise ValueError(
+        f"label {text!r} of sample {key!r} in shard {source} is not a class number; "
+        f"{key}.{LABEL_SUFFIX} must hold an integer as text"
+    )
 
 
 def _save_index(path: Path, columns: dict[str, np.ndarray]) -> None:

@@ -30,7 +30,6 @@ PACKET_HEADER = np.dtype(
 
 
 class _Packet(NamedTuple):
-    type: int
     overflow: int
     number: int
     start: int  # first byte of its events
@@ -51,7 +50,7 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> D
     sensor = sensor or _sensor_of(header, name)
     if (packing := header.value("Format")) not in (None, "RAW"):
         raise RecordingError(name, f"has packets in the format {packing!r}; only RAW is read")
-    packets = [packet for packet in _packets(data, header.end, name) if packet.type == POLARITY]
+    packets = list(_packets(data, header.end, name))
     numbers = np.array([packet.number for packet in packets], np.int64)
     words = _event_words(data, packets)
     overflow = np.repeat(np.array([packet.overflow for packet in packets], np.int64) << 31, numbers)
@@ -87,6 +86,7 @@ def _sensor_of(header: Header, name: str) -> SensorSize:
 
 
 def _packets(data: bytes, position: int, name: str) -> Iterator[_Packet]:
+    """Those with polarity events; all are checked."""
     while position < len(data):
         start = position + PACKET_HEADER.itemsize
         if start > len(data):
@@ -105,7 +105,8 @@ def _packets(data: bytes, position: int, name: str) -> Iterator[_Packet]:
                 name,
                 f"is cut: the packet at byte {start} should have {capacity * size} bytes, {len(data) - start} are left",
             )
-        yield _Packet(kind, int(fields["overflow"]), number, start)
+        if kind == POLARITY and number:
+            yield _Packet(int(fields["overflow"]), number, start)
 
 
 def _event_words(data: bytes, packets: list[_Packet]) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,20 @@ import numpy as np
 from megasnn.events.aedat4_layout import check_layout
 from megasnn.events.checks import Decoded
 from megasnn.events.events import Events, RecordingError, SensorSize
+from megasnn.files.sample_size import SAMPLE_BYTES
 
 
-def read_aedat4(path: str, sensor: SensorSize | None = None) -> Decoded:
+def read_aedat4(data: bytes, path: str, sensor: SensorSize | None = None, limit: int = SAMPLE_BYTES) -> Decoded:
     """Reads the event stream of an AEDAT 4 file; frames, triggers and the motion sensor's data are left out.
 
     Args:
-        path: of the file.
+        data: the whole file, for the checks.
+        path: of the file, for the decoder, which takes nothing else and reads the file again: it must not change.
         sensor: by default what the file says.
+        limit: bytes that its packets may unpack to.
 
     Raises:
-        RecordingError: cut, damaged, empty, another format, no event stream or more than one.
+        RecordingError: cut, damaged, empty, too large, another format, no event stream or more than one.
         ModuleNotFoundError: the package aedat is not installed.
     """
     try:
@@ -29,7 +31,7 @@ def read_aedat4(path: str, sensor: SensorSize | None = None) -> Decoded:
         raise ModuleNotFoundError(
             f"{path}: AEDAT 4 files are read with the package aedat: pip install megasnn[events]", name="aedat"
         ) from error
-    check_layout(Path(path).read_bytes(), path)
+    check_layout(data, path, limit)
     packets: list[np.ndarray] = []
     try:
         decoder = aedat.Decoder(path)

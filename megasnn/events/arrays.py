@@ -5,16 +5,14 @@ An .npz may also hold the sensor's height and width, as the samples in shards do
 
 from __future__ import annotations
 
-import io
-import zipfile
-import zlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from megasnn.events.checks import Decoded
 from megasnn.events.events import Events, RecordingError, SensorSize
+from megasnn.files.arrays import read_arrays
+from megasnn.files.sample_size import SAMPLE_BYTES, too_large
 
 NAMES = {
     "t": ("t", "ts", "timestamp"),
@@ -22,20 +20,13 @@ NAMES = {
     "y": ("y",),
     "p": ("p", "on", "polarity"),
 }
-ARRAY_FILE_ERRORS = (
-    OSError,
-    ValueError,
-    EOFError,
-    KeyError,
-    NotImplementedError,  # a damaged version or compression in a zip file
-    RuntimeError,  # a damaged flag, which says that it is encrypted
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What NumPy raises for a damaged .npz or .npy."""
+LARGEST_SIDE = 1 << 16
+"""Pixels that a side of a sensor may have: coordinates are 16-bit numbers."""
+EVENT_BYTES = 13
+"""Of an event in memory, see `Events`."""
 
 
-def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> Decoded:
+def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None, limit: int = SAMPLE_BYTES) -> Decoded:
     """Decodes the bytes of an .npz or .npy file.
 
     Fields may be called t, ts or timestamp; x; y; p, on or polarity. Polarity is 0 or 1, or -1 or 1.
@@ -44,35 +35,38 @@ def decode_arrays(data: bytes, name: str, sensor: SensorSize | None = None) -> D
         data: the whole file.
         name: of the file, for messages.
         sensor: by default what the file says.
+        limit: bytes that it may take in memory.
 
     Raises:
-        RecordingError: cut, empty, fields missing, of unequal length or not integers, values that the types of `Events`
-            cannot hold, or no sensor size.
+        RecordingError: cut, empty, too large, fields missing, of unequal length or not integers, values that the types
+            of `Events` cannot hold, or no sensor size.
     """
-    loaded = _load(data, name)
+    try:
+        loaded = read_arrays(data, limit)
+    except ValueError as error:
+        raise RecordingError(name, f"cannot be read: {error}") from error
+    return decode_fields(loaded, name, sensor, limit)
+
+
+def decode_fields(
+    loaded: Mapping[str, np.ndarray], name: str, sensor: SensorSize | None = None, limit: int = SAMPLE_BYTES
+) -> Decoded:
+    """The same from arrays that are read already."""
     fields = {field: _field(loaded, field, name) for field in NAMES}
     lengths = {field: values.shape for field, values in fields.items()}
     if len(set(lengths.values())) > 1 or fields["t"].ndim != 1:
         raise RecordingError(name, f"needs arrays of one dimension and equal length, has {lengths}")
+    if problem := too_large(f"{len(fields['t'])} events", EVENT_BYTES * len(fields["t"]), limit):
+        raise RecordingError(name, problem)
     sensor = sensor or _sensor_of(loaded, name)
     for field in ("x", "y"):
         _refuse(name, field, fields[field], fields[field] < 0, "is outside the sensor")
         _refuse(name, field, fields[field], fields[field] > np.iinfo(np.uint16).max, "is outside the sensor")
     _refuse(name, "p", fields["p"], ~np.isin(fields["p"], (-1, 0, 1)), "is no polarity: 0 or 1, or -1 or 1")
+    if fields["t"].dtype.kind == "u":
+        _refuse(name, "t", fields["t"], fields["t"] > np.iinfo(np.int64).max, "is no time in microseconds")
     events = Events.make(fields["t"], fields["x"], fields["y"], fields["p"] > 0)
     return Decoded(events, sensor, "numpy")
-
-
-def _load(data: bytes, name: str) -> Mapping[str, np.ndarray]:
-    """The arrays by name; of a structured array, its fields."""
-    try:
-        loaded: Any = np.load(io.BytesIO(data), allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {field: loaded[field] for field in loaded.dtype.names or ()}
-        with loaded:
-            return {field: loaded[field] for field in loaded.files}
-    except ARRAY_FILE_ERRORS as error:
-        raise RecordingError(name, f"cannot be read as a NumPy file of {len(data)} bytes ({error})") from error
 
 
 def _field(loaded: Mapping[str, np.ndarray], field: str, name: str) -> np.ndarray:
@@ -87,7 +81,11 @@ def _field(loaded: Mapping[str, np.ndarray], field: str, name: str) -> np.ndarra
 def _sensor_of(loaded: Mapping[str, np.ndarray], name: str) -> SensorSize:
     if "height" not in loaded or "width" not in loaded:
         raise RecordingError(name, "does not say the size of its sensor (height and width); pass its sensor size")
-    return SensorSize(int(loaded["height"]), int(loaded["width"]))
+    sides = [loaded[side] for side in ("height", "width")]
+    if any(side.dtype.kind not in "iu" or side.size != 1 or not 1 <= side.item() <= LARGEST_SIDE for side in sides):
+        found = " x ".join(str(side.item()) if side.size == 1 else f"array {side.shape}" for side in sides)
+        raise RecordingError(name, f"has a sensor of {found}: height and width are numbers from 1 to {LARGEST_SIDE}")
+    return SensorSize(*(int(side.item()) for side in sides))
 
 
 def _refuse(name: str, field: str, values: np.ndarray, wrong: np.ndarray, why: str) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 
 from megasnn.events.events import Events, Recording, RecordingError, SensorSize
 
+_LATEST = 1 << 61  # so that differences are 64-bit numbers
+
 
 def event_number(index: int) -> str:
     """The place of an event in a file without a fixed size per event."""
@@ -56,6 +58,9 @@ def checked(name: str, decoded: Decoded, sort: bool = False) -> Recording:
                 "sort=True (--sort-events) puts events in order",
             )
         events = events[np.argsort(events.t, kind="stable")]
+    first, last = int(events.t[0]), int(events.t[-1])
+    if max(-first, last) > _LATEST:
+        raise RecordingError(name, f"has times from {first} to {last} us, which makes no sense")
     return Recording(events, decoded.sensor, decoded.format, decoded.skipped)
 
 

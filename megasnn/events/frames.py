@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 
 from megasnn.events.events import Events, SensorSize
 from megasnn.events.resize import resize_frames
+from megasnn.files.sample_size import SAMPLE_BYTES, require_size
+
+_PIXEL_BYTES = 8  # two polarities, four bytes each
 
 
 @dataclass(frozen=True)
@@ -48,21 +52,27 @@ class FrameOptions:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
 
 
-def events_to_frames(events: Events, sensor: SensorSize, options: FrameOptions) -> NDArray[Any]:
+def events_to_frames(
+    events: Events, sensor: SensorSize, options: FrameOptions, limit: int = SAMPLE_BYTES
+) -> NDArray[Any]:
     """Frames of one recording.
 
     Args:
         events: in order of time, as readers give them; at least one.
         sensor: height and width.
         options: number of frames, scaling and normalisation.
+        limit: bytes that the frames may take, before scaling and after.
 
     Returns:
         [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where `options` scale or normalise.
 
     Raises:
-        ValueError: no events, time runs backwards, an event outside the sensor, or a recording too short for the number
-            of frames by time.
+        ValueError: no events, time runs backwards, an event outside the sensor, a recording too short for the number
+            of frames by time, or frames that are too large.
     """
+    count = options.time_steps or _number_of_frames(events.t, options)
+    height, width = max(sensor, (options.size or 0,) * 2, key=math.prod)
+    require_size(f"{count} frames of {height} x {width}", _PIXEL_BYTES * count * height * width, limit)
     frames: NDArray[Any] = count_events(events, sensor, frame_starts(events.t, options))
     if options.normalize == "frame-max":
         frames = normalize_frames(frames)
@@ -85,9 +95,7 @@ def frame_starts(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int6
     if (t[1:] < t[:-1]).any():
         raise ValueError("frames need events in order of time; time runs backwards")
     if options.duration is not None:
-        # An event exactly at the end still belongs to the last frame, hence not floor + 1.
-        count = max(1, -(-int(t[-1] - t[0]) // options.duration))
-        starts = np.searchsorted(t, t[0] + options.duration * np.arange(count))
+        starts = np.searchsorted(t, t[0] + options.duration * np.arange(_number_of_frames(t, options)))
     elif options.split_by == "number":
         assert options.time_steps is not None
         starts = len(t) // options.time_steps * np.arange(options.time_steps)
@@ -98,6 +106,13 @@ def frame_starts(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int6
             raise ValueError(f"a recording of {t[-1] - t[0]} us is too short for {options.time_steps} frames by time")
         starts = np.searchsorted(t, t[0] + step * np.arange(options.time_steps))
     return np.append(starts, len(t))
+
+
+def _number_of_frames(t: NDArray[np.int64], options: FrameOptions) -> int:
+    """Where they are given by their duration."""
+    assert options.duration is not None
+    # An event exactly at the end still belongs to the last frame, hence not floor + 1.
+    return max(1, -(-int(t[-1] - t[0]) // options.duration)) if len(t) else 0
 
 
 def count_events(events: Events, sensor: SensorSize, starts: NDArray[np.int64]) -> NDArray[np.int32]:

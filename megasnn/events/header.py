@@ -9,6 +9,7 @@ from megasnn.events.events import RecordingError
 
 # jAER and cAER close the header with such a line, after which a '#' is data.
 _LAST_LINE = re.compile(rb"#\s*(End Of ASCII Header|!END-HEADER)\s*$|#!END-HEADER\s*$", re.IGNORECASE)
+_LARGEST = 1 << 20
 _VERSION = re.compile(rb"#!AER-DAT(\d+\.\d+)")
 
 
@@ -43,9 +44,10 @@ def read_header(data: bytes, name: str, version: str) -> Header:
         raise RecordingError(name, f"{has}, not AEDAT {version}" if data else "is empty (0 bytes)")
     lines, position = [], 0
     while data[position : position + 1] == b"#":
-        end = data.find(b"\n", position)
+        end = data.find(b"\n", position, _LARGEST)
         if end < 0:
-            raise RecordingError(name, f"ends inside its header, in the line at byte {position}")
+            problem = "ends inside its header" if len(data) <= _LARGEST else f"has a header above {_LARGEST} bytes"
+            raise RecordingError(name, f"{problem}, in the line at byte {position}")
         line = data[position:end].rstrip()
         lines.append(line.decode("latin-1"))
         position = end + 1

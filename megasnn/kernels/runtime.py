@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,11 @@ from typing import Any
 
 import torch
 
+from megasnn.cache import CacheError, cache_folder
+from megasnn.files.locks import held
+
 ANNOUNCED_AFTER_S = 3.0
+COMPILED_AFTER_S = 600.0
 
 _compiled: set[tuple[Any, Any]] = set()
 _announced = threading.Event()
@@ -28,8 +31,11 @@ def run(kernel: Callable[..., None], units: int, first_array: Any, *args: Any) -
     """
     key = (kernel, first_array.dtype)
     if key not in _compiled:
-        with _announced_when_slow(), _one_process():
-            kernel(first_array, *args, 0, units)
+        with _announced_when_slow(), _one_process(kernel):
+            try:
+                kernel(first_array, *args, 0, units)
+            except OSError:  # it is compiled, and only its machine code could not be stored: a full disk
+                kernel(first_array, *args, 0, units)
         _compiled.add(key)
         return
     threads = min(torch.get_num_threads(), units)
@@ -69,14 +75,18 @@ def _announce() -> None:
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Held by one process of this user at a time: the ranks that come second find the machine code in the cache."""
-    try:
-        import fcntl
-    except ImportError:  # no such lock on this system: each process compiles for itself
-        yield
-        return
-    path = os.path.join(tempfile.gettempdir(), f"megasnn-compile-{os.getuid()}.lock")
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _one_process(kernel: Callable[..., None]) -> Iterator[None]:
+    """Held by one process of this user at a time: the ranks that come second find the machine code in the cache.
+
+    Where the cache cannot be written each process compiles for itself, all at the same time.
+
+    Raises:
+        LockError: another process has been compiling for minutes; the message names it.
+    """
+    with contextlib.ExitStack() as stack:
+        stats = getattr(kernel, "stats", None)
+        if stats is None or stats.cache_path is not None:  # otherwise `jit` found no place for its machine code
+            with contextlib.suppress(CacheError, OSError):
+                lock = cache_folder() / ".compile.lock"
+                stack.enter_context(held(lock, "compiles the kernels", COMPILED_AFTER_S))
         yield

@@ -28,9 +28,9 @@ from megasnn.comm.codec import Wire, encode
 from megasnn.comm.collectives import gather_columns, join_columns, sum_and_scatter_columns
 from megasnn.comm.group import Group
 from megasnn.comm.layout import from_rows, to_rows
+from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
+from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.layers.context import BuildContext
-from megasnn.layers.convolution import Geometry, add_weight_gradient, convolve, input_gradient
-from megasnn.layers.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, Shard, declare_parameter
 

@@ -13,8 +13,8 @@ from megasnn.comm.autograd import gather_alike
 from megasnn.comm.codec import Wire, encode
 from megasnn.comm.collectives import all_reduce_sum, gather_columns, join_columns, sum_and_scatter_columns
 from megasnn.comm.group import Group
+from megasnn.kernels.convolution import add_product
 from megasnn.layers.context import BuildContext
-from megasnn.layers.convolution import add_product
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, Shard, declare_parameter
 

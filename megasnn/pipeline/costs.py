@@ -170,13 +170,13 @@ def measure_layers(
     quiet = True if dist.is_initialized() and dist.get_rank() > 0 else None  # None: only on a terminal
     for first in tqdm(range(0, len(model.layers), each), desc="measuring layers", leave=False, disable=quiet):
         described = model.layers[first : first + each]
-        layers = [_Layer(description, context, range(samples), device) for description in described]
+        layers = [MeasuredLayer(description, context, range(samples), device) for description in described]
         x = _measure(layers, x, needs_input_gradient=first > 0)
         costs += [layer.cost(wires) for layer in layers]
     return costs
 
 
-class _Layer:
+class MeasuredLayer:
     """A copy of a layer, with what its runs took.
 
     Attributes:
@@ -230,6 +230,16 @@ class _Layer:
             while tasks:
                 tasks.pop()()
 
+    def run_once(self, x: Tensor, needs_input_gradient: bool) -> Tensor:
+        """Forward and backward of one micro-batch, with the memory that they take; returns the output."""
+        self.count_held(x)
+        for watched in (False, True):  # the first time pays for compiling and for the gradients' memory
+            self.clock.watches_memory = watched
+            y = self.forward(x, needs_input_gradient)
+            self.backward(torch.ones_like(y))
+            self.add_weight_gradients()
+        return y
+
     def cost(self, wires: WireOptions) -> LayerCost:
         times = self.clock.times
         forward, inputs, weights = (median(times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
@@ -240,7 +250,7 @@ class _Layer:
         return _with_messages(cost, self._output, self._wire, wires)
 
 
-def _measure(layers: Sequence[_Layer], x: Tensor, needs_input_gradient: bool) -> Tensor:
+def _measure(layers: Sequence[MeasuredLayer], x: Tensor, needs_input_gradient: bool) -> Tensor:
     """Runs the layers as a stage would; returns the output of the last one."""
     y = x
     for number in range(ROUNDS + 2):

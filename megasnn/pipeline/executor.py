@@ -22,7 +22,15 @@ from megasnn.schedule import Action, Kind, Schedule
 
 
 class PipelineError(RuntimeError):
-    """An action failed; the message names rank, stage, action and micro-batch."""
+    """An action failed; the message names rank, stage, action and micro-batch.
+
+    Attributes:
+        place: these four.
+    """
+
+    def __init__(self, place: str, cause: Exception) -> None:
+        super().__init__(f"{place}: {type(cause).__name__}: {cause}")
+        self.place = place
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,7 @@ class PipelineExecutor:
                 try:
                     self._methods[action.kind](run, action)
                 except Exception as error:
-                    raise PipelineError(self._place(action) + f": {type(error).__name__}: {error}") from error
+                    raise PipelineError(self._place(action), error) from error
                 if self.observer is not None:
                     self.observer(action, start, self._now())
         self._transfers.wait()

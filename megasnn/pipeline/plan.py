@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import add
 
 from megasnn.comm.agreement import decided_by_first
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.partition import placed_bounds
 from megasnn.pipeline.costs import PipelineCosts, agreed_costs
+from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.forecast import Forecast, forecast, forecasts_of_named
-from megasnn.schedule.generate import LOOK_AT_COSTS
-from megasnn.schedule.memory import activations_held
+from megasnn.schedule.named import LOOK_AT_COSTS
+from megasnn.schedule.partition import placed_bounds
+
+_NAMED_SHOWN = 3  # of the named schedules, the fastest ones
 
 
 @dataclass(frozen=True)
@@ -81,36 +82,34 @@ class PipelinePlan:
         """
         if self.costs is None:
             raise ValueError("the memory of layers was not measured")
-        schedule = self.schedules.training(micro_batches)
-        held, working = self.costs.held_bytes(self.bounds), self.costs.working_bytes(self.bounds)
-        peaks = []
-        for rank, actions in enumerate(schedule.actions):
-            before = [0.0, *activations_held(schedule, rank, held)]
-            needed = [working[action.chunk].get(action.kind, 0) for action in actions]
-            peaks.append(max(map(round, map(add, before, needed)), default=0))
-        return peaks
+        peaks = step_peaks(self.schedules.training(micro_batches), self.bounds, self.costs)
+        return [peak.kept + peak.working for peak in peaks]
 
-    def describe(self, asked: str) -> str | None:
-        """What was chosen, and what else there was; None without costs.
+    def describe(self, asked: str) -> list[str]:
+        """Lines that say what was chosen, and what else there was; none without costs.
 
         Args:
             asked: the name of the schedule that was asked for.
         """
         chosen = self.forecast(self.micro_batches)
         if chosen is None:
-            return None
-        ranks = " ".join(map(str, self.schedules.placement))
-        others = ", ".join(f"{each.name} {1e3 * each.makespan:.1f} ms ({each.idle_share:.1%})" for each in self.named)
-        return (
-            f"--pipeline-schedule {asked}: {chosen.name} with chunks on pipeline ranks {ranks}; predicted for "
-            f"{self.micro_batches} micro-batches {1e3 * chosen.makespan:.1f} ms ({chosen.idle_share:.1%} bubble), at "
-            f"most {chosen.activations:g} micro-batches' activations on a rank; named ones: "
-            + (others or "none keeps the limit")
-        )
+            return []
+        lines = [
+            f"--pipeline-schedule {asked}: {chosen.name}, predicted for {self.micro_batches} micro-batches "
+            f"{_in_short(chosen)}, at most {chosen.activations:g} micro-batches' activations on a rank"
+        ]
+        named = [f"{each.name} {_in_short(each)}" for each in self.named[:_NAMED_SHOWN]]
+        if len(self.named) > _NAMED_SHOWN:
+            named.append(f"{len(self.named) - _NAMED_SHOWN} slower ones")
+        return [*lines, "  named ones: " + (", ".join(named) or "none keeps the limit")]
 
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
         return self.costs.of_chunks(self.bounds, self.schedules.placement)
+
+
+def _in_short(each: Forecast) -> str:
+    return f"{1e3 * each.makespan:.1f} ms ({each.idle_share:.1%} bubble)"
 
 
 def plan_pipeline(
@@ -140,19 +139,20 @@ def plan_pipeline(
 
 
 def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineCosts | None) -> PipelinePlan:
+    """The one search of a run, for every number of micro-batches that a replica may have."""
     usual = request.micro_batches[0]
     counts = _possible_counts(request, stages, layers)
     chunks_per_rank = counts[0] if len(counts) == 1 else request.chunks_per_rank
-    arguments = request.schedule, stages, chunks_per_rank, usual
-    if costs is None:
-        assert request.bounds is not None
-        return PipelinePlan(request.bounds, plan_schedule(*arguments, memory_limit=request.memory_limit), usual)
-    cut = _Cut(request, costs)
-    plan = plan_schedule(*arguments, cut.costs_of, request.memory_limit)
+    cut = None if costs is None else _Cut(request, costs)
+    costs_of = None if cut is None else cut.costs_of
+    plan = plan_schedule(request.schedule, stages, chunks_per_rank, usual, costs_of, request.memory_limit)
     decided = tuple(plan.training(count) for count in dict.fromkeys(request.micro_batches))
+    schedules = replace(plan, decided=decided)
+    if cut is None:
+        assert request.bounds is not None
+        return PipelinePlan(request.bounds, schedules, usual)
     compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
     named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared)
-    schedules = replace(plan, decided=decided)
     return PipelinePlan(cut.bounds_of(plan.placement), schedules, usual, costs, tuple(named))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megasnn.preprocess.index import INDEX_NAME, read_index, verify
+from megasnn.data.index import INDEX_NAME, read_index, verify
 from megasnn.preprocess.options import ShardOptions, Verify
 from megasnn.preprocess.run import preprocess
 

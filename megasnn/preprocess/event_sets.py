@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings, encode_events, encode_frames, make_frames
 from megasnn.events import SUFFIXES, Recording, read_recording
-from megasnn.preprocess.event_files import EVENTS, FRAMES, FrameSettings, encode_events, encode_frames, make_frames
+from megasnn.files.sample_size import SAMPLE_BYTES
 from megasnn.preprocess.folders import (
     class_names,
+    file_inside,
     files_of_classes,
     items_of_classes,
     items_of_list,
+    read_lines,
     require_folder,
     splits_of_classes,
 )
-from megasnn.preprocess.items import Item, Listing, as_key
+from megasnn.preprocess.items import Item, Listing, as_key, as_text
 
 GESTURES = (
     "hand_clapping,right_hand_wave,left_hand_wave,right_arm_clockwise,right_arm_counter_clockwise,left_arm_clockwise,"
@@ -35,28 +37,30 @@ class EncodeRecording:
         settings: of the frames; None keeps the events.
         sensor: height and width where a file does not say them.
         sort: puts events in order of time.
+        limit: bytes that a recording or its frames may take.
     """
 
     settings: FrameSettings | None
     sensor: tuple[int, int] | None = None
     sort: bool = False
+    limit: int = SAMPLE_BYTES
 
     def __call__(self, item: Item) -> Mapping[str, bytes]:
         sensor = self.sensor if item.source.suffix.lower() in _FIVE_BYTES else None
-        recording = _read(item.source, sensor, self.sort)
+        recording = _read(item.source, sensor, self.sort, self.limit)
         if item.part:
             recording = _clip(recording, item)
         if self.settings is None:
             return {EVENTS: encode_events(recording)}
         try:
-            return {FRAMES: encode_frames(make_frames(recording, self.settings))}
+            return {FRAMES: encode_frames(make_frames(recording, self.settings, self.limit))}
         except ValueError as error:
             raise ValueError(f"{item.source}: {error}") from error
 
 
 @lru_cache(maxsize=1)  # the clips of a recording come one after another
-def _read(path: Path, sensor: tuple[int, int] | None, sort: bool) -> Recording:
-    return read_recording(path, sensor_size=sensor, sort=sort)
+def _read(path: Path, sensor: tuple[int, int] | None, sort: bool, limit: int) -> Recording:
+    return read_recording(path, sensor_size=sensor, sort=sort, limit=limit)
 
 
 def _clip(recording: Recording, item: Item) -> Recording:
@@ -84,7 +88,7 @@ def find_cifar10_dvs(folder: Path, class_list: Path | None, train_share: float) 
             )
     train = items_of_classes([paths[:count] for paths, count in zip(files, first, strict=True)])
     test = items_of_classes([paths[count:] for paths, count in zip(files, first, strict=True)])
-    return Listing({"train": train, "test": test}, classes)
+    return Listing({"train": train, "test": test}, [as_text(name) for name in classes])
 
 
 def find_n_mnist(folder: Path) -> Listing:
@@ -131,8 +135,8 @@ def find_dvs128_gesture(folder: Path) -> Listing:
         trials = folder / f"trials_to_{split}.txt"
         if not trials.is_file():
             raise ValueError(f"{trials} does not exist; it lists the recordings of the split {split!r}")
-        names = [line.strip() for line in trials.read_text().splitlines() if line.strip()]
-        splits[split] = [clip for name in names for clip in _clips(folder / name, trials)]
+        names = [line.strip() for line in read_lines(trials) if line.strip()]
+        splits[split] = [clip for name in names for clip in _clips(file_inside(folder, name, trials), trials)]
     return Listing(splits, list(GESTURES))
 
 
@@ -142,18 +146,16 @@ def _clips(recording: Path, trials: Path) -> list[Item]:
         if not path.is_file():
             raise ValueError(f"{path} does not exist, and {trials} names it")
     clips: list[Item] = []
-    with open(labels, newline="") as file:
-        for number, fields in enumerate(csv.reader(file), 1):
-            if number == 1 or not fields:
-                continue  # the names of the columns
-            try:
-                gesture, start, end = (int(field) for field in fields[:3])
-            except ValueError:
-                raise ValueError(f"{labels}, line {number}: {fields} is not class, first and last time") from None
-            if not 1 <= gesture <= len(GESTURES) or start >= end:
-                raise ValueError(
-                    f"{labels}, line {number}: no class 1..{len(GESTURES)} from {start} to {end} us: {fields}"
-                )
-            key = as_key(f"{recording.stem}_{len(clips):02d}_{GESTURES[gesture - 1]}")
-            clips.append(Item(key, gesture - 1, recording, (start, end)))
+    for number, line in enumerate(read_lines(labels), 1):
+        fields = line.split(",")
+        if number == 1 or not line:
+            continue  # the names of the columns
+        try:
+            gesture, start, end = (int(field) for field in fields[:3])
+        except ValueError:
+            raise ValueError(f"{labels}, line {number}: {fields} is not class, first and last time") from None
+        if not 1 <= gesture <= len(GESTURES) or not 0 <= start < end < 1 << 62:
+            raise ValueError(f"{labels}, line {number}: no class 1..{len(GESTURES)} from {start} to {end} us: {fields}")
+        key = as_key(f"{recording.stem}_{len(clips):02d}_{GESTURES[gesture - 1]}")
+        clips.append(Item(key, gesture - 1, recording, (start, end)))
     return clips

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megasnn.preprocess.items import Item, as_key
+from megasnn.files.sample_size import SAMPLE_BYTES, read_file
+from megasnn.preprocess.items import Item, as_key, as_text
+
+_CLASS_DIGITS = 6  # every class up to the largest has a name in the index
 
 
 def require_folder(path: Path, what: str) -> Path:
@@ -14,6 +18,21 @@ def require_folder(path: Path, what: str) -> Path:
     if not path.is_dir():
         raise ValueError(f"--input {path} is no folder; {what} is expected there")
     return path
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file. Raises ValueError for one that cannot be read; names it."""
+    try:
+        return read_file(path, SAMPLE_BYTES).decode("utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as text: {error}") from None
+
+
+def file_inside(folder: Path, name: str, listed_in: object) -> Path:
+    """A file that a list names. Raises ValueError for a name that leads out of the folder."""
+    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        raise ValueError(f"{listed_in}: {name!r} leads out of the folder {folder}, in which all should lie")
+    return folder / name
 
 
 def class_names(folder: Path, class_list: Path | None) -> list[str]:
@@ -29,7 +48,7 @@ def class_names(folder: Path, class_list: Path | None) -> list[str]:
         return sorted(names, key=numeric)
     if not class_list.is_file():
         raise ValueError(f"--class-list {class_list} does not exist")
-    names = [line.strip() for line in class_list.read_text().splitlines() if line.strip()]
+    names = [line.strip() for line in read_lines(class_list) if line.strip()]
     if not names or len(set(names)) < len(names):
         raise ValueError(
             f"--class-list {class_list} must name each class once, one on a line; it has {len(names)} lines"
@@ -45,7 +64,7 @@ def files_of_classes(folder: Path, classes: Sequence[str], suffixes: Sequence[st
     """
     found = []
     for name in classes:
-        if not (folder / name).is_dir():
+        if not file_inside(folder, name, "the class list").is_dir():
             raise ValueError(f"the folder {folder / name} of class {name!r} does not exist")
         files = [path for path in (folder / name).iterdir() if path.suffix.lower() in suffixes]
         if not files:
@@ -70,7 +89,7 @@ def splits_of_classes(
         if more and class_list is None:
             raise ValueError(f"{folder} has folders that {first} does not have: {', '.join(more[:5])}")
         splits[split] = items_of_classes(files_of_classes(folder, classes, suffixes))
-    return splits, classes
+    return splits, [as_text(name) for name in classes]
 
 
 def items_of_classes(files: Sequence[Sequence[Path]]) -> list[Item]:
@@ -93,14 +112,17 @@ def items_of_list(list_file: Path, folder: Path, suffixes: Sequence[str]) -> lis
         ValueError: the list is missing, or a line or a file that it names cannot be used; names it.
     """
     if not list_file.is_file():
-        raise ValueError(f"the list {list_file} does not exist")
+        raise ValueError(f"the list {list_file} does not exist, or is no regular file")
     items = []
-    for number, line in enumerate(list_file.read_text().splitlines(), 1):
+    for number, line in enumerate(read_lines(list_file), 1):
         fields = line.replace(",", " ").split()
         if not fields or line.startswith("#"):
             continue
-        if len(fields) != 2 or not fields[1].isdigit():
+        if len(fields) != 2 or not fields[1].isdecimal():
             raise ValueError(f"{list_file}, line {number}: {line!r} is not a name and a class number")
+        if len(fields[1]) > _CLASS_DIGITS:
+            raise ValueError(f"{list_file}, line {number}: class {fields[1]:.40} has more than {_CLASS_DIGITS} digits")
+        file_inside(folder, fields[0], list_file)
         candidates = [folder / fields[0], *(folder / f"{fields[0]}{suffix}" for suffix in suffixes)]
         path = next((path for path in candidates if path.is_file()), None)
         if path is None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from megasnn.data.image_files import open_image
+from megasnn.files.sample_size import SAMPLE_BYTES, read_file
+from megasnn.preprocess.cifar_pickle import array_of, unpickle
 from megasnn.preprocess.folders import require_folder, splits_of_classes
-from megasnn.preprocess.image_files import open_image
 from megasnn.preprocess.items import Item, Listing
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".ppm")
@@ -22,6 +22,7 @@ CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".
 SPLITS = ("train", "val", "test")
 _CIFAR10_FOLDER = "cifar-10-batches-py"
 _CIFAR10_FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
+_BATCH_BYTES = 64 << 20  # twice the size of the files as they are published
 _QUALITY = 95
 
 
@@ -43,17 +44,23 @@ class CopyImage:
     Attributes:
         size: pixels that the shorter side is scaled to where it is longer; the file is then written anew.
         check: decode every image, so that one that cannot be is found now and not in training.
+        limit: bytes that an image may take, in its file or decoded.
     """
 
     size: int | None = None
     check: bool = True
+    limit: int = SAMPLE_BYTES
 
     def __call__(self, item: Item) -> Mapping[str, bytes]:
-        data, suffix = item.source.read_bytes(), item.source.suffix.lower().removeprefix(".")
+        suffix = item.source.suffix.lower().removeprefix(".")
+        try:
+            data = read_file(item.source, self.limit)
+        except ValueError as error:
+            raise ValueError(f"{item.source} cannot be read: {error}") from None
         if not self.check and self.size is None:
             return {suffix: data}
         try:
-            image = open_image(data)
+            image = open_image(data, self.limit)
             image.load()
         except MemoryError:
             raise
@@ -88,35 +95,36 @@ def find_cifar10(folder: Path) -> Listing:
     return Listing(splits, CIFAR10_CLASSES)
 
 
-def encode_cifar10(item: Item) -> Mapping[str, bytes]:
-    """One row of a CIFAR-10 file as PNG; an image file as it is."""
-    if not item.part:
-        return CopyImage()(item)
+@dataclass(frozen=True)
+class EncodeCifar10:
+    """One row of a CIFAR-10 file as PNG; an image file as it is.
+
+    Attributes:
+        limit: bytes that an image may take, in its file or decoded.
+    """
+
+    limit: int = SAMPLE_BYTES
+
+    def __call__(self, item: Item) -> Mapping[str, bytes]:
+        return _encode_row(item) if item.part else CopyImage(limit=self.limit)(item)
+
+
+def _encode_row(item: Item) -> Mapping[str, bytes]:
     pixels = _read_batch(item.source)[0][item.part[0]].reshape(3, 32, 32).transpose(1, 2, 0)
     return {"png": _encode(Image.fromarray(pixels), "PNG", compress_level=1)}
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """A pickle may run anything; these hold NumPy arrays, and bytes that newer Pythons write as encoded text."""
-
-    _KNOWN = {("numpy", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module.split(".")[0], name) in self._KNOWN:
-            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-        raise pickle.UnpicklingError(f"holds {module}.{name}, which CIFAR-10 does not")
 
 
 @lru_cache(maxsize=1)  # the rows of a file come one after another
 def _read_batch(path: Path) -> tuple[np.ndarray, list[int]]:
     """(pixels uint8 [n, 3072], labels) of one of CIFAR-10's files."""
     try:
-        with open(path, "rb") as file:
-            content = _ArraysOnly(file, encoding="bytes").load()
-        pixels, labels = np.asarray(content[b"data"]), [int(label) for label in content[b"labels"]]
-        if pixels.shape != (len(labels), 3072) or pixels.dtype != np.uint8 or not set(labels) <= set(range(10)):
-            raise ValueError(f"{pixels.dtype} {pixels.shape} with {len(labels)} labels")
-    except (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, pickle.UnpicklingError) as error:
+        content = unpickle(read_file(path, _BATCH_BYTES))
+        if type(content) is not dict or type(labels := content.get(b"labels")) is not list:
+            raise ValueError("it has no labels")
+        pixels = array_of(content.get(b"data"))
+        if pixels.shape != (len(labels), 3072) or not all(type(label) is int and 0 <= label < 10 for label in labels):
+            raise ValueError(f"pixels {pixels.shape} with {len(labels)} labels, which are numbers from 0 to 9")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is missing, cut or none of CIFAR-10's files ({error})") from error
     return pixels, labels
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,12 @@ class Listing:
 
 def as_key(text: str) -> str:
     """Text as a webdataset key: a dot would end it."""
-    return text.replace(".", "_")
+    return as_text(text).replace(".", "_")
+
+
+def as_text(name: str) -> str:
+    r"""A file name, or a message with one, as text that can be stored: a byte that is no UTF-8 becomes \xff."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def shuffled(items: list[Item], seed: int, split: str) -> list[Item]:

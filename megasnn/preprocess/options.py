@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from megasnn.preprocess.event_files import FrameSettings
+from megasnn.data.event_files import FrameSettings
+from megasnn.files.sample_size import SAMPLE_MB
 from megasnn.preprocess.event_sets import (
     EncodeRecording,
     find_cifar10_dvs,
@@ -20,7 +21,7 @@ from megasnn.preprocess.event_sets import (
 )
 from megasnn.preprocess.image_sets import (
     CopyImage,
-    encode_cifar10,
+    EncodeCifar10,
     encode_digit,
     find_cifar10,
     find_digits,
@@ -45,6 +46,8 @@ class ShardOptions(ABC):
     """--no-shuffle keeps the order of classes and file names."""
     skip_broken: bool = False
     """Leave out and count samples that cannot be used, instead of stopping at the first one."""
+    max_sample_mb: int = SAMPLE_MB
+    """A recording or image that takes more megabytes, in its file, decoded, or as frames, cannot be used."""
     workers: int = os.cpu_count() or 1
     """Processes; the shards do not depend on their number."""
 
@@ -62,9 +65,14 @@ class ShardOptions(ABC):
 
     def check(self) -> None:
         """Raises ValueError for values that make no sense."""
-        for name in ("samples_per_shard", "workers"):
+        for name in ("samples_per_shard", "max_sample_mb", "workers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a sample may take."""
+        return self.max_sample_mb << 20
 
     def job(self) -> Job:
         """What is to be done. Raises ValueError before anything is written."""
@@ -129,7 +137,7 @@ class EventOptions(ShardOptions):
         )
 
     def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), sort=self.sort_events)
+        return EncodeRecording(self.settings(), sort=self.sort_events, limit=self.limit)
 
     def contents(self) -> dict[str, Any]:
         settings = self.settings()
@@ -165,7 +173,7 @@ class NMnist(EventOptions):
         return find_listed(self.input, self.train_list, self.test_list)
 
     def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), (34, 34), self.sort_events)
+        return EncodeRecording(self.settings(), (34, 34), self.sort_events, self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +187,7 @@ class Dvs128Gesture(NMnist):
         return find_listed(self.input, self.train_list, self.test_list)
 
     def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), (128, 128), self.sort_events)
+        return EncodeRecording(self.settings(), (128, 128), self.sort_events, self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +201,7 @@ class Cifar10(ShardOptions):
         return find_cifar10(self.input)
 
     def encode(self) -> Encode:
-        return encode_cifar10
+        return EncodeCifar10(self.limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +226,7 @@ class ImageFolder(ShardOptions):
         return find_image_folder(self.input, self.class_list)
 
     def encode(self) -> Encode:
-        return CopyImage(self.size, self.check_images)
+        return CopyImage(self.size, self.check_images, self.limit)
 
     def contents(self) -> dict[str, Any]:
         return {"size": self.size}

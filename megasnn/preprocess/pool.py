@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megasnn.preprocess.index import ShardRecord
-from megasnn.preprocess.items import Item
+from megasnn.data.index import ShardRecord
+from megasnn.preprocess.items import Item, as_text
 from megasnn.preprocess.writing import Sample, write_shard
 
 Encode = Callable[[Item], Mapping[str, bytes]]
@@ -93,7 +93,7 @@ def _samples(task: ShardTask, broken: list[str], after_each: Callable[[], object
         except ValueError as error:
             if not task.skip_broken:
                 raise ValueError(f"{error}; mend it, or leave such samples out with --skip-broken") from error
-            broken.append(str(error))
+            broken.append(as_text(str(error)))
         else:
             yield item.key, {**files, "cls": str(item.label).encode()}
         after_each()

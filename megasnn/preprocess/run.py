@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,7 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megasnn.preprocess.index import WORK_FOLDER, Index, ShardRecord, read_index, write_json
+from megasnn.data.index import WORK_FOLDER, Index, ShardRecord, read_index, write_json
+from megasnn.files.described import FreeForm, read_described
+from megasnn.files.locks import LockError, held
 from megasnn.preprocess.items import Listing, shuffled
 from megasnn.preprocess.pool import Encode, ShardTask, write_shards
 from megasnn.preprocess.writing import PARTIAL
@@ -102,7 +102,7 @@ def _require_place(output: Path, plan: dict[str, Any]) -> None:
         _require_same(output, index.options, plan)
     elif kept.exists():
         if any(output.glob("*.tar")):
-            _require_same(output, json.loads(kept.read_text()), plan)
+            _require_same(output, read_described(FreeForm, kept), plan)
     elif output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; choose a folder")
     elif output.exists() and any(entry.name != WORK_FOLDER for entry in output.iterdir()):
@@ -129,18 +129,16 @@ def _only_run_in(output: Path) -> Iterator[None]:
     Raises:
         ValueError: another run writes into it, or it cannot be written.
     """
-    try:
-        (output / WORK_FOLDER).mkdir(parents=True, exist_ok=True)
-        lock = open(output / WORK_FOLDER / "lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise ValueError(f"--output {output} cannot be written ({error})") from error
-    with lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing into {output}; wait for it, or choose another --output") from None
-        except OSError:
-            pass  # a file system without locks
+            (output / WORK_FOLDER).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(output / WORK_FOLDER / "lock", "preprocesses", seconds=0))
+        except OSError as error:
+            raise ValueError(f"--output {output} cannot be written ({error})") from error
+        except LockError as error:
+            raise ValueError(
+                f"another run is writing into {output}: {error}; wait for it, or choose another --output"
+            ) from None
         _remove_partial(output)
         try:
             yield
@@ -153,7 +151,7 @@ def _begin(output: Path, plan: dict[str, Any]) -> dict[str, ShardRecord]:
     write_json(output / WORK_FOLDER / _PLAN, plan)
     index = read_index(output)
     records = list(index.shards) if index is not None else []
-    records += [ShardRecord(**json.loads(path.read_text())) for path in (output / WORK_FOLDER).glob("*.tar.json")]
+    records += [read_described(ShardRecord, path) for path in (output / WORK_FOLDER).glob("*.tar.json")]
     return {record.file: record for record in records}
 
 

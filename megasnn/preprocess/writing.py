@@ -26,7 +26,7 @@ class Output:
     def __init__(self, partial: Path, path: Path) -> None:
         self._path, self._digest, self._waiting, self.size = path, hashlib.sha256(), bytearray(), 0
         with _named(path):
-            self._descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
     def write(self, data: bytes) -> int:
         self._digest.update(data)

@@ -3,7 +3,9 @@
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.build import SCHEDULE_NAMES, SchedulePlan, build_schedule, plan_schedule
 from megasnn.schedule.draw import format_actions
-from megasnn.schedule.generate import GENERATED_NAMES, equal_costs, find_best, generate, per_stage
+from megasnn.schedule.generate import generate
+from megasnn.schedule.named import GENERATED_NAMES, equal_costs, per_stage
+from megasnn.schedule.search import find_best
 from megasnn.schedule.simulate import ChunkCost, Simulation, Transfer, chunk_costs, simulate
 from megasnn.schedule.validate import ScheduleError, validate
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -31,33 +32,29 @@ class Kind(Enum):
 
     @property
     def is_compute(self) -> bool:
-        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
-
-    @property
-    def propagates(self) -> bool:
-        """Whether it gives the gradient of the chunk's input, which the chunk before waits for."""
-        return self in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-
-    @property
-    def finishes(self) -> bool:
-        """Whether the chunk is done with the micro-batch after it, and lets its activations go."""
-        return self in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
+        return self in COMPUTE
 
     @property
     def is_send(self) -> bool:
-        return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        return self in SENDS
 
     @property
     def is_receive(self) -> bool:
-        return self in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+        return self in RECEIVES
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
+PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # they give what the chunk before waits for
+FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # after them the chunk lets its activations go
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 
 
 _NOTATION = re.compile(r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d*)")
 
 
-@dataclass(frozen=True)
-class Action:
-    """One thing a pipeline rank does.
+class Action(NamedTuple):
+    """One thing a pipeline rank does. A tuple, since large schedules have half a million of them.
 
     `cSEND_F m` sends the output of chunk c and is matched by `(c+1)RECV_F m` on the rank of chunk c+1;
     `cSEND_B m` sends the gradient of the input of chunk c and is matched by `(c-1)RECV_B m`.
@@ -65,11 +62,7 @@ class Action:
 
     chunk: int
     kind: Kind
-    micro_batch: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.micro_batch is None) != (self.kind is Kind.SYNC_GRADIENTS):
-            raise ValueError(f"{self}: every action but SYNC belongs to a micro-batch, and SYNC to none")
+    micro_batch: int | None = None  # None for a gradient sync alone
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
@@ -81,6 +74,8 @@ class Action:
         if match is None:
             raise ValueError(f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0SYNC")
         chunk, kind, micro_batch = match.groups()
+        if (micro_batch == "") != (Kind(kind) is Kind.SYNC_GRADIENTS):
+            raise ValueError(f"{text!r}: every action but SYNC belongs to a micro-batch, and SYNC to none")
         return cls(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 
     @property

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megasnn.partition import loop_placement, v_placement
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
-from megasnn.schedule.generate import GENERATED_NAMES, NAMES, V_NAMES, CostsOf, equal_costs, find_best, generate
+from megasnn.schedule.generate import generate
+from megasnn.schedule.named import GENERATED_NAMES, NAMES, V_NAMES, CostsOf, equal_costs
+from megasnn.schedule.partition import loop_placement, v_placement
 from megasnn.schedule.passes import insert_transfers
+from megasnn.schedule.search import find_best
 from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.validate import validate
 
@@ -95,9 +97,9 @@ def plan_schedule(
         assert chunks_per_rank is not None
         placement = v_placement(stages) if name in V_NAMES else loop_placement(stages, chunks_per_rank)
     plan = SchedulePlan(name, placement, tuple(costs_of(placement)), memory_limit, decided)
-    if memory_limit is not None:
-        plan.training(micro_batches)
-    return plan
+    if memory_limit is None or decided:
+        return plan
+    return replace(plan, decided=(plan.training(micro_batches),))
 
 
 def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:

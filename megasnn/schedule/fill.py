@@ -6,138 +6,139 @@ is when weight gradients run: in gaps that are long enough, and when their memor
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
-from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.memory import stage_shares
-from megasnn.schedule.simulate import ChunkCost
+from megasnn.schedule.streams import FORWARD, Rows, Ticks, takers_of
 
 ROUNDING = 1e-9
-Order = Sequence[Sequence[Action]]
+NEARLY = 1 - 1e-7  # a gap that is as long as a weight gradient, but for the rounding to whole ticks
+NO_CUTOFF = (math.inf, 0)
 
 
 @dataclass(frozen=True)
 class Filled:
     """
     Attributes:
-        schedule: computing alone.
+        rows: with weight gradients.
         makespan, bubble: when the last rank is done, and the longest that a rank waits between its first and last
-            action, if every receive were posted from the beginning.
+            action, if every receive were posted from the beginning; ticks.
     """
 
-    schedule: Schedule
-    makespan: float
-    bubble: float
+    rows: Rows
+    makespan: int
+    bubble: int
 
 
 def fill(
-    name: str,
-    placement: tuple[int, ...],
+    ticks: Ticks,
     micro_batches: int,
-    order: Order,
-    costs: Sequence[ChunkCost],
+    order: Rows,
     limit: float,
     gap: float = 1.0,
+    cutoff: tuple[float, float] = NO_CUTOFF,
 ) -> Filled | None:
-    """The schedule with weight gradients put in; None if the order cannot keep the limit.
+    """The rows with weight gradients put in; None if they cannot keep the limit, or are no better than `cutoff`.
+
+    Everything happens in the order of time: a heap holds what each rank would do next, and a computation changes that
+    for its own rank and for the rank that takes its result.
 
     Args:
         order: forwards and input gradients of each rank.
-        costs: of each chunk.
         limit: activations that a rank may hold, in whole stages' micro-batches.
         gap: a weight gradient is put in where the rank would wait for at least this part of its time.
+        cutoff: (makespan, bubble) in ticks; given up is what takes longer, and what takes as long with such a bubble.
     """
-    run = _Run(placement, order, costs, limit, gap)
-    for _ in range(3 * len(placement) * micro_batches):
-        step = min(filter(None, run.steps), default=None)
-        if step is None:
-            return None
-        run.take(*step)
-    schedule = Schedule(name, placement, micro_batches, tuple(map(tuple, run.rows)))
-    return Filled(schedule, max(run.free), max(run.bubble))
-
-
-Step = tuple[float, bool, int]  # (start, whether it is a weight gradient, rank)
+    run = _Run(ticks, micro_batches, order, limit, gap)
+    return run.finish(*cutoff)
 
 
 class _Run:
     """
     Attributes:
-        rows: what each rank has done. free: until when. bubble: how long it has waited since its first action.
-        steps: what each rank would do next; None where it cannot do anything.
+        rows: what each rank has done. free: until when. left: rows still to serve, last first.
+        steps: the key of what each rank does next, -1 where it cannot do anything: (start, whether it is a weight
+            gradient, rank) in one number, since what happens first comes first.
+        arrivals: when the results that each stream has not used yet are there.
+        pending: streams of the weight gradients that each rank can do.
     """
 
-    def __init__(
-        self, placement: tuple[int, ...], order: Order, costs: Sequence[ChunkCost], limit: float, gap: float
-    ) -> None:
-        self.placement, self.order, self.limit = placement, order, limit
-        self.shares = stage_shares(placement)
-        self.times = [cost.times() for cost in costs]
-        self.moved = {forward: _latencies(placement, costs, forward) for forward in (True, False)}
-        self.waits = [gap * times[Kind.WEIGHT_GRADIENT] - ROUNDING for times in self.times]
-        ranks = len(order)
-        self.rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self.at, self.free, self.held, self.bubble = [0] * ranks, [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-        self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
-        self.end: dict[tuple[int, Kind, int | None], float] = {}
-        self.steps = [self._next(rank) for rank in range(ranks)]
+    def __init__(self, ticks: Ticks, micro_batches: int, order: Rows, limit: float, gap: float) -> None:
+        placement, ranks = ticks.placement, len(order)
+        self.ticks, self.end = ticks, len(ticks.times)
+        self.rows: list[list[int]] = [[] for _ in range(ranks)]
+        self.left = [[self.end, *reversed(row)] for row in order]
+        self.free, self.held, self.steps = [0] * ranks, [0] * ranks, [-1] * ranks
+        self.pending: list[deque[int]] = [deque() for _ in range(ranks)]
+        self.arrivals: list[deque[int]] = [deque() for _ in range(self.end + 1)]  # nothing ever arrives for the end
+        self.arrivals[FORWARD].extend([0] * micro_batches)
+        self.room = [math.floor(limit * placement.count(rank) + ROUNDING) for rank in range(ranks)]
+        self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times]
+        self.work = [micro_batches * time for time in ticks.work]
+        self.total = 3 * len(placement) * micro_batches
+        self.heap: list[int] = []
+        self.bits = ranks.bit_length()
 
-    def _next(self, rank: int) -> Step | None:
-        start, free = self._start(rank), self.free[rank]
-        if self.pending[rank]:
-            wait = self.waits[self.pending[rank][0].chunk]
-            if start is None or start - free >= wait and start > free:
-                return free, True, rank
-        return None if start is None else (start, False, rank)
+    def look(self, rank: int) -> None:
+        """What a rank does next, as far as is known."""
+        following, now, start = self.left[rank][-1], self.free[rank], -1
+        arrived = self.arrivals[following]
+        if arrived and (following % 3 != FORWARD or self.held[rank] < self.room[rank]):
+            start = max(arrived[0], now)
+        pending = self.pending[rank]
+        weights = bool(pending) and (start < 0 or start > now and start - now >= self.gaps[pending[0]])
+        step = -1
+        if weights or start >= 0:
+            step = (2 * (now if weights else start) + weights) << self.bits | rank
+            if step != self.steps[rank]:
+                heappush(self.heap, step)
+        self.steps[rank] = step
 
-    def _start(self, rank: int) -> float | None:
-        """When the next action in order can start; None while that is unknown or memory is lacking."""
-        if self.at[rank] == len(self.order[rank]):
-            return None
-        action = self.order[rank][self.at[rank]]
-        chunk, m = action.chunk, action.micro_batch
-        if action.kind is Kind.FORWARD:
-            if self.held[rank] + self.shares[chunk] > self.limit + ROUNDING:
-                return None
-            if chunk == 0:
-                return self.free[rank]
-            needed, moved = (chunk - 1, Kind.FORWARD, m), self.moved[True][chunk - 1]
-        elif chunk == len(self.placement) - 1:
-            needed, moved = (chunk, Kind.FORWARD, m), 0.0
-        else:
-            needed, moved = (chunk + 1, Kind.INPUT_GRADIENT, m), self.moved[False][chunk]
-        if needed not in self.end:
-            return None
-        return max(self.free[rank], self.end[needed] + moved)
-
-    def take(self, start: float, weights: bool, rank: int) -> None:
-        if weights:
-            action = self.pending[rank].popleft()
-            self.held[rank] -= self.shares[action.chunk]
-        else:
-            action = self.order[rank][self.at[rank]]
-            self.at[rank] += 1
-            if action.kind is Kind.FORWARD:
-                self.held[rank] += self.shares[action.chunk]
+    def finish(self, longest: float, widest: float) -> Filled | None:
+        """Serves all rows; None where they get stuck, or cannot be done in the longest time with a smaller bubble."""
+        ticks, steps, bits, heap = self.ticks, self.steps, self.bits, self.heap
+        home, times, moved, takers = ticks.placement, ticks.times, ticks.moved, takers_of(len(ticks.placement))
+        look, left, rows, free, held = self.look, self.left, self.rows, self.free, self.held
+        arrivals, pending, work = self.arrivals, self.pending, self.work
+        mask, waited, bubble = (1 << bits) - 1, [0] * len(rows), [0] * len(rows)
+        for rank in range(len(rows)):
+            look(rank)
+        while heap:
+            step = heappop(heap)
+            rank = step & mask
+            if step != steps[rank]:
+                continue  # something better has come up for the rank
+            steps[rank] = -1
+            start = step >> bits + 1
+            if start > free[rank]:
+                wait = start - free[rank]
+                waited[rank] += wait
+                if rows[rank]:
+                    bubble[rank] += wait
+                least = waited[rank] + work[rank]
+                if least > longest or least == longest and bubble[rank] >= widest:
+                    return None
+            if step >> bits & 1:
+                stream = pending[rank].popleft()
+                held[rank] -= 1
             else:
-                self.pending[rank].append(Action(action.chunk, Kind.WEIGHT_GRADIENT, action.micro_batch))
-        if self.rows[rank]:
-            self.bubble[rank] += start - self.free[rank]
-        end = start + self.times[action.chunk][action.kind]
-        self.free[rank] = self.end[action.chunk, action.kind, action.micro_batch] = end
-        self.rows[rank].append(action)
-        # Only this rank and those that may have waited for the result have something new to consider.
-        neighbours = self.placement[max(action.chunk - 1, 0) : action.chunk + 2]
-        for changed in {rank, *neighbours}:
-            self.steps[changed] = self._next(changed)
-
-
-def _latencies(placement: Sequence[int], costs: Sequence[ChunkCost], forward: bool) -> list[float]:
-    """From the end of a chunk's computing until its output, or the gradient of it, is ready on the other side."""
-    ways = [cost.way(forward) for cost in costs[:-1]]
-    return [
-        0.0 if placement[chunk] == placement[chunk + 1] else way.send + way.time + way.receive
-        for chunk, way in enumerate(ways)
-    ]
+                stream = left[rank].pop()
+                arrivals[stream].popleft()
+                if stream % 3 == FORWARD:
+                    held[rank] += 1
+                else:
+                    pending[rank].append(stream + 1)  # the weight gradient of an input gradient
+            end = free[rank] = start + times[stream]
+            rows[rank].append(stream)
+            taker = takers[stream]
+            if taker >= 0:
+                arrivals[taker].append(end + moved[stream])
+                other = home[taker // 3]
+                if other != rank and left[other][-1] == taker and len(arrivals[taker]) == 1:
+                    look(other)  # it may have waited for this
+            look(rank)
+        if sum(map(len, rows)) < self.total:
+            return None
+        return Filled(rows, max(free), max(bubble))

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megasnn.schedule.actions import Schedule
-from megasnn.schedule.generate import NAMES, CostsOf, generate
+from megasnn.schedule.evaluate import of_named
+from megasnn.schedule.named import LOOK_AT_COSTS, NAMES, CostsOf, possible_chunks
 from megasnn.schedule.simulate import ChunkCost, Simulation, simulate
+from megasnn.schedule.validate import ROUNDING
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,11 @@ def forecast(schedule: Schedule, costs: Sequence[ChunkCost]) -> Forecast:
 
 def idle_share(result: Simulation) -> float:
     """The bubble: idle time over the time of all ranks; 0 for a schedule that takes no time."""
-    whole = result.makespan * len(result.idle)
-    return sum(result.idle) / whole if whole else 0.0
+    return _share(sum(result.idle), result.makespan * len(result.idle))
+
+
+def _share(idle: float, whole: float) -> float:
+    return idle / whole if whole else 0.0
 
 
 def forecasts_of_named(
@@ -53,13 +58,14 @@ def forecasts_of_named(
         chunks_per_rank: the numbers that the model can be cut into; others are left out.
     """
     found = []
-    for name in NAMES:
-        for count in chunks_per_rank:
-            if name == "interleaved" and count == 1:
-                continue  # it is 1f1b
-            try:
-                schedule = generate(name, stages, micro_batches, count, costs_of, memory_limit)
-            except ValueError:
-                continue  # it cannot place so many chunks, or keep the limit
-            found.append(forecast(schedule, costs_of(schedule.placement)))
+    for name, count in ((name, count) for name in NAMES for count in chunks_per_rank):
+        if not possible_chunks(name, count) or (name, count) == ("interleaved", 1):
+            continue  # interleaved with one chunk is 1f1b
+        best = of_named(name, stages, micro_batches, count, costs_of, filled_by=costs_of)
+        if memory_limit is None or best.held <= memory_limit + ROUNDING:
+            costs = costs_of(best.placement)
+            backward = [cost.backward if name not in LOOK_AT_COSTS else cost.split_backward for cost in costs]
+            busy = micro_batches * sum(cost.forward + time for cost, time in zip(costs, backward, strict=True))
+            whole = stages * best.makespan
+            found.append(Forecast(name, best.makespan, _share(whole - busy, whole), best.held))
     return sorted(found, key=lambda each: each.makespan)

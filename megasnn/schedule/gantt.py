@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,18 +19,52 @@ COLOURS = {
     Kind.INPUT_GRADIENT: ("#a1d99b", "#41ab5d"),
     Kind.WEIGHT_GRADIENT: ("#fdd0a2", "#fd8d3c"),
 }
-LEFT, ROW, BAR, WIDTH, FOOT = 64, 34, 28, 1200, 24
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+}
+WAITING = "#eeeeee"
+LEFT, HEAD, ROW, BAR, WIDTH, FOOT = 64, 24, 34, 28, 1200, 52
+SECONDS = (1e3, "ms")  # what times in seconds are shown in
 
 
 @dataclass(frozen=True)
 class Box:
-    """A computation in the picture, in pixels."""
+    """A rectangle in the picture, in pixels. action: what it shows; None in the legend and for waiting ranks."""
 
     left: float
     top: float
     width: float
+    height: float
     colour: str
-    action: Action
+    action: Action | None = None
+
+
+@dataclass(frozen=True)
+class Label:
+    """A text in the picture; `left` and `top` of its first letter in pixels."""
+
+    left: float
+    top: float
+    text: str
+
+
+@dataclass(frozen=True)
+class View:
+    """How a chart shows time.
+
+    Attributes:
+        span: the time that the whole width stands for, to compare charts; the makespan when None.
+        scale, unit: what a time is multiplied with, and what it is then called.
+        title: comes first in the caption.
+    """
+
+    span: float | None = None
+    scale: float = 1.0
+    unit: str = "units of time"
+    title: str = ""
 
 
 def draw_grid(schedule: Schedule, simulation: Simulation, columns: int = 160) -> str:
@@ -66,74 +100,113 @@ def write_chart(schedule: Schedule, simulation: Simulation, path: Path) -> None:
         raise ValueError(f"--output {path}: the name must end in .svg or .png")
 
 
-def svg(schedule: Schedule, simulation: Simulation) -> str:
+def svg(schedule: Schedule, simulation: Simulation, view: View = View()) -> str:  # noqa: B008  (frozen)
     """The chart; pointing at a bar shows its action."""
-    height = ROW * schedule.ranks + FOOT
+    width, height = _size(schedule)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 8}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="11">',
         f'<rect width="100%" height="{height}" fill="white"/>',
     ]
-    for rank in range(schedule.ranks):
-        parts.append(f'<text x="4" y="{ROW * rank + 20}">rank {rank}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{ROW * rank + 2}" width="{WIDTH}" height="{BAR}" fill="#eeeeee"/>')
-    for box in _boxes(schedule, simulation):
-        parts.append(
-            f'<g><title>{box.action}</title><rect x="{box.left:.2f}" y="{box.top}" width="{box.width:.2f}" '
-            f'height="{BAR}" fill="{box.colour}" stroke="white" stroke-width="0.5"/>'
+    boxes, labels = _shapes(schedule, simulation, view)
+    for box in boxes:
+        rectangle = (
+            f'<rect x="{box.left:.2f}" y="{box.top}" width="{box.width:.2f}" height="{box.height}" '
+            f'fill="{box.colour}" stroke="{_edge(box)}" stroke-width="0.5"/>'
         )
-        if box.width >= 12:
-            parts.append(f'<text x="{box.left + 2:.2f}" y="{box.top + 18}">{_label(box)}</text>')
-        parts.append("</g>")
-    parts.append(f'<text x="{LEFT}" y="{height - 8}">{_caption(schedule, simulation)}</text></svg>')
-    return "\n".join(parts)
+        parts.append(rectangle if box.action is None else f"<g><title>{box.action}</title>{rectangle}</g>")
+    for label in labels:
+        # SVG places a text by its base line.
+        parts.append(f'<text x="{label.left:.2f}" y="{label.top + 10}" pointer-events="none">{label.text}</text>')
+    return "\n".join([*parts, "</svg>"])
 
 
-def raster(schedule: Schedule, simulation: Simulation, span: float | None = None, title: str = "") -> Image.Image:
-    """The chart as an RGB picture.
-
-    Args:
-        span: the time that the whole width stands for, to compare charts; the makespan when not given.
-        title: comes before the caption.
-    """
+def raster(schedule: Schedule, simulation: Simulation, view: View = View()) -> Image.Image:  # noqa: B008  (frozen)
+    """The chart as an RGB picture."""
     from PIL import Image, ImageDraw  # only a picture needs it
 
-    height = ROW * schedule.ranks + FOOT
-    image = Image.new("RGB", (LEFT + WIDTH + 8, height), "white")
+    image = Image.new("RGB", _size(schedule), "white")
     pen = ImageDraw.Draw(image)
-    for rank in range(schedule.ranks):
-        pen.text((4, ROW * rank + 10), f"rank {rank}", fill="black")
-        pen.rectangle((LEFT, ROW * rank + 2, LEFT + WIDTH, ROW * rank + 2 + BAR), fill="#eeeeee")
-    for box in _boxes(schedule, simulation, span):
-        corners = (box.left, box.top, box.left + box.width, box.top + BAR)
-        pen.rectangle(corners, fill=box.colour, outline="white")
-        if box.width >= 12:
-            pen.text((box.left + 2, box.top + 8), _label(box), fill="black")
-    pen.text((LEFT, height - 18), title + _caption(schedule, simulation), fill="black")
+    boxes, labels = _shapes(schedule, simulation, view)
+    for box in boxes:
+        corners = (box.left, box.top, box.left + box.width, box.top + box.height)
+        pen.rectangle(corners, fill=box.colour, outline=_edge(box))
+    for label in labels:
+        pen.text((label.left, label.top), label.text, fill="black")
     return image
 
 
-def _boxes(schedule: Schedule, simulation: Simulation, span: float | None = None) -> Iterator[Box]:
-    whole = simulation.makespan if span is None else span
-    scale = WIDTH / whole if whole else 0.0
+def _edge(box: Box) -> str:
+    return box.colour if box.action is None else "white"
+
+
+def _size(schedule: Schedule) -> tuple[int, int]:
+    return LEFT + WIDTH + 24, HEAD + ROW * schedule.ranks + FOOT
+
+
+def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[list[Box], list[Label]]:
+    """All of the chart: caption, a row for each rank, an axis of time, and what the colours mean."""
+    span = (simulation.makespan if view.span is None else view.span) or 1.0
+    labels = [Label(LEFT, 6, _caption(schedule, simulation, view))]
+    boxes = []
     for rank, row in enumerate(simulation.timeline):
+        top = HEAD + ROW * rank
+        labels.append(Label(4, top + 8, f"rank {rank}"))
+        boxes.append(Box(LEFT, top, WIDTH, BAR, WAITING))
         for timed in row:
-            if timed.action.kind in COLOURS:
-                colour = COLOURS[timed.action.kind][_in_second_half(schedule, timed.action)]
-                width = (timed.end - timed.start) * scale
-                yield Box(LEFT + timed.start * scale, ROW * rank + 2, width, colour, timed.action)
+            if timed.action.kind not in COLOURS:
+                continue
+            colour = COLOURS[timed.action.kind][_in_second_half(schedule, timed.action)]
+            width = (timed.end - timed.start) * WIDTH / span
+            box = Box(LEFT + timed.start * WIDTH / span, top, width, BAR, colour, timed.action)
+            boxes.append(box)
+            if width >= 12:
+                labels.append(Label(box.left + 2, top + 8, _label(timed.action, width)))
+    bottom = HEAD + ROW * schedule.ranks
+    for time in _ticks(span * view.scale):
+        left = LEFT + time / view.scale * WIDTH / span
+        boxes.append(Box(left, bottom - 4, 1, 6, "#444444"))
+        labels.append(Label(left - 3, bottom + 2, f"{time:g}"))
+    labels.append(Label(4, bottom + 2, view.unit if len(view.unit) < 8 else "time"))
+    _add_legend(schedule, bottom + 26, boxes, labels)
+    return boxes, labels
+
+
+def _add_legend(schedule: Schedule, top: float, boxes: list[Box], labels: list[Label]) -> None:
+    kinds = {action.kind for row in schedule.actions for action in row}
+    halves = schedule.chunks > schedule.ranks
+    entries = [(WAITING, "waiting")]
+    for kind, (light, dark) in COLOURS.items():
+        if kind in kinds:
+            entries += [(light, ""), (dark, NAMES[kind])] if halves else [(light, NAMES[kind])]
+    left = float(LEFT)
+    for colour, text in entries:
+        boxes.append(Box(left, top, 14, 12, colour))
+        labels.append(Label(left + 18, top, text))
+        left += 36 + 6.2 * len(text) if text else 15
+    dark_ones = "; darker: second half of the chunks" if halves else ""
+    labels.append(Label(left, top, f"labels: chunk, kind, micro-batch, or the micro-batch alone{dark_ones}"))
+
+
+def _ticks(whole: float) -> list[float]:
+    """Five to ten round numbers from 0 to `whole`."""
+    step = 10.0 ** math.floor(math.log10(whole))
+    step = next(each for each in (step, step / 2, step / 5, step / 10) if whole / each >= 5)
+    return [round(index * step, 12) for index in range(int(whole / step + 1e-9) + 1)]
 
 
 def _in_second_half(schedule: Schedule, action: Action) -> bool:
     return schedule.chunks > schedule.ranks and action.chunk >= (schedule.chunks + 1) // 2
 
 
-def _label(box: Box) -> str:
-    return str(box.action) if box.width >= 30 else str(box.action.micro_batch)
+def _label(action: Action, width: float) -> str:
+    return str(action) if width >= 30 else str(action.micro_batch)
 
 
-def _caption(schedule: Schedule, simulation: Simulation) -> str:
+def _caption(schedule: Schedule, simulation: Simulation, view: View) -> str:
+    title = f"{view.title}: " if view.title else ""
     return (
-        f"{schedule.name}, {schedule.ranks} ranks, {schedule.micro_batches} micro-batches: "
-        f"makespan {simulation.makespan:g}, most activations {max(simulation.peak_activations):g}"
+        f"{title}{schedule.name}, {schedule.ranks} ranks, {schedule.micro_batches} micro-batches: makespan "
+        f"{simulation.makespan * view.scale:.4g} {view.unit}, most activations on a rank: "
+        f"{max(simulation.peak_activations):g} micro-batches of a whole stage"
     )

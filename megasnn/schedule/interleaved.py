@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megasnn.partition import loop_placement
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.basic import one_f_one_b
+from megasnn.schedule.partition import loop_placement
 
 
 def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Schedule:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from megasnn.schedule.actions import Kind, Schedule
+from megasnn.schedule.actions import FINISHING, Kind, Schedule
 
 
 def activations_held(schedule: Schedule, rank: int, activation: Sequence[float] | None = None) -> list[float]:
@@ -20,17 +21,19 @@ def activations_held(schedule: Schedule, rank: int, activation: Sequence[float] 
             stage, so that the figures are whole stages' micro-batches.
     """
     shares = activation if activation is not None else stage_shares(schedule.placement)
+    if schedule.forward_only:
+        return [shares[chunk] if kind is Kind.FORWARD else 0.0 for chunk, kind, _ in schedule.actions[rank]]
     held, result = 0.0, []
-    for action in schedule.actions[rank]:
-        if action.kind is Kind.FORWARD and not schedule.forward_only:
-            held += shares[action.chunk]
-        elif action.kind.finishes:
-            held -= shares[action.chunk]
-        running = action.kind is Kind.FORWARD and schedule.forward_only
-        result.append(shares[action.chunk] if running else held)
+    for chunk, kind, _ in schedule.actions[rank]:
+        if kind is Kind.FORWARD:
+            held += shares[chunk]
+        elif kind in FINISHING:
+            held -= shares[chunk]
+        result.append(held)
     return result
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:
     """The part of its rank's stage that each chunk is: one over the number of chunks on the rank."""
-    return [1 / placement.count(rank) for rank in placement]
+    chunks = Counter(placement)
+    return [1 / chunks[rank] for rank in placement]

@@ -3,16 +3,13 @@ contention."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megasnn.schedule.actions import Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, SENDS, Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
-from megasnn.schedule.validate import execution_order
-
-Boundary = tuple[int, bool, int | None]  # (chunk whose output or its gradient crosses, whether it is the output, m)
+from megasnn.schedule.validate import runs
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,12 @@ class ChunkCost:
             Kind.INPUT_GRADIENT: half if self.input_gradient is None else self.input_gradient,
             Kind.WEIGHT_GRADIENT: half if self.weight_gradient is None else self.weight_gradient,
         }
+
+    @property
+    def split_backward(self) -> float:
+        """Time of a backward in two parts."""
+        times = self.times()
+        return times[Kind.INPUT_GRADIENT] + times[Kind.WEIGHT_GRADIENT]
 
     def way(self, forward: bool) -> Transfer:
         """Of the chunk's output, or of the gradient of it."""
@@ -143,7 +146,7 @@ def summarise(
         activation: of each chunk; when not given, a rank's chunks are equal parts of one stage.
     """
     makespan = max((row[-1].end for row in timeline if row), default=0.0)
-    computed = [[timed for timed in row if timed.action.kind.is_compute] for row in timeline]
+    computed = [[timed for timed in row if timed.action.kind in COMPUTE] for row in timeline]
     busy = [sum(timed.end - timed.start for timed in row) for row in computed]
     return Simulation(
         timeline=tuple(tuple(row) for row in timeline),
@@ -159,28 +162,55 @@ def summarise(
 
 def _times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAction]]:
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
-    clock = [0.0] * schedule.ranks
-    computing = [cost.times() for cost in costs]
-    ways = {forward: [cost.way(forward) for cost in costs] for forward in (True, False)}
-    sent_at: dict[Boundary, float] = {}
-    posted_at: dict[tuple[int, int, Kind], float] = defaultdict(float)
-    for rank, index in execution_order(schedule):
-        action = schedule.actions[rank][index]
-        chunk, kind, micro_batch = action.chunk, action.kind, action.micro_batch
-        start = end = clock[rank]
-        if kind in computing[chunk]:
-            end = start + computing[chunk][kind]
-        elif kind is not Kind.SYNC_GRADIENTS:
-            forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-            crossed = chunk - (kind in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD))
-            way = ways[forward][crossed]
-            boundary = crossed, forward, micro_batch
-            if kind.is_send:
-                end = sent_at[boundary] = start + way.send
-            else:
-                link = schedule.placement[crossed if forward else crossed + 1], rank, kind
-                arrival = max(sent_at[boundary], posted_at[link]) + way.time
-                end = posted_at[link] = max(start, arrival) + way.receive
-        clock[rank] = end
-        timeline[rank].append(TimedAction(action, start, end))
+    for row, ends, actions in zip(timeline, end_times(schedule, costs), schedule.actions, strict=True):
+        row += map(TimedAction, actions, [0.0, *ends], ends)
     return timeline
+
+
+def end_times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[float]]:
+    """When each action of each rank is over; the next one starts right then. See `simulate`."""
+    ends: list[list[float]] = [[] for _ in schedule.actions]
+    clock = [0.0] * schedule.ranks
+    computing = {kind: [cost.times()[kind] for cost in costs] for kind in COMPUTE}
+    ways = _ways(costs)
+    sent_at: dict[tuple[int, Kind, int | None], float] = {}  # by the action that receives it
+    posted_at = _posting(schedule)
+    for rank, run in runs(schedule):
+        now, append = clock[rank], ends[rank].append
+        for action in schedule.actions[rank][run.start : run.stop]:
+            chunk, kind, _ = action
+            if kind in computing:
+                now += computing[kind][chunk]
+            elif kind in SENDS:
+                now += ways[kind][chunk].send
+                sent_at[action.peer] = now
+            elif kind is not Kind.SYNC_GRADIENTS:
+                way, posted = ways[kind][chunk], posted_at[kind][chunk]
+                now = max(now, max(sent_at[action], posted[0]) + way.time) + way.receive
+                posted[0] = now
+            append(now)
+        clock[rank] = now
+    return ends
+
+
+def _ways(costs: Sequence[ChunkCost]) -> dict[Kind, list[Transfer]]:
+    """What a transfer by each chunk takes: of its output and of that of the chunk before it, and of their gradients."""
+    outputs, gradients = [cost.way(True) for cost in costs], [cost.way(False) for cost in costs]
+    return {
+        Kind.SEND_FORWARD: outputs,
+        Kind.RECV_FORWARD: [outputs[0], *outputs],
+        Kind.SEND_BACKWARD: [gradients[0], *gradients],
+        Kind.RECV_BACKWARD: gradients,
+    }
+
+
+def _posting(schedule: Schedule) -> dict[Kind, list[list[float]]]:
+    """When each chunk's next receive was posted: a box that it shares with the chunks that receive on the same link."""
+    placement = schedule.placement
+    links: dict[tuple[int, int, Kind], list[float]] = {}
+    boxes: dict[Kind, list[list[float]]] = {}
+    for kind, step in ((Kind.RECV_FORWARD, -1), (Kind.RECV_BACKWARD, 1)):
+        senders = [placement[(chunk + step) % len(placement)] for chunk in range(len(placement))]
+        pairs = zip(senders, placement, strict=True)
+        boxes[kind] = [links.setdefault((*pair, kind), [0.0]) for pair in pairs]
+    return boxes

@@ -3,14 +3,18 @@ hang."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from operator import lt
 
-from megasnn.schedule.actions import Action, Kind, Schedule
+from megasnn.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.draw import Place, format_actions
 from megasnn.schedule.memory import activations_held
-from megasnn.schedule.passes import Link, transfers_of
+from megasnn.schedule.passes import Boundaries
 
+PARTS = (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+BACKWARDS = (Kind.BACKWARD, *PARTS)
+Link = tuple[int, int, Kind]  # (sending rank, receiving rank, kind of the receive)
 ROUNDING = 1e-9  # thirds of a stage do not sum to a whole one
 
 
@@ -36,11 +40,11 @@ def validate(schedule: Schedule, memory_limit: float | None = None, activation: 
     that; see `activations_held` for what is counted, and `activation` for how much each chunk's are.
     """
     _check_placement(schedule)
+    boundaries = Boundaries.of(schedule.placement)
     for rank in range(schedule.ranks):
-        _check_complete(schedule, rank)
-        _check_dependencies(schedule, rank)
+        _check_dependencies(schedule, rank, _places(schedule, rank, boundaries), boundaries)
     _check_links(schedule)
-    for _ in execution_order(schedule):
+    for _ in runs(schedule):
         pass
     if memory_limit is not None:
         _check_memory(schedule, memory_limit, activation)
@@ -54,30 +58,38 @@ def _check_memory(schedule: Schedule, limit: float, activation: Sequence[float] 
                 raise ScheduleError(schedule, problem, [(rank, index)])
 
 
-def execution_order(schedule: Schedule) -> Iterator[Place]:
-    """The places of all actions in an order in which they can run.
+def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
+    """All actions in an order in which they can run, as (rank, indices of what it does without waiting).
 
     A receive waits until its send was reached; a send does not hold up its rank. Raises ScheduleError when
     every unfinished rank waits.
     """
-    sent: set[Action] = set()
+    on_the_way: set[tuple[int, Kind, int | None]] = set()  # receives whose send was reached
+    waiting: dict[tuple[int, Kind, int | None], int] = {}  # receives that a rank has come to
     position = [0] * schedule.ranks
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.actions):
-            while position[rank] < len(order):
-                action = order[position[rank]]
-                if action.kind.is_receive and action.peer not in sent:
-                    break
-                if action.kind.is_send:
-                    sent.add(action)
-                yield rank, position[rank]
-                position[rank] += 1
-                moved = True
-    waiting = [(rank, at) for rank, at in enumerate(position) if at < len(schedule.actions[rank])]
-    if waiting:
-        raise ScheduleError(schedule, "deadlock, every marked rank waits for another", waiting)
+    ready = deque(range(schedule.ranks))
+    while ready:
+        rank = ready.popleft()
+        order, start = schedule.actions[rank], position[rank]
+        at = start
+        for at in range(start, len(order)):  # noqa: B007  (the place where it stops is what counts)
+            action = order[at]
+            kind = action.kind
+            if kind in SENDS:
+                receive = action.peer
+                on_the_way.add(receive)
+                if receive in waiting:
+                    ready.append(waiting.pop(receive))
+            elif kind in RECEIVES and action not in on_the_way:
+                waiting[action] = rank
+                break
+        else:
+            at = len(order)
+        position[rank] = at
+        yield rank, range(start, at)
+    held_up = [(rank, at) for rank, at in enumerate(position) if at < len(schedule.actions[rank])]
+    if held_up:
+        raise ScheduleError(schedule, "deadlock, every marked rank waits for another", held_up)
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -87,101 +99,140 @@ def _check_placement(schedule: Schedule) -> None:
         raise ScheduleError(schedule, f"placement {schedule.placement} must put a chunk on each rank and on no other")
 
 
-def expected_actions(schedule: Schedule, rank: int) -> list[Action]:
-    """What a rank has to do, in no useful order."""
-    expected = []
-    present = set(schedule.actions[rank])
-    for chunk in schedule.chunks_of(rank):
-        for m in range(schedule.micro_batches):
-            for kind in (Kind.FORWARD,) if schedule.forward_only else (Kind.FORWARD, *_parts(present, chunk, m)):
-                action = Action(chunk, kind, m)
-                before, after = transfers_of(schedule, action)
-                expected += [*before, action, *after]
-        if not schedule.forward_only:
-            expected.append(Action(chunk, Kind.SYNC_GRADIENTS))
-    return expected
+Indices = list[int]  # of one kind of action by one chunk, for each micro-batch; -1 where it is not there
+Places = dict[int, dict[Kind, Indices]]  # by chunk
 
 
-def _parts(present: set[Action], chunk: int, micro_batch: int) -> tuple[Kind, ...]:
-    """The kinds of a backward: split as soon as one of its parts is there."""
-    split = Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
-    return split if any(Action(chunk, kind, micro_batch) in present for kind in split) else (Kind.BACKWARD,)
-
-
-def _check_complete(schedule: Schedule, rank: int) -> None:
-    expected = set(expected_actions(schedule, rank))
-    seen: set[Action] = set()
-    for index, action in enumerate(schedule.actions[rank]):
-        if action not in expected:
-            raise ScheduleError(schedule, f"{action} does not belong here", [(rank, index)])
-        if action in seen:
-            raise ScheduleError(schedule, f"{action} is there twice", [(rank, index)])
-        seen.add(action)
-    missing = [action for action in expected_actions(schedule, rank) if action not in seen]
+def _places(schedule: Schedule, rank: int, boundaries: Boundaries) -> Places:
+    """Where a rank does what; raises ScheduleError unless everything is there once, and nothing else."""
+    chunks, order = schedule.chunks_of(rank), schedule.actions[rank]
+    places = {chunk: _nowhere(schedule, boundaries, chunk) for chunk in chunks}
+    nothing: dict[Kind, Indices] = {}
+    problems: list[tuple[int, str]] = []
+    for index, (chunk, kind, m) in enumerate(order):
+        mine = places.get(chunk, nothing).get(kind)
+        at = m if kind is not Kind.SYNC_GRADIENTS else 0 if m is None else -1
+        if mine is None or at is None or not 0 <= at < len(mine):
+            problems.append((index, "does not belong here"))
+        elif mine[at] >= 0:
+            problems.append((index, "is there twice"))
+        else:
+            mine[at] = index
+    for chunk in chunks:
+        problems += [(index, "does not belong here") for index in _wholes_beside_parts(places[chunk])]
+    if problems:
+        index, problem = min(problems)
+        raise ScheduleError(schedule, f"{order[index]} {problem}", [(rank, index)])
+    missing = [action for chunk in chunks for action in _missing(chunk, places[chunk])]
     if missing:
-        end = (rank, len(schedule.actions[rank]))
-        raise ScheduleError(schedule, f"rank {rank} lacks {', '.join(map(str, missing[:8]))}", [end])
+        problem = f"rank {rank} lacks {', '.join(map(str, missing[:8]))}"
+        raise ScheduleError(schedule, problem, [(rank, len(order))])
+    return places
 
 
-def _check_dependencies(schedule: Schedule, rank: int) -> None:
-    present = set(schedule.actions[rank])
-    done: set[Action] = set()
-    for index, action in enumerate(schedule.actions[rank]):
-        for needed in _needed_on_rank(schedule, action, present):
-            if needed not in done:
-                raise ScheduleError(schedule, f"{action} needs {needed} before it", [(rank, index)])
-        done.add(action)
+def _nowhere(schedule: Schedule, boundaries: Boundaries, chunk: int) -> dict[Kind, Indices]:
+    """The kinds of actions that a chunk may have, none of them found yet."""
+    kinds = [Kind.FORWARD]
+    kinds += [Kind.RECV_FORWARD] * boundaries.before[chunk] + [Kind.SEND_FORWARD] * boundaries.after[chunk]
+    if schedule.forward_only:
+        return {kind: [-1] * schedule.micro_batches for kind in kinds}
+    kinds += [Kind.BACKWARD, *PARTS]
+    kinds += [Kind.RECV_BACKWARD] * boundaries.after[chunk] + [Kind.SEND_BACKWARD] * boundaries.before[chunk]
+    return {kind: [-1] * schedule.micro_batches for kind in kinds} | {Kind.SYNC_GRADIENTS: [-1]}
 
 
-def _needed_on_rank(schedule: Schedule, action: Action, present: set[Action]) -> Iterator[Action]:
-    """The actions of the same rank that must come first; what comes from other ranks arrives by a receive."""
-    chunk, m = action.chunk, action.micro_batch
+def _wholes_beside_parts(of_chunk: dict[Kind, Indices]) -> list[int]:
+    """Where there is a whole backward of a micro-batch that has a part of one too."""
+    backwards = (of_chunk[kind] for kind in (Kind.BACKWARD, *PARTS) if kind in of_chunk)
+    return [whole for whole, *parts in zip(*backwards, strict=True) if whole >= 0 and max(parts) >= 0]
 
-    def input_gradient(of_chunk: int, micro_batch: int) -> Action:
-        return Action(of_chunk, _parts(present, of_chunk, micro_batch)[0], micro_batch)
 
-    def finish(micro_batch: int) -> Action:
-        return Action(chunk, _parts(present, chunk, micro_batch)[-1], micro_batch)
+def _missing(chunk: int, of_chunk: dict[Kind, Indices]) -> Iterator[Action]:
+    for kind, indices in of_chunk.items():
+        if min(indices) >= 0:
+            continue
+        for m, index in enumerate(indices):
+            if index < 0 and kind is Kind.SYNC_GRADIENTS:
+                yield Action(chunk, kind)
+            elif index < 0 and (kind not in BACKWARDS or _is_missing(kind, *(of_chunk[k][m] for k in BACKWARDS))):
+                yield Action(chunk, kind, m)
 
-    if m is None:  # gradient sync
-        yield finish(schedule.micro_batches - 1)  # the others are before it, being ascending
+
+def _is_missing(kind: Kind, whole: int, inputs: int, weights: int) -> bool:
+    """Whether a backward that is not there should be: the whole one, unless one of its parts is there."""
+    split = max(inputs, weights) >= 0
+    return whole < 0 and split == (kind in PARTS)
+
+
+def _check_dependencies(schedule: Schedule, rank: int, places: Places, boundaries: Boundaries) -> None:
+    broken: list[tuple[int, int]] = []
+    for chunk in places:
+        for needed, used in _needed_on_rank(schedule, places, boundaries, chunk):
+            if not all(map(lt, needed, used)):
+                broken += [(use, need) for need, use in zip(needed, used, strict=False) if need >= use]
+    if broken:
+        use, need = min(broken)
+        order = schedule.actions[rank]
+        raise ScheduleError(schedule, f"{order[use]} needs {order[need]} before it", [(rank, use)])
+
+
+def _needed_on_rank(
+    schedule: Schedule, places: Places, boundaries: Boundaries, chunk: int
+) -> Iterator[tuple[Indices, Indices]]:
+    """Pairs of lists: where what must come first is, and where what needs it is; by micro-batch.
+
+    What comes from other ranks arrives by a receive.
+    """
+    mine = places[chunk]
+    forward = mine[Kind.FORWARD]
+    yield forward, forward[1:]
+    if boundaries.before[chunk]:
+        yield mine[Kind.RECV_FORWARD], forward
+    elif chunk > 0:
+        yield places[chunk - 1][Kind.FORWARD], forward
+    if boundaries.after[chunk]:
+        yield forward, mine[Kind.SEND_FORWARD]
+    if schedule.forward_only:
         return
-    received, _ = transfers_of(schedule, action)
-    if action.kind is Kind.SEND_FORWARD:
-        yield Action(chunk, Kind.FORWARD, m)
-    elif action.kind is Kind.SEND_BACKWARD:
-        yield input_gradient(chunk, m)
-    elif action.kind is Kind.FORWARD:
-        yield from received or ([Action(chunk - 1, Kind.FORWARD, m)] if chunk > 0 else [])
-        if m > 0:
-            yield Action(chunk, Kind.FORWARD, m - 1)
-    elif action.kind.propagates:
-        yield Action(chunk, Kind.FORWARD, m)
-        yield from received or ([input_gradient(chunk + 1, m)] if chunk + 1 < schedule.chunks else [])
-        if m > 0:
-            yield input_gradient(chunk, m - 1)
-    elif action.kind is Kind.WEIGHT_GRADIENT:
-        yield input_gradient(chunk, m)
-    if action.kind.finishes and m > 0:
-        yield finish(m - 1)
+    gradient, finish = _either(mine, Kind.INPUT_GRADIENT), _either(mine, Kind.WEIGHT_GRADIENT)
+    yield forward, gradient
+    yield gradient, gradient[1:]
+    if boundaries.after[chunk]:
+        yield mine[Kind.RECV_BACKWARD], gradient
+    elif chunk + 1 < schedule.chunks:
+        yield _either(places[chunk + 1], Kind.INPUT_GRADIENT), gradient
+    if boundaries.before[chunk]:
+        yield gradient, mine[Kind.SEND_BACKWARD]
+    split = [m for m, index in enumerate(mine[Kind.BACKWARD]) if index < 0]
+    yield [gradient[m] for m in split], [finish[m] for m in split]
+    yield finish, finish[1:]
+    yield finish[-1:], mine[Kind.SYNC_GRADIENTS]  # the others are before it, being ascending
+
+
+def _either(of_chunk: dict[Kind, Indices], part: Kind) -> Indices:
+    """Where a part of the backward is done, in a whole one or alone."""
+    return list(map(max, of_chunk[Kind.BACKWARD], of_chunk[part]))
 
 
 def _check_links(schedule: Schedule) -> None:
     """Sends and receives of each link, in order: what is first in must be first out."""
-    sends: dict[Link, list[Action]] = defaultdict(list)
-    receives: dict[Link, list[tuple[Action, Place]]] = defaultdict(list)
+    placement = schedule.placement
+    sent: dict[Link, list[Action]] = {}
+    received: dict[Link, list[Action]] = {}
     for rank, order in enumerate(schedule.actions):
-        for index, action in enumerate(order):
-            if action.kind.is_send:
-                sends[rank, schedule.placement[action.peer.chunk], action.kind].append(action)
-            elif action.kind.is_receive:
-                link = schedule.placement[action.peer.chunk], rank, action.peer.kind
-                receives[link].append((action, (rank, index)))
-    for link, received in receives.items():
-        for send, (receive, place) in zip(sends[link], received, strict=True):
-            if receive.peer != send:
-                raise ScheduleError(
-                    schedule,
-                    f"{receive} is next to receive from rank {link[0]}, which sends {send} first",
-                    [place],
-                )
+        for action in order:
+            kind = action.kind
+            if kind in SENDS:
+                receive = action.peer
+                sent.setdefault((rank, placement[receive.chunk], receive.kind), []).append(receive)
+            elif kind in RECEIVES:
+                sender = placement[action.chunk - 1 if kind is Kind.RECV_FORWARD else action.chunk + 1]
+                received.setdefault((sender, rank, kind), []).append(action)
+    for link, expected in sent.items():
+        if expected != received[link]:
+            receive, due = next(pair for pair in zip(received[link], expected, strict=True) if pair[0] != pair[1])
+            raise ScheduleError(
+                schedule,
+                f"{receive} is next to receive from rank {link[0]}, which sends {due.peer} first",
+                [(link[1], schedule.actions[link[1]].index(receive))],
+            )

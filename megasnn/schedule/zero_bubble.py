@@ -8,11 +8,11 @@ that no two repetitions meet on a rank. How long the way takes says how many mic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from megasnn.partition import loop_placement, v_placement
-from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.fill import Filled, Order, fill
-from megasnn.schedule.simulate import ChunkCost
+from megasnn.schedule.fill import NO_CUTOFF, Filled, fill
+from megasnn.schedule.partition import loop_placement, v_placement
+from megasnn.schedule.streams import FORWARD, INPUT_GRADIENT, Rows, Ticks, stream
 
 PERIOD = 6  # ticks in which a rank has room for both chunks' F, I and W
 # Ticks between neighbouring ranks on each of the four ways, and at the three turns between the ways.
@@ -40,89 +40,90 @@ def min_limit(stages: int) -> int:
     return -(-(stages + 2) // 3)
 
 
-def zb1p(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
-    """1F1B's order and its memory, `stages` micro-batches, with a third of its bubble at equal costs."""
-    order = _one_chunk_order(stages, micro_batches, 1)
-    return _schedule(fill("zb1p", loop_placement(stages), micro_batches, order, costs, stages))
+@dataclass(frozen=True)
+class Recipe:
+    """A way to a zero-bubble schedule: an order, or several to choose from, and what decides where weight gradients go.
+
+    Attributes:
+        name: of the schedule. stages: pipeline ranks.
+        limit: activations that a rank may hold, in whole stages' micro-batches.
+        v: whether it places two chunks on each rank as a V, instead of one.
+        gap: as in `fill`.
+        pace, most: of one chunk a rank: warm-up forwards for each rank that follows, and how many at most. A pace of 1
+            is 1F1B's order.
+    """
+
+    name: str
+    stages: int
+    limit: float
+    v: bool = False
+    gap: float = 1.0
+    pace: int = 1
+    most: int | None = None
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return v_placement(self.stages) if self.v else loop_placement(self.stages)
+
+    def fill(self, ticks: Ticks, micro_batches: int, cutoff: tuple[float, float] = NO_CUTOFF) -> Filled | None:
+        """The fastest of its orders that keeps its limit and beats the cutoff, None if none does.
+
+        Of equally fast ones that with the smallest bubble inside a rank's span.
+
+        Args:
+            cutoff: as in `fill`.
+        """
+        best = None
+        for order in self._orders(micro_batches):
+            found = fill(ticks, micro_batches, order, self.limit, self.gap, cutoff)
+            if found is not None and (found.makespan, found.bubble) < cutoff:
+                best, cutoff = found, (found.makespan, found.bubble)
+        return best
+
+    def _orders(self, micro_batches: int) -> Iterator[Rows]:
+        if not self.v:
+            yield _one_chunk_order(self.stages, micro_batches, self.pace, self.most)
+            return
+        yield _full_v_order(self.stages, micro_batches)
+        blocks = [_block(self.stages, steps, turns) for steps, turns in BLOCKS]
+        for index, block in enumerate(blocks):
+            if block not in blocks[:index]:  # on few stages some are the same
+                yield _repeated(block, self.stages, micro_batches)
 
 
-def short_of_memory(
-    name: str, stages: int, micro_batches: int, costs: Sequence[ChunkCost], limit: int
-) -> Schedule | None:
-    """One chunk a rank and 1F1B's order, with no more than `limit` micro-batches' activations."""
-    order = _one_chunk_order(stages, micro_batches, 1, limit - 1)
-    return _schedule(fill(name, loop_placement(stages), micro_batches, order, costs, limit))
+def named_recipes(stages: int) -> dict[str, Recipe]:
+    """The recipes that have names.
+
+    ZB1P has 1F1B's order and memory, and at equal costs a third of its bubble. ZB2P has twice the warm-up and the
+    memory; at equal costs no rank waits between its first and last action. ZBV has no such bubble with 1F1B's memory,
+    V-Half about half of that memory, V-Min about a third.
+    """
+    recipes = (
+        Recipe("zb1p", stages, stages),
+        Recipe("zb2p", stages, 2 * stages, pace=2),
+        Recipe("zbv", stages, stages, v=True),
+        Recipe("v-half", stages, half_limit(stages), v=True),
+        Recipe("v-min", stages, min_limit(stages), v=True),
+    )
+    return {recipe.name: recipe for recipe in recipes}
 
 
-def zb2p(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
-    """Twice the warm-up and the memory of 1F1B; at equal costs no rank waits between its first and last action."""
-    order = _one_chunk_order(stages, micro_batches, 2)
-    return _schedule(fill("zb2p", loop_placement(stages), micro_batches, order, costs, 2 * stages))
-
-
-def zbv(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
-    """Two chunks a rank as a V: at equal costs no bubble with 1F1B's memory."""
-    return best_v("zbv", stages, micro_batches, costs, stages)
-
-
-def v_half(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
-    """About half of 1F1B's memory."""
-    return best_v("v-half", stages, micro_batches, costs, half_limit(stages))
-
-
-def v_min(stages: int, micro_batches: int, costs: Sequence[ChunkCost]) -> Schedule | None:
-    """About a third of 1F1B's memory."""
-    return best_v("v-min", stages, micro_batches, costs, min_limit(stages))
-
-
-def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | None = None) -> Order:
-    """Warm-up of `pace` forwards for each rank that follows, `most` at most; then a forward and an input gradient
-    in turn."""
+def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | None) -> Rows:
+    """The warm-up; then a forward and an input gradient in turn."""
     rows = []
     for rank in range(stages):
         ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
-        row = [Action(rank, Kind.FORWARD, m) for m in range(ahead)]
-        for m in range(micro_batches):
-            if ahead + m < micro_batches:
-                row.append(Action(rank, Kind.FORWARD, ahead + m))
-            row.append(Action(rank, Kind.INPUT_GRADIENT, m))
-        rows.append(row)
+        forward, backward = stream(rank, FORWARD), stream(rank, INPUT_GRADIENT)
+        rows.append([forward] * ahead + [forward, backward] * (micro_batches - ahead) + [backward] * ahead)
     return rows
 
 
-def best_v(
-    name: str, stages: int, micro_batches: int, costs: Sequence[ChunkCost], limit: float, gap: float = 1.0
-) -> Schedule | None:
-    """The fastest V schedule that holds at most `limit` whole stages' micro-batches, None if none does.
-
-    Of equally fast ones that with the smallest bubble inside a rank's span.
-    """
-    found: list[tuple[float, float, int, Schedule]] = []
-    for index, order in enumerate(_v_orders(stages, micro_batches)):
-        filled = fill(name, v_placement(stages), micro_batches, order, costs, limit, gap)
-        if filled is not None:
-            found.append((round(filled.makespan, 9), round(filled.bubble, 9), index, filled.schedule))
-    return min(found)[-1] if found else None
-
-
-def _schedule(filled: Filled | None) -> Schedule | None:
-    return None if filled is None else filled.schedule
-
-
-def _v_orders(stages: int, micro_batches: int) -> Iterator[Order]:
-    yield _full_v_order(stages, micro_batches)
-    for steps, turns in BLOCKS:
-        yield _repeated(_block(stages, steps, turns), stages, micro_batches)
-
-
-def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tuple[Kind, int], int]:
-    """The tick of each forward and input gradient of the first micro-batch; later than asked where a
-    repetition is in the way."""
+def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[int, int]:
+    """The tick of the first micro-batch in each stream; later than asked where a repetition is in the way."""
     placement = v_placement(stages)
     down, up = range(stages), range(stages, 2 * stages)
-    ways = [(Kind.FORWARD, down), (Kind.FORWARD, up)]
-    ways += [(Kind.INPUT_GRADIENT, up[::-1]), (Kind.INPUT_GRADIENT, down[::-1])]
-    ticks: dict[tuple[Kind, int], int] = {}
+    ways = [(FORWARD, down), (FORWARD, up), (INPUT_GRADIENT, up[::-1]), (INPUT_GRADIENT, down[::-1])]
+    ticks: dict[int, int] = {}
     taken: list[set[int]] = [set() for _ in range(stages)]
     tick = 0
     for way, (kind, chunks) in enumerate(ways):
@@ -131,36 +132,37 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tupl
             while tick % PERIOD in taken[placement[chunk]]:
                 tick += 1
             taken[placement[chunk]].add(tick % PERIOD)
-            ticks[kind, chunk] = tick
+            ticks[stream(chunk, kind)] = tick
     return ticks
 
 
-def _repeated(ticks: dict[tuple[Kind, int], int], stages: int, micro_batches: int) -> Order:
-    rows: list[list[tuple[int, Action]]] = [[] for _ in range(stages)]
+def _repeated(ticks: dict[int, int], stages: int, micro_batches: int) -> Rows:
+    """All micro-batches, one period after another: in the n-th, a stream is at micro-batch n less its first period."""
+    rows = []
     placement = v_placement(stages)
-    for (kind, chunk), tick in ticks.items():
-        for m in range(micro_batches):
-            rows[placement[chunk]].append((tick + PERIOD * m, Action(chunk, kind, m)))
-    return [[action for _, action in sorted(row, key=lambda timed: timed[0])] for row in rows]
+    for rank in range(stages):
+        mine = [(tick % PERIOD, tick // PERIOD, each) for each, tick in ticks.items() if placement[each // 3] == rank]
+        turns = sorted(mine)
+        row = []
+        for period in range(micro_batches + max(first for _, first, _ in turns)):
+            row += [each for _, first, each in turns if first <= period < first + micro_batches]
+        rows.append(row)
+    return rows
 
 
-def _full_v_order(stages: int, micro_batches: int) -> Order:
+def _full_v_order(stages: int, micro_batches: int) -> Rows:
     """As many forwards as 1F1B's memory allows before the first gradient comes back, then all in turn."""
     rows = []
     for rank in range(stages):
-        streams = {
-            key: [Action(chunk, kind, m) for m in range(micro_batches)]
-            for key, kind, chunk in (
-                ("f", Kind.FORWARD, rank),
-                ("F", Kind.FORWARD, 2 * stages - 1 - rank),
-                ("i", Kind.INPUT_GRADIENT, rank),
-                ("I", Kind.INPUT_GRADIENT, 2 * stages - 1 - rank),
-            )
-        }
-        warm_up = "f" * (2 * (stages - rank) - 1) + "Ff" * rank + "FI" * (stages - rank)
+        down, up = rank, 2 * stages - 1 - rank
+        f, i = stream(down, FORWARD), stream(down, INPUT_GRADIENT)
+        late_f, late_i = stream(up, FORWARD), stream(up, INPUT_GRADIENT)
+        warm_up = [f] * (2 * (stages - rank) - 1) + [late_f, f] * rank + [late_f, late_i] * (stages - rank)
+        left = dict.fromkeys((f, i, late_f, late_i), micro_batches)
         row = []
-        for key in warm_up + "fiFI" * micro_batches:
-            if streams[key]:
-                row.append(streams[key].pop(0))
-        rows.append(row + streams["i"])
+        for each in warm_up + [f, i, late_f, late_i] * micro_batches:
+            if left[each]:
+                left[each] -= 1
+                row.append(each)
+        rows.append(row + [i] * left[i])
     return rows

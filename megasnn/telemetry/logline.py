@@ -1,93 +1,72 @@
-"""The lines a run prints, in the shape people know from Megatron-LM."""
+"""The lines a run prints, in the shape people know from Megatron-LM: what is looked at, within 160 characters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
-
-
-@dataclass(frozen=True)
-class StageTraffic:
-    """MB that all pipeline stages together send: activations forward, gradients backward, and both without packing.
-
-    `unfit`: tensors since the last line with a value that their packed format cannot hold, which went dense.
-    """
-
-    forward: float
-    forward_if_dense: float
-    backward: float
-    backward_if_dense: float
-    unfit: int = 0
+from datetime import datetime, timedelta
 
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """What one log line says about the iterations since the last one.
+    """What is known about the iterations since the last log line. The JSON log has all of it, the line what matters.
 
     Attributes:
+        epoch: how often the training data have been gone through.
         elapsed_ms: milliseconds per iteration, the mean since the last line.
         loss: mean since the last line; nan when one of these iterations gave nan: it is shown, not skipped.
-        grad_norm: global gradient norm of the last iteration; None when it was not computed.
-        samples_per_second: over all ranks; None leaves it out (``--log-throughput`` asks for it).
+        accuracy: share of the training samples since the last line whose class had the highest logit.
+        grad_norm: global gradient norm of the last iteration.
+        samples_per_second: over all ranks.
+        seconds_left: until the last iteration, at the pace of late.
         skipped_iterations: iterations without an optimizer step since the last line.
         nan_iterations: iterations with a loss that was not finite since the last line.
-        skipped_samples: broken samples replaced by others since the run began, over all ranks; None leaves it out.
-        between_stages: what pipeline stages send each other in an iteration; None leaves it out.
+        skipped_samples: broken samples replaced by others since the run began, over all ranks.
+        unfit_tensors: tensors between stages since the last line that did not fit their packed format and went dense.
     """
 
     iteration: int
     train_iters: int
+    epoch: float
     consumed_samples: int
     elapsed_ms: float
     learning_rate: float
     global_batch_size: int
     loss: float
-    grad_norm: float | None = None
-    samples_per_second: float | None = None
+    accuracy: float
+    grad_norm: float
+    samples_per_second: float
+    seconds_left: float
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    skipped_samples: int | None = None
-    between_stages: StageTraffic | None = None
+    skipped_samples: int = 0
+    unfit_tensors: int = 0
 
 
-def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
-    """One line for the console, parts separated by `` | ``.
+def format_iteration(record: IterationRecord, throughput: bool = True, now: datetime | None = None) -> str:
+    """One line for the console, parts separated by `` | ``; counts of what went wrong only where there are some.
 
     Args:
+        throughput: whether samples per second are in it.
         now: the time to print; the present when None.
     """
     width = len(str(record.train_iters))
-    parts = [
-        f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}",
-        f"consumed samples: {record.consumed_samples}",
-        f"elapsed time per iteration (ms): {record.elapsed_ms:.1f}",
-    ]
-    if record.samples_per_second is not None:
-        parts.append(f"throughput (samples/s): {record.samples_per_second:.1f}")
+    parts = [f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}", f"epoch: {record.epoch:.2f}"]
+    if throughput:
+        parts.append(f"samples/s: {record.samples_per_second:.1f}")
     parts += [
-        f"learning rate: {record.learning_rate:.3E}",
-        f"global batch size: {record.global_batch_size}",
-        f"loss: {record.loss:.6f}",
+        f"learning rate: {record.learning_rate:.2E}",
+        f"loss: {record.loss:.4f}",
+        f"accuracy: {100 * record.accuracy:.1f} %",
+        f"grad norm: {record.grad_norm:.3f}",
+        f"ETA: {format_duration(record.seconds_left)}",
     ]
-    if record.grad_norm is not None:
-        parts.append(f"grad norm: {record.grad_norm:.3f}")
-    parts += [
-        f"number of skipped iterations: {record.skipped_iterations}",
-        f"number of nan iterations: {record.nan_iterations}",
-    ]
-    if record.skipped_samples is not None:
-        parts.append(f"number of skipped samples: {record.skipped_samples}")
-    if record.between_stages is not None:
-        parts.append(_between_stages(record.between_stages))
-    return " | ".join(parts)
-
-
-def _between_stages(traffic: StageTraffic) -> str:
-    text = (
-        f"between stages (MB): forward {traffic.forward:.4g} (dense {traffic.forward_if_dense:.4g}), "
-        f"backward {traffic.backward:.4g} (dense {traffic.backward_if_dense:.4g})"
-    )
-    return text + (f", {traffic.unfit} tensor(s) did not fit and went dense" if traffic.unfit else "")
+    counts = {
+        "number of skipped iterations": record.skipped_iterations,
+        "number of nan iterations": record.nan_iterations,
+        "number of skipped samples": record.skipped_samples,
+        "tensors that did not fit and went dense": record.unfit_tensors,
+    }
+    return " | ".join([*parts, *(f"{name}: {count}" for name, count in counts.items() if count)])
 
 
 @dataclass(frozen=True)
@@ -95,7 +74,7 @@ class EvaluationRecord:
     """The result of one evaluation; `top1` and `top5` are shares of `samples`, between 0 and 1.
 
     Attributes:
-        skipped_samples: broken samples for which others stood in, over all ranks; None leaves it out.
+        skipped_samples: broken samples for which others stood in, over all ranks.
     """
 
     iteration: int
@@ -104,23 +83,28 @@ class EvaluationRecord:
     loss: float
     top1: float
     top5: float
-    skipped_samples: int | None = None
+    skipped_samples: int = 0
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:
     """One line for the console; accuracies in per cent."""
     parts = [
         f"{_stamp(now)} validation at iteration {record.iteration}",
-        f"consumed samples: {record.consumed_samples}",
         f"validation samples: {record.samples}",
-        f"validation loss: {record.loss:.6f}",
+        f"validation loss: {record.loss:.4f}",
         f"top-1 accuracy: {100 * record.top1:.2f} %",
         f"top-5 accuracy: {100 * record.top5:.2f} %",
     ]
-    if record.skipped_samples is not None:
+    if record.skipped_samples:
         parts.append(f"number of skipped samples: {record.skipped_samples}")
     return " | ".join(parts)
 
 
+def format_duration(seconds: float) -> str:
+    """Minutes and seconds as "2:03", with hours "1:02:03"; "2 days, 1:02:03" beyond a day."""
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02}" if whole < 3600 else str(timedelta(seconds=whole))
+
+
 def _stamp(now: datetime | None) -> str:
-    return f"[{(now or datetime.now()):%Y-%m-%d %H:%M:%S}]"
+    return f"[{now or datetime.now():%m-%d %H:%M:%S}]"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+
+_RANKS_ONE_BY_ONE = 8
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -19,6 +22,13 @@ def peak_memory_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     return _peak_resident_bytes() / 1e6
+
+
+def held_memory_mb(device: torch.device) -> float:
+    """What this rank holds now, counted as `peak_memory_mb` counts; on a CPU outside Linux its peak so far."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 1e6
+    return (_own_status("VmRSS:") or _peak_resident_bytes()) / 1e6
 
 
 def reset_peak_memory(device: torch.device) -> bool:
@@ -61,15 +71,31 @@ def gather_peak_memory_mb(device: torch.device, group: dist.ProcessGroup | None)
     return peaks.tolist()
 
 
+def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:
+    """Scalars of the peaks of all ranks: each by itself, or of many ranks the largest and the mean.
+
+    Args:
+        kind: "peak", or "predicted" for what was foreseen.
+    """
+    if len(peaks) <= _RANKS_ONE_BY_ONE:
+        return {f"memory/{kind}_mb_rank{rank}": peak for rank, peak in enumerate(peaks)}
+    return {f"memory/{kind}_mb_largest": max(peaks), f"memory/{kind}_mb_mean": sum(peaks) / len(peaks)}
+
+
 def _peak_resident_bytes() -> int:
     # getrusage's maximum survives exec: a rank begun by a large launcher would report the launcher's memory.
     # Linux keeps the high-water mark of this very address space as well.
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    own = _own_status("VmHWM:")
+    if own is not None:
+        return own
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _own_status(name: str) -> int | None:
+    """Bytes that Linux tells of this process under a name; None elsewhere."""
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith(name)), None)
+    except OSError:
+        return None

@@ -13,6 +13,7 @@ _SMALLEST, _LARGEST = 64, 256  # pixels of a picture's longer side
 _GAP = 4
 _CAPTION = 14
 _BACKGROUND, _INK = 225, 20  # levels of grey
+EVENT_LEGEND = "red: pixels that became brighter; blue: darker; black: both; a frame for each time step, left to right"
 
 Picture = NDArray[np.uint8]
 
@@ -64,11 +65,16 @@ def to_rgb(sample: NDArray[Any]) -> Picture:
     return frames_to_rgb(sample) if sample.ndim == 4 else image_to_rgb(sample)[None]
 
 
-def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str], width: int = 1280) -> Picture:
+def sample_sheet(
+    samples: Sequence[NDArray[Any]], captions: Sequence[str], width: int = 1280, title: str = ""
+) -> Picture:
     """Samples (as `to_rgb` takes them) on a sheet, uint8 `[height, width, 3]`, each row of frames below its caption.
 
     Small ones are magnified, large ones reduced. What does not fit beside the one before goes below; the sheet is
-    wider than `width` pixels only where one row of frames is.
+    wider than `width` pixels only where one row of frames or the title is.
+
+    Args:
+        title: what the whole sheet shows, above everything; event frames get a legend of their colours when not given.
 
     Raises:
         ValueError: no samples, another number of captions, or a sample that is no picture.
@@ -78,11 +84,24 @@ def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str], width
             f"a sheet needs samples and a caption for each: {len(samples)} samples, {len(captions)} captions"
         )
     cells = [_cell(to_rgb(sample), caption) for sample, caption in zip(samples, captions, strict=True)]
-    places, size = _flow([cell.size for cell in cells], width)
-    sheet = Image.new("RGB", size, (_BACKGROUND,) * 3)
-    for cell, place in zip(cells, places, strict=True):
-        sheet.paste(cell, place)
+    if not title and any(sample.ndim == 4 for sample in samples):
+        title = EVENT_LEGEND
+    places, (right, bottom) = _flow([cell.size for cell in cells], width)
+    head = _text(title)
+    sheet = Image.new("RGB", (max(right, head.width + 2 * _GAP), bottom + head.height), (_BACKGROUND,) * 3)
+    sheet.paste(head, (_GAP, _GAP))
+    for cell, (x, y) in zip(cells, places, strict=True):
+        sheet.paste(cell, (x, y + head.height))
     return np.asarray(sheet)
+
+
+def _text(text: str) -> Image.Image:
+    """A line of text; nothing for an empty one."""
+    font = ImageFont.load_default()
+    size = (int(font.getlength(text)) + 1, _CAPTION) if text else (0, 0)
+    line = Image.new("RGB", size, (_BACKGROUND,) * 3)
+    ImageDraw.Draw(line).text((0, 0), text, (_INK,) * 3, font)
+    return line
 
 
 def _cell(pictures: Picture, caption: str) -> Image.Image:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+
+from megasnn.telemetry.pictures import sample_sheet
+from megasnn.telemetry.spikes import place_in_model
 
 NEURONS = 32
 SAMPLES = 4
@@ -52,13 +55,7 @@ class RasterRecorder:
             dist.all_gather_object(stages, found, group=pipeline_group)
             found = {name: raster for stage in stages for name, raster in stage.items()}
         places = {layer: place for place, layer in enumerate(layers)}
-        return dict(sorted(found.items(), key=lambda item: _place(item[0], places)))
-
-
-def _place(neuron: str, places: dict[str, int]) -> int:
-    parts = neuron.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((places[prefix] for prefix in prefixes if prefix in places), len(places))
+        return dict(sorted(found.items(), key=lambda item: place_in_model(item[0], places)))
 
 
 def raster_picture(raster: Raster) -> NDArray[np.uint8]:
@@ -68,3 +65,14 @@ def raster_picture(raster: Raster) -> NDArray[np.uint8]:
     picture = np.full((neurons, samples, time_steps + 1), _BORDER, np.uint8)
     picture[..., :time_steps] = np.where(raster, _SPIKE, _SILENCE).transpose(1, 0, 2)
     return picture.reshape(neurons, -1)[:, :-1].repeat(_PIXELS, 0).repeat(_PIXELS, 1)
+
+
+def raster_sheet(rasters: Mapping[str, Raster]) -> NDArray[np.uint8]:
+    """The rasters of all layers on a sheet, uint8 `[height, width, 3]`, with a legend above them."""
+    samples, neurons, time_steps = next(iter(rasters.values())).shape
+    legend = (
+        f"black: a spike; rows: up to {neurons} neurons of a layer; columns: {time_steps} time steps of each of "
+        f"{samples} samples, grey lines between samples"
+    )
+    pictures = [raster_picture(raster) for raster in rasters.values()]
+    return sample_sheet(pictures, list(rasters), title=legend)

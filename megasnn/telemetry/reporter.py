@@ -1,129 +1,222 @@
-"""What a run reports while it trains: log lines on a terminal or file, scalars in TensorBoard, both from rank 0."""
+"""What a run reports while it trains, from rank 0: lines on a terminal or file, the JSON log, TensorBoard."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.telemetry.json_log import JsonLog
 from megasnn.telemetry.logline import (
     EvaluationRecord,
     IterationRecord,
-    StageTraffic,
     format_evaluation,
     format_iteration,
 )
 from megasnn.telemetry.progress import Progress
-from megasnn.telemetry.tensorboard import TensorBoard
+from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
+from megasnn.telemetry.tensorboard import Flag, TensorBoard
+from megasnn.telemetry.tried import Tried
+
+METRICS = ("training/loss", "training/accuracy", "training/samples_per_second", "validation/loss",
+           "validation/accuracy_top1")  # fmt: skip
+_PACE = 10  # log intervals that the time left is reckoned from
+
+
+@dataclass(frozen=True)
+class RunOutline:
+    """What a reporter knows of a run beforehand.
+
+    Attributes:
+        iterations: of the whole run.
+        epoch_samples: training samples of an epoch.
+        directory: of TensorBoard; None writes nothing there.
+        log_directory: of the JSON log; None writes none.
+        throughput: whether samples per second are in the log line.
+        resumed: (iteration, consumed samples) that the run continues from; later points of an earlier run go.
+    """
+
+    iterations: int
+    epoch_samples: int
+    directory: str | Path | None = None
+    log_directory: str | Path | None = None
+    throughput: bool = True
+    resumed: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step came to, over all replicas.
+
+    Attributes:
+        loss: mean over the `samples`. correct: those of them whose class had the highest logit.
+        grad_norm: of the gradient, before clipping. skipped: whether nothing was updated.
+    """
+
+    loss: float
+    correct: float
+    samples: int
+    grad_norm: float
+    learning_rate: float
+    skipped: bool = False
 
 
 @dataclass
 class _Interval:
     """What has come together since the last log line."""
 
-    losses: list[float] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
+    started: float
+    steps: list[StepFigures] = field(default_factory=list)
 
 
 class Reporter:
     """
     Args:
         is_writer: True on the one rank that writes; the others keep quiet.
-        throughput: add samples per second to the log line.
-        resumed: (iteration, consumed samples) that a run continues from; later points of an earlier run go.
+
+    Attributes:
+        tried: for all else that only reports.
     """
 
-    def __init__(
-        self,
-        directory: str | Path | None,
-        iterations: int,
-        is_writer: bool,
-        throughput: bool = False,
-        resumed: tuple[int, int] | None = None,
-    ) -> None:
-        self._iterations, self._throughput = iterations, throughput
-        done, samples = resumed or (0, 0)
-        self._board = TensorBoard(directory if is_writer else None, done if resumed else None, samples)
-        self._progress = Progress(iterations, done, quiet=not is_writer)
-        self._interval = _Interval()
-        self._skipped = self._nan = 0
+    def __init__(self, outline: RunOutline, is_writer: bool) -> None:
+        self._outline = outline
+        done, samples = outline.resumed or (0, 0)
+        self._progress = Progress(outline.iterations, done, quiet=not is_writer)
+        self._log = JsonLog(outline.log_directory if is_writer else None)
+        self.tried = Tried(self.line)
+        directory = outline.directory if is_writer else None
+        self._board = TensorBoard(directory, done if outline.resumed else None, samples, self.line)
+        self._done = done
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts the clocks: training begins now, and the time before it counts for no iteration."""
+        now = time.perf_counter()
+        self._interval = _Interval(now)
+        self._pace = deque([(now, self._done)], maxlen=_PACE + 1)
+        self._warm: tuple[float, int] | None = None
 
     def line(self, text: str) -> None:
+        """A line for people; the JSON log has it as a message."""
         self._progress.line(text)
+        self.entry("message", {"text": text})
+
+    def entry(self, kind: str, values: Mapping[str, Any]) -> None:
+        """A line of the JSON log only; see there for kinds."""
+        with self.tried("an entry of the log"):
+            self._log.add(kind, values)
+        self.tried.until_done(f"writing {self._log.path}", self._log.flush)
 
     def text(self, tag: str, markdown: str) -> None:
         self._board.text(tag, markdown)
 
-    def picture(self, tag: str, picture: NDArray[np.uint8], iteration: int) -> None:
-        """uint8 `[height, width, 3]`, for TensorBoard."""
-        self._board.picture(tag, picture, iteration)
+    def flags(self, values: Mapping[str, Flag]) -> None:
+        """What runs are compared by, beside their last losses and accuracies."""
+        self._board.flags(values, METRICS)
+
+    def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
+        """`draw` makes uint8 `[height, width, 3]` for TensorBoard; it is called where that is written."""
+        self._board.picture(tag, draw, iteration)
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        """For TensorBoard, beside those that come with a log line."""
+        """For TensorBoard and the JSON log, beside those that come with a log line."""
         self._board.scalars(values, iteration, samples)
+        self.entry("scalars", {"iteration": iteration, "consumed_samples": samples, **values})
 
-    def step(self, loss: float, skipped: bool) -> None:
+    def step(self, figures: StepFigures) -> None:
         """Once for each iteration."""
-        self._interval.losses.append(loss)
-        self._skipped += skipped
-        self._nan += not math.isfinite(loss)
-        self._progress.advance(loss=f"{loss:.3f}")
+        self._interval.steps.append(figures)
+        self._warm = self._warm or (time.perf_counter(), self._done + 1)
+        self._progress.advance(loss=f"{figures.loss:.3f}", accuracy=f"{figures.correct / figures.samples:.0%}")
 
     def log(
         self,
         iteration: int,
         samples: int,
-        rate: float,
-        batch: int,
-        norm: float,
-        more: dict[str, float] | None = None,
-        skipped_samples: int | None = None,
-        between_stages: StageTraffic | None = None,
+        more: Mapping[str, float],
+        layers: Sequence[LayerSpikes] = (),
+        skipped_samples: int = 0,
+        unfit_tensors: int = 0,
     ) -> None:
-        """The log line and the scalars of the iterations since the last one; `more` goes to TensorBoard only."""
-        interval, self._interval = self._interval, _Interval()
-        count = max(len(interval.losses), 1)
-        elapsed = (time.perf_counter() - interval.started) / count
-        # A mean with a nan in it is nan: it is shown, not averaged away.
-        loss = sum(interval.losses) / count
-        record = IterationRecord(
+        """The log line and the scalars of the iterations since the last one.
+
+        Args:
+            samples: consumed up to here.
+            more: goes to TensorBoard and the JSON log only, as the layers do.
+        """
+        record = self._record(iteration, samples, skipped_samples, unfit_tensors)
+        self._progress.line(format_iteration(record, self._outline.throughput))
+        spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
+        self.entry("iteration", {**asdict(record), **more, "layers": spikes})
+        scalars = {
+            "training/loss": record.loss,
+            "training/accuracy": record.accuracy,
+            "training/samples_per_second": record.samples_per_second,
+            "training/grad_norm": record.grad_norm,
+            "training/learning_rate": record.learning_rate,
+            "time/iteration_ms": record.elapsed_ms,
+            "data/skipped_samples": record.skipped_samples,
+            "communication/unfit_tensors": record.unfit_tensors,
+            **mean_spikes(layers),
+        }
+        self._board.scalars({**scalars, **more}, iteration, samples)
+        self._board.flush()
+        self.tried.again()
+
+    def _record(self, iteration: int, samples: int, skipped_samples: int, unfit_tensors: int) -> IterationRecord:
+        now = time.perf_counter()
+        interval, self._interval = self._interval, _Interval(now)
+        steps, last = interval.steps, interval.steps[-1]
+        elapsed = (now - interval.started) / len(steps)
+        trained = sum(step.samples for step in steps)
+        return IterationRecord(
             iteration=iteration,
-            train_iters=self._iterations,
+            train_iters=self._outline.iterations,
+            epoch=samples / self._outline.epoch_samples,
             consumed_samples=samples,
             elapsed_ms=1000 * elapsed,
-            learning_rate=rate,
-            global_batch_size=batch,
-            loss=loss,
-            grad_norm=norm,
-            samples_per_second=batch / elapsed if self._throughput else None,
-            skipped_iterations=self._skipped,
-            nan_iterations=self._nan,
+            learning_rate=last.learning_rate,
+            global_batch_size=last.samples,
+            # A mean with a nan in it is nan: it is shown, not averaged away.
+            loss=sum(step.loss for step in steps) / len(steps),
+            accuracy=sum(step.correct for step in steps) / trained,
+            grad_norm=last.grad_norm,
+            samples_per_second=trained / (len(steps) * elapsed),
+            seconds_left=self._seconds_left(iteration),
+            skipped_iterations=sum(step.skipped for step in steps),
+            nan_iterations=sum(not math.isfinite(step.loss) for step in steps),
             skipped_samples=skipped_samples,
-            between_stages=between_stages,
+            unfit_tensors=unfit_tensors,
         )
-        self._skipped = self._nan = 0
-        self.line(format_iteration(record))
-        scalars = {
-            "loss/train": loss,
-            "learning_rate": rate,
-            "grad_norm": norm,
-            "time/iteration_ms": 1000 * elapsed,
-            "throughput/samples_per_second": batch / elapsed,
-        }
-        if skipped_samples is not None:
-            scalars["data/skipped_samples"] = skipped_samples
-        self._board.scalars({**scalars, **(more or {})}, iteration, samples)
-        self._board.flush()
+
+    def _seconds_left(self, iteration: int) -> float:
+        """At the pace of the last few log intervals, evaluations and saves included.
+
+        Without the first step, which pays for compiling, as soon as there is another.
+        """
+        now = time.perf_counter()
+        if self._warm is not None and iteration > self._warm[1]:
+            self._pace[0] = max(self._pace[0], self._warm)
+        then, before = self._pace[0]
+        self._pace.append((now, iteration))
+        return (self._outline.iterations - iteration) * (now - then) / max(iteration - before, 1)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self.line(format_evaluation(record))
-        scalars = {"loss/validation": record.loss, "accuracy/top1": record.top1, "accuracy/top5": record.top5}
-        if record.skipped_samples is not None:
-            scalars["data/skipped_validation_samples"] = record.skipped_samples
+        self._progress.line(format_evaluation(record))
+        self.entry("validation", asdict(record))
+        scalars = {
+            "validation/loss": record.loss,
+            "validation/accuracy_top1": record.top1,
+            "validation/accuracy_top5": record.top5,
+            "data/skipped_validation_samples": record.skipped_samples,
+        }
         self._board.scalars(scalars, record.iteration, record.consumed_samples)
         self._board.flush()
 
@@ -132,6 +225,7 @@ class Reporter:
         return _Pause(self._interval)
 
     def close(self) -> None:
+        self.tried.again()
         self._progress.close()
         self._board.close()
 

@@ -6,7 +6,7 @@ ranks are added up neuron by neuron first; after that the neurons of all tensor-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -93,8 +93,9 @@ class SpikeRecorder:
         no micro-batch, and so observed nothing, takes part like the others.
 
         Args:
-            order: the names of all layers in the order of the network. None: pipeline ranks one after the
-                other, each in the order of its observations: the network's, unless stages are virtual.
+            order: the names of the model's layers, which those of their neurons begin with, in the order of the
+                network. None: pipeline ranks one after the other, each in the order of its observations: the
+                network's, unless stages are virtual.
 
         Raises:
             ValueError: data-parallel ranks disagree on the size of a layer, or `order` lacks a layer.
@@ -109,14 +110,21 @@ class SpikeRecorder:
         return layers if order is None else _sorted(layers, order)
 
 
-def spike_scalars(layers: Iterable[LayerSpikes]) -> dict[str, float]:
-    """The statistics as TensorBoard scalars: ``spikes/firing_rate/<layer>``, and so on."""
-    scalars: dict[str, float] = {}
-    for layer in layers:
-        scalars[f"spikes/firing_rate/{layer.name}"] = layer.firing_rate
-        scalars[f"spikes/silent/{layer.name}"] = layer.silent
-        scalars[f"spikes/saturated/{layer.name}"] = layer.saturated
-    return scalars
+def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
+    """The means over the layers as scalars: ``spikes/firing_rate``, and so on; empty without layers."""
+    names = ("firing_rate", "silent", "saturated") if layers else ()
+    return {f"spikes/{name}": sum(getattr(layer, name) for layer in layers) / len(layers) for name in names}
+
+
+def place_in_model(neuron: str, layers: Mapping[str, int]) -> int:
+    """The place of the layer that a neuron belongs to, by its global name; behind all others where it has none.
+
+    Args:
+        layers: names of the model's layers, which those of their neurons begin with, and their places.
+    """
+    parts = neuron.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((layers[prefix] for prefix in prefixes if prefix in layers), len(layers))
 
 
 def _add_over_data(counts: dict[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
@@ -181,10 +189,10 @@ def _sums(count: _Count) -> Tensor:
 
 def _sorted(layers: list[LayerSpikes], order: Sequence[str]) -> list[LayerSpikes]:
     places = {name: place for place, name in enumerate(order)}
-    unknown = [layer.name for layer in layers if layer.name not in places]
+    unknown = [layer.name for layer in layers if place_in_model(layer.name, places) == len(places)]
     if unknown:
         raise ValueError(f"layers {unknown} have spikes but are not among the {len(places)} of `order`")
-    return sorted(layers, key=lambda layer: places[layer.name])
+    return sorted(layers, key=lambda layer: place_in_model(layer.name, places))
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

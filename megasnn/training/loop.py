@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 from megasnn.comm.statistics import statistics
-from megasnn.config import PretrainConfig, describe, to_json
-from megasnn.data import BatchLoader, Datasets, GlobalBatch, open_datasets, order_identity
+from megasnn.config import PretrainConfig
+from megasnn.data import BatchLoader, Datasets, GlobalBatch, epoch_samples, open_datasets, order_identity
+from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
-from megasnn.signals import StopSignals
+from megasnn.preprocess.sample import shards_of_sample
+from megasnn.process.fault import placed
+from megasnn.process.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
-from megasnn.telemetry.reporter import Reporter
+from megasnn.telemetry.memory import memory_scalars
+from megasnn.telemetry.reporter import Reporter, RunOutline, StepFigures
+from megasnn.training.introduction import introduce, log_folder
+from megasnn.training.memory import MemoryForecast, announce, compare, forecast_memory
 from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
@@ -54,62 +59,70 @@ class TrainingRun:
         self.iteration = self.consumed_samples = 0
         self._started = time.monotonic()
         model, training, parallel = provider.description, config.training, config.parallel
-        self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes)
+        with placed("while opening the data"):
+            self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
         profiles = config.logging.profile_pipeline
-        self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state, predicts=profiles)
+        with placed("while planning the pipeline"):
+            self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state, predicts=profiles)
         self.bounds = self.plan.bounds
         loss, wires = sample_loss(training), wire_options(parallel)
-        self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
+        with placed("while building the model"):
+            self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
         self.watch = Watch(self.engine, state)
         self.profiler = PipelineProfiler(self.engine, self.plan, state) if profiles else None
         self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
         self.step = TrainingStep(config, self.engine, state, self.watch.timers)
         layout = layers_per_chunk(self.bounds)
+        self._epoch_samples = epoch_samples(
+            len(self.datasets.train), training.global_batch_size, config.data.last_batch
+        )
         self.saves = Saves(config, model_config, provider, self.engine, self.step.optimizer, state, dataset, layout)
+        self.replicas = ReplicaCheck(
+            self.saves.entries,
+            state.data,
+            state.tensor,
+            state.world,
+            state.device,
+            mends=parallel.replica_mismatch == "majority",
+        )
         self.reporter: Reporter | None = None
+        self._memory: list[MemoryForecast] = []
         self._skipped_samples = 0
         self._prepared = False
 
+    @placed("while starting the run")
     def start(self) -> None:
         """Loads what the run starts from, and introduces it in the log."""
         begin = self.saves.load()
         self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
         resumed = (self.iteration, self.consumed_samples) if self.iteration else None
         logging = self.config.logging
-        self.reporter = Reporter(
-            logging.tensorboard_dir, self.iterations, self.state.rank == 0, logging.log_throughput, resumed
+        outline = RunOutline(
+            self.iterations,
+            self._epoch_samples,
+            logging.tensorboard_dir,
+            log_folder(self.config),
+            logging.log_throughput,
+            resumed,
         )
+        self.reporter = Reporter(outline, self.state.rank == 0)
         self.saves.report = self.reporter.line
-        self._introduce(self.reporter, begin.notice)
-
-    def _introduce(self, reporter: Reporter, notice: str) -> None:
-        config, engine = self.config, self.engine
-        table = describe(config)
-        reporter.line(table)
-        reporter.text("configuration", "    " + table.replace("\n", "\n    "))
-        layers = [layer.name for layer in self.provider.description.layers]
-        chunks = [f"{layers[span.start]} .. {layers[span.stop - 1]}" if span else "nothing" for span in self.bounds]
-        reporter.line(
-            f"{engine.parameters:,} parameters on {self.state.grid}; "
-            f"pipeline layout {layers_per_chunk(self.bounds)}: " + "; ".join(chunks)
+        introduce(
+            self.config, self.engine, self.plan, self.state, self._epoch_samples, self.reporter, self.iteration
         )
-        forecast = self.plan.describe(config.parallel.pipeline_schedule)
-        if forecast:
-            reporter.text("pipeline", forecast)
-        for text in (forecast, notice):
-            if text:
-                reporter.line(text)
+        self._memory = forecast_memory(
+            self.config, self.engine, self.step.optimizer, self.plan, self.state, self.reporter
+        )
+        announce(self._memory, self.reporter)
+        if begin.notice:
+            self.reporter.line(begin.notice)
         if self.iteration >= self.iterations:
-            reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
+            self.reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
         if self.iteration:
-            reporter.line(f"continuing at iteration {self.iteration}, {self.consumed_samples} samples consumed")
-        folder = config.checkpoint.save or config.logging.tensorboard_dir
-        if folder is not None and self.state.rank == 0:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / "config.json").write_text(to_json(config))
+            self.reporter.line(f"continuing at iteration {self.iteration}, {self.consumed_samples} samples consumed")
 
     @property
     def iterations(self) -> int:
@@ -120,9 +133,14 @@ class TrainingRun:
         assert self.reporter is not None
         self.engine.wants_to_stop = self._wants_to_stop
         with self.stop:
+            self._compare_replicas_if(True)
+            # What was sent and how long it took until here is no part of any iteration.
+            statistics.reset()
+            statistics.enable()
+            self.reporter.begin()
             with closing(self._loader().batches(self.consumed_samples)) as batches:
                 while self.iteration < self.iterations:
-                    with self.watch.timers("data"):
+                    with self.watch.timers("data"), placed("while reading a batch"):
                         batch = next(batches)
                     self._iterate(batch)
                     if self._should_exit():
@@ -132,6 +150,7 @@ class TrainingRun:
             self._evaluate_if(self.config.logging.eval_iters != 0 and not self.engine.stop_votes)
             self._save_if(True)
             self.saved = self.saves.finish()
+            compare(self._memory, self.state, self.reporter)
 
     def _iterate(self, batch: GlobalBatch) -> None:
         logging, options = self.config.logging, self.config.checkpoint
@@ -151,26 +170,26 @@ class TrainingRun:
             self._prepared = True
         if result.not_finite:
             self.reporter.line(result.not_finite)
-        self.reporter.step(result.loss, skipped=not result.finite)
+        self.reporter.step(
+            StepFigures(result.loss, result.correct, batch.size, result.norm, result.rate, not result.finite)
+        )
         if logs:
-            more = self.watch.since_last(self.iteration)
+            measured = self.watch.since_last(self.iteration)
+            predicted = memory_scalars([each.total for each in self._memory], "predicted")
             skipped = self._over_replicas(self._skipped_samples)
             self.reporter.log(
-                self.iteration,
-                self.consumed_samples,
-                result.rate,
-                batch.size,
-                result.norm,
-                more,
-                skipped,
-                self.watch.between_stages(more),
-            )
-        self.pictures.end(self.iteration, self.reporter)
+                self.iteration, self.consumed_samples, {**measured.scalars, **predicted}, measured.layers, skipped,
+                measured.unfit_tensors,
+            )  # fmt: skip
+            self.pictures.add(self.iteration, measured.layers)
+        self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)
         if self.engine.stop_votes:
             return
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
-        self._save_if(_due(self.iteration, options.save_interval) and not last)
+        saves = _due(self.iteration, options.save_interval) and not last
+        self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
+        self._save_if(saves)
 
     def _logs(self, number: int) -> bool:
         """Whether iteration `number` has a log line."""
@@ -223,14 +242,15 @@ class TrainingRun:
         late = minutes is not None and time.monotonic() - self._started > 60 * minutes
         return self.stop.requested is not None or (late and self.state.rank == 0)
 
-    def _over_replicas(self, skipped_samples: int) -> int | None:
-        """This rank's broken samples that were replaced -> those of all replicas; None where that is not allowed."""
+    def _over_replicas(self, skipped_samples: int) -> int:
+        """This rank's broken samples that were replaced -> those of all replicas; 0 where that is not allowed."""
         if not self.config.data.skip_broken_samples:
-            return None
+            return 0
         # All ranks of a replica that read images come to the same choice.
         mine = skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
         return int(self.engine.sum_over_ranks([float(mine)])[0])
 
+    @placed("while evaluating")
     def _evaluate_if(self, due: bool) -> None:
         if not due or self.datasets.valid is None:
             return
@@ -257,12 +277,29 @@ class TrainingRun:
             )
         )
 
+    @placed("while saving")
     def _save_if(self, due: bool) -> None:
         if not due:
             return
         assert self.reporter is not None
+        self._compare_replicas_if(True)
         with self.reporter.pause():
             self.saves.save(self.iteration, self.consumed_samples)
+
+    def _compare_replicas_if(self, due: bool) -> None:
+        """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
+        if not (due and self.config.parallel.replica_interval and self.replicas.compares):
+            return
+        assert self.reporter is not None
+        try:
+            with self.watch.timers("compare_replicas"):
+                mended = self.replicas(self.iteration)
+        except ReplicaError:
+            self.saves.finish()
+            raise
+        if mended:
+            self.reporter.line(f"WARNING: {mended}")
+            self.reporter.text("replicas", mended)
 
     def close(self) -> None:
         assert self.reporter is not None
@@ -271,4 +308,4 @@ class TrainingRun:
 
 
 def _due(iteration: int, interval: int | None) -> bool:
-    return interval is not None and iteration % interval == 0
+    return interval is not None and interval > 0 and iteration % interval == 0

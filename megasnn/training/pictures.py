@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megasnn.config.logging import LoggingConfig
 from megasnn.data import Datasets, GlobalBatch
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
+from megasnn.telemetry.heat_map import SpikeHistory
 from megasnn.telemetry.pictures import sample_sheet
-from megasnn.telemetry.rasters import RasterRecorder, raster_picture
+from megasnn.telemetry.rasters import RasterRecorder, raster_sheet
 from megasnn.telemetry.reporter import Reporter
+from megasnn.telemetry.spikes import LayerSpikes
 
 SAMPLES = 8
 
@@ -33,6 +37,7 @@ class Pictures:
         # The pipeline of the rank that writes; its other stages send theirs.
         self._draws = state.data.rank == 0 and state.tensor.rank == 0
         self._shown = False
+        self._history = SpikeHistory()
 
     def begin(self, batch: GlobalBatch, iteration: int, reporter: Reporter) -> None:
         """Before a step: shows samples of the run's first batch, and lets the neurons be watched where it is due.
@@ -47,20 +52,33 @@ class Pictures:
             self._show_samples(batch, iteration, reporter)
         self._shown = True
 
-    def end(self, iteration: int, reporter: Reporter) -> None:
-        """After the step, with that one counted: draws what was watched."""
+    def add(self, iteration: int, layers: Sequence[LayerSpikes]) -> None:
+        """At a log line: the spikes of all layers, for the picture of how they change."""
+        if self._interval:
+            self._history.add(iteration, layers)
+
+    def end(self, iteration: int, reporter: Reporter, last: bool = False) -> None:
+        """After the step, with that one counted: draws what was watched, and the layers' history.
+
+        Args:
+            last: whether the run ends here: then the history is drawn whatever the interval.
+        """
+        if not self._interval:
+            return
+        due = iteration % self._interval == 0
+        if (due or last) and len(self._history):
+            reporter.picture("spikes/layers", self._history.picture, iteration)
         if not self._rasters.enabled:
             return
         self._rasters.enabled = False
         rasters = self._rasters.take(self._state.pipeline.handle, self._layers)
         if self._state.rank == 0 and rasters:
-            pictures = [raster_picture(raster) for raster in rasters.values()]
-            reporter.picture("spikes/raster", sample_sheet(pictures, list(rasters)), iteration)
+            reporter.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)
 
     def _show_samples(self, batch: GlobalBatch, iteration: int, reporter: Reporter) -> None:
         micro = batch.micro_batches[0]
         assert micro.images is not None, "the first rank is on the first stage"
         samples = list(micro.images[:SAMPLES].numpy())
         classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
-        sheet = sample_sheet(samples, [f"class {label}" for label in classes])
-        reporter.picture("samples", sheet, iteration)
+        captions = [f"class {label}" for label in classes]
+        reporter.picture("samples", lambda: sample_sheet(samples, captions), iteration)

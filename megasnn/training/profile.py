@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megasnn.comm.clocks import clock_offsets
 from megasnn.engine import Engine
@@ -15,7 +17,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Schedule, Simulation
 from megasnn.schedule.forecast import idle_share
-from megasnn.schedule.gantt import raster
+from megasnn.schedule.gantt import SECONDS, View, raster
 from megasnn.schedule.simulate import TimedAction, summarise
 from megasnn.telemetry.reporter import Reporter
 
@@ -98,6 +100,15 @@ def scalars_of(profile: PipelineProfile) -> dict[str, float]:
     }
 
 
+def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
+    """The Gantt chart of times in seconds, uint8 `[height, width, 3]`.
+
+    Args:
+        span: seconds that the whole width stands for, to compare charts; the makespan when not given.
+    """
+    return np.asarray(raster(schedule, result, View(span, *SECONDS, title)))
+
+
 def report(profile: PipelineProfile, reporter: Reporter, iteration: int, samples: int) -> None:
     """The log line, the scalars, and the two charts on one scale.
 
@@ -115,5 +126,5 @@ def report(profile: PipelineProfile, reporter: Reporter, iteration: int, samples
     )
     span = max(profile.measured.makespan, profile.predicted.makespan)
     for what, result in (("measured", profile.measured), ("predicted", profile.predicted)):
-        picture = raster(profile.schedule, result, span, f"{what}: ")
-        reporter.picture(f"pipeline/{what}", np.asarray(picture), iteration)
+        draw = partial(chart, profile.schedule, result, what, span)
+        reporter.picture(f"pipeline/{what}", draw, iteration)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 
 import torch
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.fault import FaultWatch
+from megasnn.data_parallel import ReplicaError
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
-from megasnn.pipeline.executor import PipelineError
-from megasnn.signals import StopSignals
+from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
+from megasnn.process.signals import StopSignals
+from megasnn.process.torchrun import tell_torchrun
 from megasnn.training.loop import TrainingRun
 from megasnn.training.setup import ModelProvider
 
@@ -24,16 +24,16 @@ def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -
     """`pretrain` as a program: the exit status, with the error named on this rank's standard error.
 
     0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
-    3: it has come to its end, but the last checkpoint could not be written. Mistakes in flags, data and checkpoints are
-    told in a line; anything else with its traceback.
+    3: it has come to its end, but the last checkpoint could not be written. Mistakes in flags, data and checkpoints and
+    replicas that differ are told without a traceback; anything else with it.
     """
     try:
         return 0 if pretrain(config, model_config, provider) else SAVE_FAILED
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, PipelineError) else error
-        mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError))
-        text = f"{type(error).__name__}: {error}" if mistake else traceback.format_exc()
-        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
+        cause, _ = cause_and_place(error)
+        mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
+        tell_torchrun(in_brief(error))
+        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {in_full(error, with_traceback=not mistake)}\n")
     if torch.distributed.is_initialized():
         # The other ranks may be gone: nothing that waits for them may run any more.
         sys.stdout.flush()
@@ -50,21 +50,30 @@ def pretrain(config: PretrainConfig, model_config: object, provider: ModelProvid
     Returns:
         False when the last checkpoint could not be written.
     Raises:
-        whatever goes wrong on this rank, after the other ranks have been told; see megasnn.fault.
+        whatever goes wrong on this rank, after the other ranks have been told; see megasnn.process.fault.
     """
     parallel = config.parallel
     stop = StopSignals(int(os.environ.get("RANK", "0")))
     stop.listen()
-    device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
+    with placed("while joining the other ranks"):
+        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
     with FaultWatch() as watch:
-        state = initialize_model_parallel(
-            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
-        )
-        run = TrainingRun(config, model_config, provider, state, stop)
-        watch.place = run.engine.executor.place
-        run.start()
-        run.train()
-        run.close()
+        with placed("while making the groups of ranks"):
+            state = initialize_model_parallel(
+                parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
+            )
+        stage = f"pipeline stage {state.pipeline.rank}"
+        with placed(f"on {stage}"):
+            run = TrainingRun(config, model_config, provider, state, stop)
+
+        def step() -> str:
+            return f"{stage}, after iteration {run.iteration}"
+
+        watch.place = lambda: run.engine.executor.place() or f"rank {state.rank}, {step()}"
+        with placed(lambda: f"on {step()}"):
+            run.start()
+            run.train()
+            run.close()
         destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

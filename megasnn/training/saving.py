@@ -12,7 +12,9 @@ from megasnn import checkpoint
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
-from megasnn.training.job import JobFolder
+from megasnn.process.fault import placed
+from megasnn.process.job import JobFolder
+from megasnn.sharding import ShardedTensor
 from megasnn.training.setup import ModelProvider
 
 
@@ -66,18 +68,20 @@ class Saves:
         """
         options = self._options
         resumes, notice = self._claim() if options.save else (False, "")
-        if resumes:
-            begin = self._continue(str(options.save), restarted=True)
-        elif options.load_spikingjelly:
-            weights = self._provider.from_spikingjelly(checkpoint.read_state_dict(options.load_spikingjelly))
-            checkpoint.load_globals_into(self._engine.tensors, weights, self._state.world.handle)
-            begin = StartingPoint()
-        elif options.load:
-            begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
-        else:
-            begin = StartingPoint()
+        with placed("while loading"):
+            if resumes:
+                begin = self._continue(str(options.save), restarted=True)
+            elif options.load_spikingjelly:
+                weights = self._provider.from_spikingjelly(checkpoint.read_state_dict(options.load_spikingjelly))
+                checkpoint.load_globals_into(self._engine.tensors, weights, self._state.world.handle)
+                begin = StartingPoint()
+            elif options.load:
+                begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
+            else:
+                begin = StartingPoint()
         return replace(begin, notice="\n".join(filter(None, (notice, begin.notice))))
 
+    @placed("while claiming the folder of --save")
     def _claim(self) -> tuple[bool, str]:
         """Whether this is a job that goes on after a restart, and what the user should know."""
         options, world, folder = self._options, self._state.world.handle, Path(str(self._options.save))
@@ -169,6 +173,11 @@ class Saves:
                     f"{name}: {saved.extra.get(name)} when it was saved, {value} now: in other data or another order "
                     "its place in the data means nothing (--finetune takes its weights only)"
                 )
+
+    def entries(self) -> list[ShardedTensor]:
+        """All tensors of this rank that a checkpoint holds: parameters, buffers, and the optimizer's state so far."""
+        tensors = self._engine.tensors
+        return [*tensors, *checkpoint.describe(tensors, self._optimizer.state)]
 
     def prepare(self) -> None:
         """After the first step, when the optimizer has its state: memory for saves in the background."""

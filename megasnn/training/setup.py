@@ -20,9 +20,9 @@ from megasnn.layers import BuildContext
 from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.partition import layout_to_bounds
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.schedule.partition import layout_to_bounds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

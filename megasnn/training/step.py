@@ -25,11 +25,12 @@ class StepResult:
         loss: of the global batch.
         norm: of the gradient, before clipping.
         rate: the learning rate.
+        correct: samples of the global batch whose class had the highest logit.
         not_finite: where a nan or infinity appeared first; None where none did, or nobody could tell.
     """
 
-    def __init__(self, loss: float, norm: float, rate: float) -> None:
-        self.loss, self.norm, self.rate = loss, norm, rate
+    def __init__(self, loss: float, norm: float, rate: float, correct: float) -> None:
+        self.loss, self.norm, self.rate, self.correct = loss, norm, rate, correct
         self.not_finite: str | None = None
 
     @property
@@ -60,7 +61,8 @@ class TrainingStep:
             loss = engine.forward_backward(micro_batches, batch.size)
         with self._timers("optimizer"):
             norm = engine.gradient_norm()
-            result = StepResult(loss, norm, learning_rate(options, iteration, self._config.training.iterations))
+            rate = learning_rate(options, iteration, self._config.training.iterations)
+            result = StepResult(loss, norm, rate, engine.correct)
             # A skipped step leaves everything as it was: weights, optimizer state and running statistics.
             if result.finite:
                 engine.merge_statistics(self._most_micro_batches(batch.size))

@@ -8,9 +8,10 @@ import torch
 from megasnn.benchmark.config import BenchmarkConfig
 from megasnn.benchmark.models import describe, spikingjelly_model, tiny
 from megasnn.benchmark.workloads import MegaSNNStep, SpikingJellyStep
-from megasnn.checkpoint import from_spikingjelly, vgg_from_spikingjelly
-from megasnn.config import VggDvsConfig
 from megasnn.layers import BuildContext
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 import shutil
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,9 @@ from megasnn.checkpoint import (
     verify_checkpoint,
 )
 from megasnn.checkpoint.checksum import BLOCK
+from megasnn.checkpoint.description import FileFacts
 from megasnn.checkpoint.folder import LATEST
+from megasnn.checkpoint.pieces import values_at
 from megasnn.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
@@ -50,7 +54,7 @@ def remove(file: Path, seed: int) -> None:
 
 
 DAMAGES = [cut, empty, flip_a_bit, remove]
-FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json"]
+FILES = [".metadata", "pieces.json", "__0_0.distcp", "__1_0.distcp", "metadata.json"]
 
 
 def scale(iteration: int) -> int:
@@ -272,4 +276,13 @@ def test_torch_reads_the_files_and_other_tools_compute_the_same_checksums(folder
     theirs, ours = torch.load(tmp_path / "whole.pt"), load_global_tensors(folder, with_optimizer=True)
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
     for name, told in read_metadata(path).files.items():
-        assert told == {"bytes": (path / name).stat().st_size, "crc32": f"{zlib.crc32((path / name).read_bytes()):08x}"}
+        content = (path / name).read_bytes()
+        assert told == FileFacts(len(content), f"{zlib.crc32(content):08x}")
+
+
+def test_values_that_are_not_aligned_are_damage():
+    with zipfile.ZipFile(stream := io.BytesIO(), "w") as made:
+        made.writestr("archive/data/0", bytes(8))  # its name has 14 letters, its header 30 bytes
+    assert values_at(stream.getvalue(), 8, 4) == 44
+    with pytest.raises(DamagedError, match="at 44, which is not aligned for 8 bytes each"):
+        values_at(stream.getvalue(), 8, 8)

@@ -11,17 +11,16 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 
 from megasnn.checkpoint import (
     CheckpointError,
-    from_spikingjelly,
     load_global_tensors,
     load_globals_into,
     read_state_dict,
     save_global_tensors,
-    to_spikingjelly,
 )
-from megasnn.config.model import SpikformerConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly, to_spikingjelly
 from megasnn.sharding import materialise, sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, expected, known
 from tools.convert_checkpoint import main
@@ -224,5 +223,5 @@ def test_converter_says_why_it_cannot(tmp_path, capsys):
     assert main(["export", "--load", str(tmp_path), "--output", str(tmp_path / "out.pt")]) == 2
     assert "belong to no program known here" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "absent")]) == 2
-    assert "there is no file or folder" in capsys.readouterr().err
+    assert "is not there: name a file of weights" in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()

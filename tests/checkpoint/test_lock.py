@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megasnn.checkpoint import CheckpointError, save_global_tensors
-from megasnn.checkpoint.lock import FolderLock
-from megasnn.training.job import JobFolder
+from megasnn.process.job import JobFolder
+from megasnn.process.lock import FolderLock
 from tests.checkpoint.test_folder import save
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megasnn.checkpoint import load_checkpoint, save_checkpoint
+from megasnn.checkpoint.description import TensorFacts
 from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.sharding import sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, Stem
@@ -89,9 +90,9 @@ def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device
     tensors = list(sharded_tensors([("stem", Stem(0, 1))]))
     optimizer = torch.optim.AdamW([tensors[0].tensor], capturable=capturable)
     saved = {
-        "stem.weight": {"shape": [8, 3, 3, 3], "dtype": "float32"},
-        "optimizer.step.stem.weight": {"shape": [], "dtype": "float32"},
-        "optimizer.exp_avg.stem.weight": {"shape": [8, 3, 3, 3], "dtype": "float32"},
+        "stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
+        "optimizer.step.stem.weight": TensorFacts((), "float32"),
+        "optimizer.exp_avg.stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
     }
     state = allocate(tensors, optimizer, saved)[tensors[0].tensor]
     assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")

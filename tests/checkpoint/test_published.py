@@ -8,9 +8,10 @@ from spikingjelly.activation_based import functional
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor
 
-from megasnn.checkpoint import CheckpointError, to_spikingjelly
-from megasnn.checkpoint.interchange import dialect_for, dialect_of
-from megasnn.checkpoint.interchange.names import Recipe
+from megasnn.checkpoint import CheckpointError
+from megasnn.models.dialects import dialect_for, dialect_of
+from megasnn.models.names import Recipe
+from megasnn.models.spikformer.spikingjelly_names import to_spikingjelly
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 
 PATCH = {"cifar10": 4, "imagenet": 16}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn.checkpoint import CheckpointError, NoCheckpointError, load_checkpoint, read_metadata, save_checkpoint
-from megasnn.checkpoint.description import to_text
+from megasnn.checkpoint.description import TensorFacts, to_text
 from megasnn.checkpoint.folder import LATEST
 from megasnn.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank
@@ -117,7 +117,13 @@ def round_off(rank: Rank) -> str:
     return "stem.running_mean: saved as float32, float16 cannot hold it"
 
 
-@pytest.mark.parametrize("change", [rename, drop, reshape, round_off])
+def round_off_to_eight_bits(rank: Rank) -> str:
+    old = rank.tensors[1]
+    rank.tensors[1] = ShardedTensor(old.name, old.tensor.to(torch.float8_e4m3fn), old.shard, False)
+    return "stem.running_mean: saved as float32, float8_e4m3fn cannot hold it"
+
+
+@pytest.mark.parametrize("change", [rename, drop, reshape, round_off, round_off_to_eight_bits])
 def test_tensors_that_do_not_fit(checkpoint, change: Callable[[Rank], str]):
     rank = Rank(Layout())
     expected = change(rank)
@@ -155,16 +161,17 @@ def test_another_format(checkpoint, format):
     if format == 1:  # it had no checksums
         text = json.dumps({name: value for name, value in json.loads(text).items() if name != "crc32"})
     file.write_text(text)
-    assert f"is of format {format}, this megasnn reads format 2" in str(refusal(checkpoint, Rank(Layout())))
+    assert f"is of format {format}, this megasnn reads formats 2 and 3" in str(refusal(checkpoint, Rank(Layout())))
 
 
 def test_a_description_that_promises_more_than_the_files_hold(checkpoint):
     file = checkpoint / "iter_0000100" / "metadata.json"
     told = read_metadata(file.parent)
-    file.write_text(to_text(replace(told, tensors=told.tensors | {"head.extra": {"shape": [2], "dtype": "float32"}})))
+    file.write_text(to_text(replace(told, tensors=told.tensors | {"head.extra": TensorFacts((2,), "float32")})))
     rank = Rank(Layout())
     rank.tensors.append(ShardedTensor("head.extra", torch.zeros(2), Shard((2,)), False))
-    assert "head.extra: the files do not hold all" in str(refusal(checkpoint, rank))
+    text = str(refusal(checkpoint, rank, step=100))
+    assert "head.extra: the files do not hold what metadata.json says: nothing and float32 [2]" in text
 
 
 def refused_on_ranks(folder: Path) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megasnn.config import ConfigError, PretrainSpikformerConfig, parse, validate
+from megasnn.config import ConfigError, parse, validate
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,13 @@ from megasnn.config import ConfigError, PretrainSpikformerConfig, parse, validat
             "--pipeline-model-parallel-size 2 --pipeline-gradient-dtype fp32 --precision fp64",
             "--pipeline-gradient-dtype fp32 with --precision fp64: gradients between stages are fp64",
         ),
+        ("--check-replicas-interval 100", "--check-replicas-interval 100 compares ranks that hold the same"),
+        ("--replica-mismatch majority", "three data parallel replicas or more, and there are 1 (world size 1 /"),
+        (
+            "--replica-mismatch majority --check-replicas-interval 0",
+            "--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more",
+        ),
+        ("--check-replicas-interval -1", "--check-replicas-interval must be at least 0, got -1"),
         ("--train-iters none --train-samples 128 --lr-warmup-iters 100", "--lr-warmup-iters 100 is more than the 2"),
     ],
 )
@@ -32,3 +40,13 @@ def test_refused(flags: str, problem: str) -> None:
 def test_the_same_with_an_effect_is_accepted() -> None:
     flags = "--train-iters 10 --data-path x.tar --valid-data-path y.tar --eval-interval 5 --surrogate erf"
     assert validate(parse(PretrainSpikformerConfig, flags.split()), 1) is None
+
+
+def test_replicas_are_counted_without_tensor_and_pipeline_ranks() -> None:
+    flags = "--train-iters 1 --tensor-model-parallel-size 2 --replica-mismatch majority --check-replicas-interval 1"
+    config = parse(PretrainSpikformerConfig, flags.split())
+    assert validate(config, 6) is None
+    with pytest.raises(ConfigError, match=r"and there are 2 \(world size 4 / tensor 2 / pipeline 1\); use stop"):
+        validate(config, 4)
+    alone = "--train-iters 1 --check-replicas-interval 0".split()
+    assert validate(parse(PretrainSpikformerConfig, alone), 1) is None

@@ -1,6 +1,12 @@
+import importlib
+from dataclasses import fields
+
 import pytest
 
-from megasnn.config import PretrainSpikformerConfig, SpikformerConfig, parse
+from megasnn.config import parse
+from megasnn.config.help import ORDER, RARELY_USED, help_texts
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
 
 
 def cli(*argv: str) -> PretrainSpikformerConfig:
@@ -72,6 +78,47 @@ def test_help_has_groups_texts_and_defaults(capsys: pytest.CaptureFixture[str]) 
     assert "Ranks that share every layer, by channels and heads. (default: 1)" in text
     assert "--shuffle, --no-shuffle" in text
     assert "--model." not in text and "--no-no-" not in text
+
+
+@pytest.mark.parametrize("config_class", [PretrainSpikformerConfig, PretrainVggDvsConfig])
+def test_what_is_rarely_used_comes_last(capsys: pytest.CaptureFixture[str], config_class: type) -> None:
+    with pytest.raises(SystemExit):
+        parse(config_class, ["--help"])
+    text = capsys.readouterr().out
+    places = [text.index(f" {group} options") for group in (*ORDER, "rarely-used")]
+    assert places == sorted(places)
+    for flag in ("--lr FLOAT", "--micro-batch-size INT", "--train-iters INT", "--save STR", "--neuron {lif,if,plif}"):
+        assert text.index(flag) < places[-1], flag
+    for flag in ("--adam-eps FLOAT", "--strict-wire", "--distributed-timeout-minutes FLOAT", "--ckpt-step INT"):
+        assert text.index(flag) > places[-1], flag
+    assert "None}" not in text
+
+
+def test_the_rarely_used_are_fields_of_their_parts() -> None:
+    for part, names in RARELY_USED.items():
+        known = {f.name for c in (PretrainSpikformerConfig(), PretrainVggDvsConfig()) for f in fields(getattr(c, part))}
+        assert set(names) <= known
+
+
+def test_every_flag_has_a_text_on_one_line() -> None:
+    for config in (PretrainSpikformerConfig(), PretrainVggDvsConfig()):
+        for part in fields(config):
+            own = getattr(config, part.name)
+            texts = help_texts(type(own))
+            assert {f.name for f in fields(own)} <= texts.keys()
+            assert all(text and "\n" not in text for text in texts.values())
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["draw_schedule", "show_data", "benchmark", "convert_checkpoint inspect", "preprocess_data n-mnist"],
+)
+def test_the_tools_say_int_too(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    tool, *subcommand = command.split()
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"tools.{tool}").main([*subcommand, "--help"])
+    text = capsys.readouterr().out
+    assert " INT" in text and "None}" not in text
 
 
 def test_help_shows_the_dimensions_of_the_variant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,17 +4,18 @@ import subprocess
 import sys
 from typing import get_args
 
-from megasnn.config import NeuronConfig, SpikformerConfig
+from megasnn.config import NeuronConfig
 from megasnn.config.neuron import Surrogate
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spec import SURROGATES
-from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
 
 LOWEST = (
     "megasnn",
     "megasnn.grid",
     "megasnn.batching",
-    "megasnn.partition",
+    "megasnn.schedule.partition",
     "megasnn.schedule",
     "megasnn.schedule.simulate",
     "megasnn.config",

@@ -11,8 +11,6 @@ from megasnn.config import (
     NeuronConfig,
     OptimizerConfig,
     ParallelConfig,
-    PretrainSpikformerConfig,
-    SpikformerConfig,
     describe,
     from_dict,
     from_json,
@@ -20,6 +18,7 @@ from megasnn.config import (
     to_json,
 )
 from megasnn.config.neuron import Surrogate
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 configs = st.builds(

@@ -1,6 +1,7 @@
 import pytest
 
-from megasnn.config import ConfigError, PretrainSpikformerConfig, SpikformerConfig, parse, validate
+from megasnn.config import ConfigError, parse, validate
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
 
 
 def problems(*argv: str, world_size: int = 1, length: str = "--train-iters 10") -> tuple[str, ...]:
@@ -168,3 +169,19 @@ def test_all_problems_are_told_at_once() -> None:
 def test_an_object_of_an_unknown_variant_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="unknown --variant 'vgg'"):
         SpikformerConfig(variant="vgg")  # type: ignore[arg-type]
+
+
+def test_a_memory_limit_is_checked_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank searches later, for all of them."""
+
+    def search(*_: object) -> None:
+        raise AssertionError("validation must not search")
+
+    for name in ("find_best", "generate"):
+        monkeypatch.setattr(f"megasnn.schedule.build.{name}", search)
+    flags = "--pipeline-model-parallel-size 4 --global-batch-size 4096 --pipeline-memory-limit 3 --pipeline-schedule"
+    for name in ("auto", "zbv", "v-min"):
+        assert problems(*flags.split(), name, world_size=4) == ()
+    for name, held in (("1f1b", "4"), ("interleaved", "5.5"), ("zb1p", "4"), ("zb2p", "7"), ("gpipe", "512")):
+        (problem,) = problems(*flags.split(), name, world_size=4)
+        assert f"{name} holds the activations of {held} micro-batches on a rank" in problem and "allows 3" in problem

@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from megasnn.config import (
-    ConfigError,
+from megasnn.config import ConfigError, from_json, parse, to_json, validate
+from megasnn.models.vgg_dvs.dimensions import (
     PretrainVggDvsConfig,
+    VggBlock,
     VggDvsConfig,
     VggNeuronConfig,
-    from_json,
-    parse,
-    to_json,
-    validate,
+    parse_channels,
 )
-from megasnn.config.vgg_dvs import VggBlock, parse_channels
 
 LENGTH = ("--train-iters", "10")
 
@@ -80,7 +77,7 @@ def test_defaults_are_those_of_spikingjelly_and_survive_json() -> None:
 
 
 def test_spikformers_event_frames_need_two_channels() -> None:
-    from megasnn.config import SpikformerConfig
+    from megasnn.models.spikformer.dimensions import SpikformerConfig
 
     (problem,) = SpikformerConfig(event_frames=True).problems(1)
     assert problem == "--event-frames have two polarities: set --in-channels 2, not 3"

@@ -11,11 +11,11 @@ import torch
 
 from megasnn.checkpoint import save_checkpoint
 from megasnn.comm.group import Group
-from megasnn.config.model import SpikformerConfig
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.vgg_dvs import VggDvsConfig
 from megasnn.convert.model import SavedModel, saved_model
 from megasnn.layers import BuildContext
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.random import keyed_generator
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
 

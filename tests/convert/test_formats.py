@@ -112,7 +112,7 @@ def test_the_archives_checksums_are_those_of_the_values(tmp_path):
         (tmp_path / "ours.pt").write_bytes(
             whole[: begin + 9] + bytes([whole[begin + 9] ^ 1 << bit]) + whole[begin + 10 :]
         )
-        with pytest.raises(CheckpointError, match=r"ours.pt was altered: the checksum of ours.pt/data/0 differs"):
+        with pytest.raises(CheckpointError, match=r"ours.pt: it was altered: the checksum of ours.pt/data/0 differs"):
             open_source(tmp_path / "ours.pt")
 
 

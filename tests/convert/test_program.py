@@ -13,10 +13,10 @@ import torch
 
 from megasnn.checkpoint import find_checkpoint, list_checkpoints, save_global_tensors, verify_checkpoint
 from megasnn.checkpoint.folder import LATEST, remove
-from megasnn.checkpoint.interchange import from_spikingjelly
-from megasnn.checkpoint.lock import FolderLock
 from megasnn.convert.differences import largest_difference
 from megasnn.convert.opening import open_source
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.process.lock import FolderLock
 from tests.checkpoint.test_interchange import spikformer
 from tests.convert.saved import MODELS, save_whole
 from tools.convert_checkpoint import main
@@ -63,7 +63,7 @@ def test_inspect_shows_the_tree_and_the_totals(run, capsys):
     assert told["boxes"] == [
         {"file": "__0_0.distcp", "offset": [part * 32, 0, 0], "sizes": [32, 32, 1]} for part in range(3)
     ]
-    assert set(values["files"]) == {"__0_0.distcp", ".metadata", "metadata.json"}
+    assert set(values["files"]) == {"__0_0.distcp", ".metadata", "metadata.json", "pieces.json"}
 
 
 def test_compare_across_formats(tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_a_difference_beyond_the_first_million_elements():
 
 def test_what_is_no_checkpoint(tmp_path, capsys):
     for path, reason in (
-        (tmp_path / "nowhere", "no file or folder"),
+        (tmp_path / "nowhere", "is not there: name a file"),
         (tmp_path, "holds no checkpoint"),
         (weights(tmp_path / "files", extra=torch.zeros(1)), "extra: unexpected"),
     ):

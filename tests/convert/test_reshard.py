@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from megasnn.checkpoint import CheckpointError, load_checkpoint, load_global_tensors, read_metadata
-from megasnn.checkpoint.files import DCP_METADATA, read_dcp_metadata
-from megasnn.checkpoint.lock import LOCK
 from megasnn.checkpoint.optimizer_state import allocate, describe
+from megasnn.checkpoint.pieces import read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.convert.layout import Target
 from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
 from megasnn.convert.reshard import reshard
-from megasnn.partition import layout_to_bounds, parse_layout
+from megasnn.process.lock import LOCK
+from megasnn.schedule.partition import layout_to_bounds, parse_layout
 from tests.convert.saved import EXTRA, MODELS, build, identity, save_whole
 from tools.convert_checkpoint import main
 
@@ -55,7 +55,7 @@ def test_each_rank_opens_its_own_file_only(checkpoint, tmp_path, name):
     path, laid_out = reshard(open_source(folder), tmp_path / "new", target, "megasnn")
     assert_same(tensors_of(tmp_path / "new"), tensors_of(folder))
     metadata = read_metadata(path)
-    saved = read_dcp_metadata(path, int(metadata.files[DCP_METADATA]["crc32"], 16))
+    saved = read_pieces(path, metadata)
     model = saved_model(metadata.config, path)
     bounds = layout_to_bounds(parse_layout(laid_out.layout["bounds"]), [str(n) for n in range(layers_of(model))])
     files = set()
@@ -69,7 +69,7 @@ def test_each_rank_opens_its_own_file_only(checkpoint, tmp_path, name):
         rank = build(model, 1, place.tensor, target.tensor, held)
         states = allocate(rank.tensors, rank.optimizer, metadata.tensors)
         wanted = plan_reading([*rank.tensors, *describe(rank.tensors, states)], saved)
-        opened = {saved.storage_data[item.storage_index].relative_path for item, _ in wanted}
+        opened = {part.piece.file for part in wanted}
         assert opened == {f"__{number}_0.distcp"}
         files |= opened
     assert files == {file.name for file in path.glob("*.distcp")}

@@ -13,10 +13,10 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_global_tensors, save_checkpoint
-from megasnn.checkpoint.interchange import load_globals_into
-from megasnn.config.model import SpikformerConfig
-from megasnn.config.vgg_dvs import VggDvsConfig
+from megasnn.checkpoint.into_model import load_globals_into
 from megasnn.convert.model import saved_model
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 from tests.convert.saved import build, identity

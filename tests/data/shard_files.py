@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gzip
 import io
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from webdataset import TarWriter
 
+from megasnn import data
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.images import ImageFormat
 from megasnn.data.loader import BatchLoader
 from megasnn.data.shards import open_shard
+from megasnn.preprocess.sample import shards_of_sample
 
 CLASSES = 3
+open_datasets = partial(data.open_datasets, sample_shards=shards_of_sample)  # as training does
 
 
 def image_file(pixels: np.ndarray, kind: str = "PNG") -> bytes:

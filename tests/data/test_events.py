@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megasnn.config import ConfigError, DataConfig, PretrainSpikformerConfig, parse, validate
-from megasnn.data import open_datasets
+from megasnn.config import ConfigError, DataConfig, parse, validate
+from megasnn.data.event_files import FrameSettings, decode_sample, encode_events, encode_frames, make_frames
 from megasnn.data.event_frames import EventFormat
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, events_to_frames
-from megasnn.preprocess.event_files import (
-    FrameSettings,
-    decode_sample,
-    encode_events,
-    encode_frames,
-    make_frames,
-)
-from tests.data.shard_files import loader, write_shard
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from tests.data.shard_files import loader, open_datasets, write_shard
 
 
 def recording(seed: int, events: int = 500, sensor: tuple[int, int] = (12, 16), duration: int = 10_000) -> Recording:
@@ -167,7 +161,8 @@ def test_the_sample_is_also_recorded_by_a_simulated_camera(monkeypatch) -> None:
     from megasnn.preprocess import image_sets
 
     few = {split: items[:20] for split, items in image_sets.find_digits().splits.items()}
-    monkeypatch.setattr("megasnn.data.sample_events.find_digits", lambda: image_sets.Listing(few, list("0123456789")))
+    listing = image_sets.Listing(few, list("0123456789"))
+    monkeypatch.setattr("megasnn.preprocess.sample_events.find_digits", lambda: listing)
     datasets = open_datasets(DataConfig(), (6, 2, 32, 32), 10)
     assert datasets.valid is not None and (len(datasets.train), len(datasets.valid)) == (20, 20)
     batch = next(loader(datasets.train, global_batch_size=20, micro_batch_size=20).batches()).micro_batches[0]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -143,35 +141,6 @@ def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
     assert not torch.equal(in_file_order[:12], in_file_order[12:24]), "every epoch must be drawn anew"
     plain = dataset.format.to_tensor(list(noise.numpy()))
     assert torch.equal(images(1, 0, None, training=False), plain), "validation must not be augmented"
-
-
-def test_workers_read_ahead_and_end_with_the_iterator(dataset):
-    read = set()
-    second_is_read = threading.Event()
-    sample = dataset.sample
-
-    def watched(index):
-        read.add(index)
-        if len(read) >= 20:
-            second_is_read.set()
-        return sample(index)
-
-    dataset.sample = watched
-    batches = loader(dataset, num_workers=1).batches()
-    next(batches)
-    assert second_is_read.wait(10), "the next batch is not read while this one is used"
-    batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megasnn-data")]
-
-
-def test_every_worker_has_something_to_do(dataset):
-    """With one micro-batch a batch, each of three workers must be given one of its own to meet the others here."""
-    three, sample = threading.Barrier(3, timeout=20), dataset.sample
-    dataset.sample = lambda index: three.wait() >= 0 and sample(index)
-    batches = loader(dataset, global_batch_size=1, micro_batch_size=1, num_workers=3).batches()
-    assert next(batches).micro_batches[0].size == 1
-    three.abort()
-    batches.close()
 
 
 @pytest.mark.gpu

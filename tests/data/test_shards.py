@@ -6,6 +6,7 @@ import tarfile
 import numpy as np
 import pytest
 
+from megasnn.data.event_files import FRAMES, encode_frames
 from megasnn.data.shards import open_shard
 from tests.data.shard_files import numbered, open_all, sample_files, write_shard, write_shards
 
@@ -56,6 +57,14 @@ def test_the_index_is_scanned_once_and_again_when_the_shard_changes(tmp_path, mo
     write_shard(path, numbered(range(30)))
     assert len(open_shard(path)) == 30
     assert len(scans) == 2
+
+
+def test_the_index_of_a_small_bound_is_not_that_of_a_larger_one(tmp_path):
+    """No sample within the small bound shows the shape of the frames."""
+    frames = encode_frames(np.ones((4, 2, 8, 8), np.uint8))
+    path = write_shard(tmp_path / "a.tar", {"a": {FRAMES: frames, "cls": b"0"}})
+    assert open_shard(path, (FRAMES,), limit=10).frames.tolist() == []
+    assert open_shard(path, (FRAMES,)).frames.tolist() == [4, 2, 8, 8]
 
 
 def test_a_damaged_index_does_no_harm(tmp_path, cache):

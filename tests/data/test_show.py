@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megasnn.data.event_files import FrameSettings, make_frames
 from megasnn.data.show import read_samples
-from megasnn.preprocess.event_files import FrameSettings, make_frames
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.test_events import as_events, as_frames, recording
 from tools import show_data
@@ -21,7 +21,9 @@ def test_events_are_drawn_as_rows_of_frames(tmp_path) -> None:
     output = tmp_path / "a.png"
     assert show_data.main([str(shard), "--output", str(output), "--samples", "3", "--time-steps", "4"]) == 0
     picture = np.asarray(Image.open(output))
-    assert picture.shape == (14 + 12 * 4 + 2 * 4, 3 * 4 * (16 * 4 + 4) + 4, 3), "all three fit beside each other"
+    legend, caption, gaps = 14, 14, 2 * 4
+    shape = (legend + caption + 12 * 4 + gaps, 3 * 4 * (16 * 4 + 4) + 4, 3)
+    assert picture.shape == shape, "all three fit beside each other"
     arrays, captions = read_samples(str(shard), 3, time_steps=4)
     assert captions == ["r0   class 0", "r1   class 1", "r2   class 2"]
     assert np.array_equal(arrays[1], make_frames(recording(1), FrameSettings(4)))

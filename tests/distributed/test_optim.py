@@ -81,15 +81,16 @@ def test_every_parameter_counts_once(ranks, tensor, pipeline, size) -> None:
     whole = {e.name: e.shard.global_shape for e in build(_layers(BuildContext(dtype=torch.float64)), {})}
     gradients = {name: _gradient(name, whole[name]) for name in trained}
     expected = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+    scale = 0.5 / (expected + 1e-6)  # as torch and Megatron-LM clip
     everyone = ranks(size, _norm_and_clip, tensor, pipeline)
     for value, after, _, poisoned in everyone:
-        assert value == pytest.approx(expected, rel=1e-12) and after == pytest.approx(0.5, rel=1e-12)
+        assert value == pytest.approx(expected, rel=1e-12) and after == pytest.approx(expected * scale, rel=1e-12)
         assert value == everyone[0][0], "ranks must agree on it to the last bit"
         assert not math.isfinite(poisoned)
     clipped = assemble([held for _, _, held, _ in everyone])
     assert clipped.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(clipped[name], gradient * (0.5 / expected), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(clipped[name], gradient * scale, rtol=1e-12, atol=1e-14)
 
 
 def test_a_norm_that_is_not_finite_clips_nothing() -> None:

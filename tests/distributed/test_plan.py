@@ -11,7 +11,7 @@ from megasnn.comm.agreement import decided_by_first
 from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.spikformer.model import describe_spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import costs as costs_module
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, measure_layers
@@ -116,14 +116,15 @@ def test_ranks_get_the_plan_of_the_first_and_it_is_the_best(ranks) -> None:
     for schedule in first.schedules.decided:
         assert first.schedules.training(schedule.micro_batches) is schedule
         assert schedule.placement == first.schedules.placement
-    assert "named ones: " in first.describe("auto") and "micro-batches' activations" in first.describe("auto")
+    said = "\n".join(first.describe("auto"))
+    assert "named ones: " in said and "micro-batches' activations" in said
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:
     bounds = (range(0, 4), range(4, len(MODEL.layers)))
     fixed = replace(REQUEST, schedule="1f1b", chunks_per_rank=1, bounds=bounds)
     (plan, _), (predicted, _) = ranks(2, _plan, fixed), ranks(2, _plan, replace(fixed, predicts=True))
-    assert plan.costs is None and plan.simulation(5) is None and plan.describe("1f1b") is None
+    assert plan.costs is None and plan.simulation(5) is None and plan.describe("1f1b") == []
     assert predicted.bounds == plan.bounds == bounds
     simulation = predicted.simulation(5)
     assert simulation is not None and simulation.makespan > 0
@@ -132,6 +133,30 @@ def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:
     # 1F1B on two stages: the first one runs forward beside one micro-batch's activations, and backward beside two.
     assert peaks[0] == max(held[0] + working[0][Kind.FORWARD], 2 * held[0] + working[0][Kind.BACKWARD])
     assert peaks[1] == max(working[1][Kind.FORWARD], held[1] + working[1][Kind.BACKWARD])
+
+
+def _plan_where_only_the_first_rank_may_search(request: PipelineRequest) -> PipelinePlan | str:
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() > 0:
+            for name in ("find_best", "generate"):
+                patch.setattr(f"megasnn.schedule.build.{name}", _no_search)
+        plan = _plan(request)
+        if isinstance(plan, PipelinePlan):
+            for count in request.micro_batches:
+                plan.schedules.training(count)
+        return plan
+
+
+def _no_search(*_: object) -> None:
+    raise AssertionError("this rank must not search")
+
+
+@pytest.mark.parametrize("schedule, chunks, limit", [("auto", None, 2.0), ("zb1p", 1, None), ("1f1b", 1, 2.0)])
+def test_one_rank_searches_for_all(ranks, schedule: str, chunks: int | None, limit: float | None) -> None:
+    bounds = (range(0, 4), range(4, len(MODEL.layers))) if schedule == "1f1b" else None  # then nothing is measured
+    request = replace(REQUEST, schedule=schedule, chunks_per_rank=chunks, memory_limit=limit, bounds=bounds)
+    first, second = ranks(2, _plan_where_only_the_first_rank_may_search, request)
+    assert first == second and len(first.schedules.decided) == 2
 
 
 def test_a_limit_that_cannot_be_kept_is_refused_on_every_rank(ranks) -> None:

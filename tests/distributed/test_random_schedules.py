@@ -16,7 +16,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv
 from megasnn.layers.neuron import build_neuron
 from megasnn.models.description import LayerDescription, ModelDescription
-from megasnn.models.spikformer import Head, trunc_normal
+from megasnn.models.spikformer.model import Head, trunc_normal
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor

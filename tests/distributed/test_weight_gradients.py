@@ -20,7 +20,7 @@ from megasnn.layers import (
 )
 from megasnn.layers.neuron import build_neuron
 from megasnn.layers.weight_gradients import Task
-from megasnn.models.spikformer import trunc_normal
+from megasnn.models.spikformer.model import trunc_normal
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6

@@ -88,7 +88,7 @@ def test_a_cut_file(tmp_path, name, data, place):
 @pytest.mark.parametrize("cut", [1, 30, 200, 600, -1])
 def test_a_cut_npz(tmp_path, cut):
     problem = refusal(tmp_path, "a.npz", npz(tmp_path)[:cut], format="numpy")
-    assert "cannot be read as a NumPy file" in problem
+    assert "not a sound NumPy file" in problem
 
 
 def test_a_changed_byte_in_an_npz(tmp_path):

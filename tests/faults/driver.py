@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 import pretrain_spikformer
+from megasnn.checkpoint import Saver
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.data import GlobalBatch
+from megasnn.data_parallel import ReplicaCheck
+from megasnn.data_parallel.checksum import in_memory_order
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
@@ -124,6 +129,11 @@ def leave_before_joining() -> None:
     mock.patch.object(program, "start_process_group", side_effect=SystemExit(0)).start()
 
 
+def raise_in_save() -> None:
+    """At the first save."""
+    mock.patch.object(Saver, "save", side_effect=RuntimeError("injected fault while saving")).start()
+
+
 def raise_at_the_end() -> None:
     """When the other ranks have finished and wait."""
     mock.patch.object(TrainingRun, "close", side_effect=OSError("injected fault at the end")).start()
@@ -143,6 +153,25 @@ def nan_in_the_weights() -> None:
     mock.patch.object(TrainingStep, "__call__", poisoned).start()
 
 
+def flip_in_a_weight() -> None:
+    """Before the comparison of the second iteration: no step has computed with it."""
+    compare = ReplicaCheck.__call__
+
+    def flipped(self: ReplicaCheck, iteration: int) -> str:
+        if iteration == 2:
+            (entry,) = [entry for entry in self._entries() if entry.name == "blocks.0.mlp.fc1.conv.weight"]
+            in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1
+        return compare(self, iteration)
+
+    mock.patch.object(ReplicaCheck, "__call__", flipped).start()
+
+
+def flip_the_first_time() -> None:
+    """Not after torchrun has started all ranks anew."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        flip_in_a_weight()
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -155,8 +184,11 @@ FAULTS = {
         full_disk_for_a_while,
         raise_before_the_grid,
         leave_before_joining,
+        raise_in_save,
         raise_at_the_end,
         nan_in_the_weights,
+        flip_in_a_weight,
+        flip_the_first_time,
     )
 }
 

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.checkpoint.interchange import from_spikingjelly, load_globals_into
-from megasnn.config.model import SpikformerConfig
+from megasnn.checkpoint.into_model import load_globals_into
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.partition import balanced_bounds
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.schedule import SchedulePlan, plan_schedule
+from megasnn.schedule.partition import balanced_bounds
 from megasnn.sharding import Shard
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
 

@@ -9,13 +9,16 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.checkpoint import from_spikingjelly, load_globals_into, vgg_from_spikingjelly, vgg_to_spikingjelly
-from megasnn.config import SpikformerConfig, VggDvsConfig
+from megasnn.checkpoint import load_globals_into
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer import describe_spikformer
-from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly, vgg_to_spikingjelly
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from tests.parity.test_layouts import error
 from tests.parity.vgg import NEURON

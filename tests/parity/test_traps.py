@@ -9,12 +9,12 @@ from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.losses import cross_entropy_sum
-from megasnn.models.spikformer import describe_spikformer
+from megasnn.models.spikformer.model import describe_spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.partition import balanced_bounds
 from megasnn.pipeline import costs
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, agreed_costs
+from megasnn.schedule.partition import balanced_bounds
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, model_config, one_step
 from tests.parity.test_layouts import SIZES, error, run_step

@@ -12,17 +12,18 @@ from spikingjelly.activation_based import functional, layer, surrogate
 from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
 from torch import Tensor, nn
 
-from megasnn.checkpoint import load_globals_into, vgg_from_spikingjelly
-from megasnn.config import VggDvsConfig
+from megasnn.checkpoint import load_globals_into
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
-from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.partition import balanced_bounds
 from megasnn.random import keyed_generator
 from megasnn.schedule import plan_schedule
+from megasnn.schedule.partition import balanced_bounds
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, record_step
 

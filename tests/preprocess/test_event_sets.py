@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megasnn.data.event_files import EVENTS, FRAMES, decode_sample
 from megasnn.data.shards import open_shard
 from megasnn.events import Events, FrameOptions, SensorSize, events_to_frames, resize_frames
-from megasnn.preprocess.event_files import EVENTS, FRAMES, decode_sample
+from megasnn.preprocess.folders import items_of_list
 from tests.preprocess.recordings import cifar10_dvs, dvs128_gesture, five_bytes, n_mnist, random_events
 from tools import preprocess_data
 
@@ -107,6 +108,15 @@ def test_lists_of_a_flat_folder(tmp_path) -> None:
     assert labels == {"1": 0, "12": 2, "5": 1}
     _, frames = contents(tmp_path / "out" / "train-00000.tar")["5"]
     assert frames.dtype == np.uint8 and frames.shape == (2, 2, 34, 34) and frames.sum() == 300
+
+
+@pytest.mark.parametrize("label, message", [("9" * 11, "has more than 6 digits"), ("\u00b2", "not a name and a class")])
+def test_a_class_number_in_a_list_that_makes_no_sense(tmp_path, label, message) -> None:
+    """Every class up to the largest is listed: the first took all memory. The other is a digit and no number."""
+    (tmp_path / "a.bin").write_bytes(b"")
+    (tmp_path / "train.txt").write_text(f"a 0\na {label}\n")
+    with pytest.raises(ValueError, match=f"train.txt, line 2.*{message}"):
+        items_of_list(tmp_path / "train.txt", tmp_path, (".bin",))
 
 
 def test_dvs128_gesture_is_cut_into_clips(tmp_path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import pickle
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 from PIL import Image
 
 from megasnn.data.images import ImageFormat
+from megasnn.data.index import read_index
 from megasnn.data.shards import open_shard
 from megasnn.preprocess.image_sets import CIFAR10_CLASSES
+from tests.data import hostile
 from tools import preprocess_data
 
 noise = np.random.default_rng(0)
@@ -177,3 +181,67 @@ def test_the_digits(tmp_path) -> None:
     assert preprocess_data.main(["digits", "--output", str(tmp_path / "out"), "--workers", "1"]) == 0
     counts = [len(samples(path)) for path in sorted((tmp_path / "out").glob("*.tar"))]
     assert counts == [500, 500, 442, 355]
+
+
+def test_images_that_are_too_large_and_pipes_are_counted_as_broken(tmp_path, capsys) -> None:
+    folder = tmp_path / "in" / "cat"
+    image(folder, "1.png", (600, 600))
+    (folder / "2.png").write_bytes(hostile.png(13_000, 13_000))
+    os.mkfifo(folder / "3.png")
+    assert preprocess("image-folder", tmp_path) == 1
+    assert "--skip-broken" in capsys.readouterr().err
+    assert preprocess("image-folder", tmp_path, "--skip-broken") == 0
+    index = read_index(tmp_path / "out")
+    assert index is not None
+    large, pipe = sorted(reason for shard in index.shards for reason in shard.broken)
+    assert f"{folder / '2.png'} cannot be decoded: an image of 13000 x 13000 pixels would take 644.7 MB" in large
+    assert f"{folder / '3.png'} cannot be read: is no regular file" in pipe
+    assert len(samples(tmp_path / "out" / "train-00000.tar")) == 1
+
+
+def test_file_names_that_are_no_utf_8(tmp_path) -> None:
+    for split in ("train", "val"):
+        folder = tmp_path / "in" / split / os.fsdecode(b"caf\xe9")
+        image(folder, "a.png")
+        (folder / os.fsdecode(b"b\xff.png")).write_bytes(b"no image")
+    assert preprocess("image-folder", tmp_path, "--skip-broken") == 0
+    index = read_index(tmp_path / "out")
+    assert index.classes == ["caf\\xe9"]
+    assert all("caf\\xe9/b\\xff.png" in reason for shard in index.shards for reason in shard.broken)
+    assert [shard.samples for shard in index.shards] == [1, 1]
+
+
+def test_the_bound_of_a_sample_is_a_flag(tmp_path, capsys) -> None:
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    Image.new("RGB", (600, 600)).save(tmp_path / "in" / "cat" / "1.png")
+    assert preprocess("image-folder", tmp_path, "--max-sample-mb", 1) == 1
+    assert "an image of 600 x 600 pixels would take 1.4 MB, and a sample may take 1; if it is sound, raise --max" in (
+        capsys.readouterr().err
+    )
+    assert preprocess("image-folder", tmp_path, "--max-sample-mb", 2) == 0
+    assert preprocess("image-folder", tmp_path, "--max-sample-mb", 0) == 1
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc", "a/../../secret"])
+def test_lists_name_what_is_in_the_folder(tmp_path, capsys, name) -> None:
+    image(tmp_path / "secret", "1.png")
+    image(tmp_path / "in" / "cat", "1.png")
+    (tmp_path / "classes.txt").write_text(f"cat\n{name}\n")
+    assert preprocess("image-folder", tmp_path, "--class-list", tmp_path / "classes.txt") == 1
+    assert f"{name!r} leads out of the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("file", "../secret.tar"), ("samples", -1), ("samples", "5"), ("size", 2**70), ("sha256", "x"), ("broken", [1])],
+)
+def test_an_index_is_read_field_by_field(tmp_path, capsys, field, value) -> None:
+    image(tmp_path / "in" / "cat", "1.png")
+    assert preprocess("image-folder", tmp_path) == 0
+    path = tmp_path / "out" / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][0][field] = value
+    path.write_text(json.dumps(index))
+    assert preprocess_data.main(["verify", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert f"{path}: shards[0].{field}" in error and "make the shards again" in error

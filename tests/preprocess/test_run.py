@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from megasnn.data.event_files import EVENTS, FRAMES
+from megasnn.data.index import read_index, verify
 from megasnn.data.shards import open_shard
-from megasnn.preprocess.event_files import EVENTS, FRAMES
-from megasnn.preprocess.index import read_index
 from megasnn.preprocess.run import preprocess
 from tests.preprocess.jobs import dying, job, sleepy
 from tests.preprocess.recordings import cifar10_dvs
@@ -227,6 +227,17 @@ def test_verify_finds_what_training_would_not(tmp_path, capsys) -> None:
     assert f"{shard} is missing" in capsys.readouterr().err
 
 
+def test_verify_reads_linked_shards_as_training_does(tmp_path) -> None:
+    preprocess(job(tmp_path))
+    shard = tmp_path / "train-00001.tar"
+    elsewhere = shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(elsewhere)
+    assert verify(tmp_path) == []
+    elsewhere.write_bytes(bytes(elsewhere.stat().st_size))
+    (wrong,) = verify(tmp_path)
+    assert wrong.startswith(f"{shard} has changed")
+
+
 def test_training_refuses_a_shard_with_another_number_of_samples(tmp_path) -> None:
     preprocess(job(tmp_path))
     index = json.loads((tmp_path / "index.json").read_text())
@@ -235,5 +246,5 @@ def test_training_refuses_a_shard_with_another_number_of_samples(tmp_path) -> No
     with pytest.raises(ValueError, match="train-00000.tar holds 4 samples, index.json beside it says 5"):
         open_shard(tmp_path / "train-00000.tar", ("txt",))
     (tmp_path / "index.json").write_text("{")
-    with pytest.raises(ValueError, match="index.json is no index of shards"):
+    with pytest.raises(ValueError, match="index.json: .* it is no index of shards: make the shards again"):
         open_shard(tmp_path / "train-00000.tar", ("txt",))

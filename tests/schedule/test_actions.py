@@ -10,7 +10,7 @@ transfers_and_computing = st.builds(
     st.sampled_from([kind for kind in Kind if kind is not Kind.SYNC_GRADIENTS]),
     st.integers(0, 300),
 )
-syncs = st.builds(Action, st.integers(0, 300), st.just(Kind.SYNC_GRADIENTS))
+syncs = st.builds(Action, st.integers(0, 300), st.just(Kind.SYNC_GRADIENTS), st.none())
 actions = transfers_and_computing | syncs
 
 

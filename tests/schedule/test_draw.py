@@ -3,8 +3,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megasnn.schedule import equal_costs, generate, simulate
-from megasnn.schedule.gantt import draw_grid, write_chart
+from megasnn.schedule import ChunkCost, equal_costs, generate, simulate
+from megasnn.schedule.gantt import SECONDS, View, draw_grid, svg, write_chart
 from tools.draw_schedule import main
 
 
@@ -28,6 +28,22 @@ def test_a_chart_has_a_bar_for_every_computation(tmp_path: Path) -> None:
     main(["v-half", "--stages", "2", "--micro-batches", "3", "--output", str(tmp_path / "g.svg")])
     titles = [element.text for element in ElementTree.parse(tmp_path / "g.svg").iter() if element.tag.endswith("title")]
     assert sorted(map(str, titles)) == sorted(f"{c}{k}{m}" for c in range(4) for k in "FIW" for m in range(3))
+
+
+def test_a_chart_says_what_its_axis_and_colours_are(tmp_path: Path) -> None:
+    main(["zbv", "--stages", "2", "--micro-batches", "3", "--output", str(tmp_path / "g.svg")])
+    texts = [element.text for element in ElementTree.parse(tmp_path / "g.svg").iter() if element.tag.endswith("text")]
+    assert {"waiting", "forward", "input gradient", "weight gradient", "rank 0", "0", "2", "4", "time"} <= set(texts)
+    assert "backward" not in texts, "there is none"
+    assert any(text is not None and "makespan" in text and "units of time" in text for text in texts)
+
+
+def test_a_chart_of_seconds_is_in_milliseconds() -> None:
+    schedule = generate("1f1b", 2, 2)
+    result = simulate(schedule, [ChunkCost(0.001, 0.002)] * 2)
+    text = svg(schedule, result, View(0.02, *SECONDS, "measured"))
+    assert "measured: 1f1b" in text and "makespan 9 ms" in text and ">ms</text>" in text
+    assert ">20</text>" in text, "the axis ends with what the width stands for"
 
 
 def test_a_picture_can_be_opened(tmp_path: Path) -> None:

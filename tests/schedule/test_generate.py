@@ -17,7 +17,7 @@ from megasnn.schedule import (
     simulate,
     validate,
 )
-from megasnn.schedule.generate import NAMES, V_NAMES, CostsOf, possible_chunks
+from megasnn.schedule.named import NAMES, V_NAMES, CostsOf, possible_chunks
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.zero_bubble import half_limit, min_limit
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.partition import (
+from megasnn.schedule.partition import (
     balanced_bounds,
     layout_to_bounds,
     loop_placement,

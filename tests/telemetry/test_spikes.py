@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.telemetry.spikes import LayerSpikes, SpikeRecorder, spike_scalars
+from megasnn.telemetry.spikes import LayerSpikes, SpikeRecorder, mean_spikes
 
 SHAPES = {"stem.neuron": (4, 3, 3), "block.qkv": (8, 5), "head.neuron": (2,)}
 
@@ -64,9 +64,10 @@ def test_a_layer_that_changes_its_size_is_an_error():
 def test_order_of_the_network_and_a_layer_it_lacks():
     recorder = SpikeRecorder()
     with recorder.recording():
-        for name in ("b", "a"):
+        for name in ("b.fc.neuron", "b", "a.neuron"):
             recorder.observe(name, torch.ones(1, 1, 1))
-    assert [layer.name for layer in recorder.reduce(None, None, None, order=["a", "x", "b"])] == ["a", "b"]
+    found = recorder.reduce(None, None, None, order=["a", "x", "b"])
+    assert [layer.name for layer in found] == ["a.neuron", "b.fc.neuron", "b"]
     with recorder.recording():
         recorder.observe("b", torch.ones(1, 1, 1))
     with pytest.raises(ValueError, match=r"\['b'\]"):
@@ -74,11 +75,13 @@ def test_order_of_the_network_and_a_layer_it_lacks():
 
 
 def test_scalars_for_tensorboard():
-    assert spike_scalars([LayerSpikes("a", 0.5, 0.25, 0.125)]) == {
-        "spikes/firing_rate/a": 0.5,
-        "spikes/silent/a": 0.25,
-        "spikes/saturated/a": 0.125,
+    layers = [LayerSpikes("a", 0.5, 0.25, 0.125), LayerSpikes("b", 0.25, 0.75, 0.0)]
+    assert mean_spikes(layers) == {
+        "spikes/firing_rate": 0.375,
+        "spikes/silent": 0.5,
+        "spikes/saturated": 0.0625,
     }
+    assert mean_spikes([]) == {}
 
 
 def _spikes(name: str) -> Tensor:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megasnn import training
-from megasnn.checkpoint import from_spikingjelly, vgg_from_spikingjelly
-from megasnn.config import PretrainSpikformerConfig, PretrainVggDvsConfig, parse, validate
-from megasnn.models.spikformer import describe_spikformer
-from megasnn.models.vgg_dvs import describe_vgg_dvs
+from megasnn.config import parse, validate
+from megasnn.models.description import ModelDescription
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.link import LinkCost
+from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
 
 TINY = (
@@ -64,7 +75,8 @@ def _run(config: Any, provider: training.ModelProvider, only_load: bool = False)
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
         run = TrainingRun(config, config.model, provider, state)
-        run.start()
+        with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
+            run.start()
         if not only_load:
             run.train()
         run.close()
@@ -75,6 +87,17 @@ def _run(config: Any, provider: training.ModelProvider, only_load: bool = False)
         return outcome
     finally:
         destroy_model_parallel()
+
+
+@contextmanager
+def without_trial() -> Iterator[None]:
+    """Inside, no layer runs before the training does: none is tried out to see what memory it needs."""
+
+    def no_costs(model: ModelDescription, *_: object) -> PipelineCosts:
+        return PipelineCosts(tuple(LayerCost(0, 0, 0) for _ in model.layers), LinkCost())
+
+    with mock.patch.object(memory, "measure_memory", no_costs):
+        yield
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:

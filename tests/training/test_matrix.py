@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.preprocess.event_files import FRAMES, encode_frames
+from megasnn.data.event_files import FRAMES, encode_frames
 from megasnn.preprocess.writing import write_shard
 from tests.training.runs import Outcome, train, train_vgg, whole
 

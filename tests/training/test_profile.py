@@ -21,13 +21,14 @@ def test_a_profiled_run_shows_both_charts(ranks, tmp_path_factory, tmp_path, sch
     flags = (*PP2, "--pipeline-schedule", schedule, "--profile-pipeline", "--tensorboard-dir", str(tmp_path))
     ranks(2, train, cache, *flags)
     events = EventAccumulator(str(tmp_path)).Reload()
+    assert [image.step for image in events.Images("pipeline/simulated")] == [0], "at the start"
     for what in ("measured", "predicted"):
         images = events.Images(f"pipeline/{what}")
         assert [image.step for image in images] == [1, 3]  # the steps before those with a log line
         assert images[0].width > 1000
-        shares = [event.value for event in events.Scalars(f"pipeline/bubble_{what}")]
+        shares = [event.value for event in events.Scalars(f"6_pipeline/bubble_{what}")]
         assert len(shares) == 2 and all(0 < share < 1 for share in shares)
-        assert all(event.value > 0 for event in events.Scalars(f"pipeline/ms_{what}"))
+        assert all(event.value > 0 for event in events.Scalars(f"6_pipeline/ms_{what}"))
 
 
 def test_a_run_that_ends_before_a_log_interval_is_profiled_too(ranks, tmp_path_factory, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.checkpoint import from_spikingjelly, load_global_tensors
+from megasnn import engine
+from megasnn.checkpoint import load_global_tensors
 from megasnn.config import OptimizerConfig
+from megasnn.losses import count_correct
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import learning_rate
 from tests.training.runs import train, whole
 
@@ -72,26 +76,74 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     ranks(4, train, cache, *flags, *TP2_PP2, "--log-pictures-interval", "3")
     events = EventAccumulator(str(tmp_path)).Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    assert [event.step for event in scalars["loss/train"]] == [2, 4, 6]
-    assert [event.step for event in scalars["loss/train vs samples"]] == [20, 40, 60]
-    assert [event.step for event in scalars["accuracy/top1"]] == [4, 6]
-    assert {f"memory/peak_mb/rank{rank}" for rank in range(4)} <= scalars.keys()
-    assert all(scalars[f"communication/{group}_mb"][-1].value > 0 for group in ("tensor", "pipeline", "backward"))
-    rates = {tag: events[-1].value for tag, events in scalars.items() if tag.startswith("spikes/firing_rate/")}
-    # Each of the stem's five neurons, and of a block's five, once; not those "vs samples".
-    assert len([tag for tag in rates if not tag.endswith("samples")]) == 10
-    assert all(0 <= rate <= 1 for rate in rates.values()) and max(rates.values()) > 0
+    cards = sorted(tag for tag in scalars if not tag.startswith("vs_samples/"))
+    assert cards[:5] == [
+        "1_training/1_loss", "1_training/2_accuracy", "1_training/3_samples_per_second", "1_training/4_grad_norm",
+        "1_training/5_learning_rate",
+    ]  # fmt: skip
+    assert sorted(scalars)[len(cards) :] == [f"vs_samples/{card}" for card in cards], "the other axis, at the end"
+    assert len(cards) <= 30
+    assert [tag for tag, points in scalars.items() if all(point.value == 0 for point in points)] == []
+    assert not any("data_mb" in card for card in cards), "there is one replica"
+    assert [event.step for event in scalars["1_training/1_loss"]] == [2, 4, 6]
+    assert [event.step for event in scalars["vs_samples/1_training/1_loss"]] == [20, 40, 60]
+    assert {event.step for event in scalars["2_validation/1_loss"]} == {4, 6}
+    for kind in ("peak", "predicted"):
+        assert {f"5_memory/{kind}_mb_rank{rank}" for rank in range(4)} <= scalars.keys()
+    assert all(scalars[f"7_communication/{group}_mb"][-1].value > 0 for group in ("tensor", "pipeline", "backward"))
+    assert 0 < scalars["3_spikes/1_firing_rate"][-1].value < 1
     expected = learning_rate(OptimizerConfig(lr=1e-2), 5, 6)
-    assert scalars["learning_rate"][-1].value == pytest.approx(expected, rel=1e-6)
+    assert scalars["1_training/5_learning_rate"][-1].value == pytest.approx(expected, rel=1e-6)
     assert "configuration/text_summary" in events.Tags()["tensors"]
+    assert len(events.PluginTagToContent("hparams")) == 3 and events.PluginTagToContent("custom_scalars")
     assert [event.step for event in events.Images("samples")] == [0]
     assert [event.step for event in events.Images("spikes/raster")] == [3, 6]
+    assert [event.step for event in events.Images("spikes/layers")] == [3, 6]
+
+
+def test_what_the_json_log_holds(ranks, cache, tmp_path) -> None:
+    flags = ("--train-iters", "4", "--log-interval", "2", "--save", str(tmp_path), "--eval-iters", "1")
+    ranks(2, train, cache, *flags, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv")
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (start,) = [line for line in lines if line["kind"] == "start"]
+    assert start["config"] == json.loads((tmp_path / "config.json").read_text()) and start["ranks"] == 2
+    iterations = [line for line in lines if line["kind"] == "iteration"]
+    assert [line["iteration"] for line in iterations] == [2, 4]
+    last = iterations[-1]
+    assert last["consumed_samples"] == 40 and last["global_batch_size"] == 10 and 0 <= last["accuracy"] <= 1
+    assert last["communication/pipeline_mb"] > 0 and last["memory/peak_mb_rank1"] > 100
+    # Each of the stem's five neurons, and of a block's five, in the model's order although chunks are placed as a V.
+    names = list(last["layers"])
+    assert len(names) == 10 and names[0].startswith("patch_embed.stages.0") and names[-1].startswith("blocks.0.mlp.fc2")
+    assert all(0 <= layer["firing_rate"] <= 1 for layer in last["layers"].values())
+    assert [line["iteration"] for line in lines if line["kind"] == "validation"] == [4]
+
+
+def test_the_accuracy_of_training_is_that_of_its_logits(ranks, cache, tmp_path, monkeypatch) -> None:
+    """Counted apart on one rank, and the same on every layout."""
+    common = ("--train-iters", "3", "--log-interval", "1", "--eval-iters", "0", "--precision", "fp64", "--lr", "3e-3")
+    found, correct = [], []
+
+    def counted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        best = logits.detach().sum(0).max(1).indices.tolist()
+        correct.append(sum(one == other for one, other in zip(best, labels.tolist(), strict=True)))
+        return count_correct(logits, labels)
+
+    monkeypatch.setattr(engine, "count_correct", counted)
+    for layout in ((), ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2"), ("data",)):
+        folder = tmp_path / f"run{len(found)}"
+        flags = (*common, "--tensorboard-dir", str(folder), *(flag for flag in layout if flag != "data"))
+        ranks(2, train, cache, *flags) if layout else train(cache, *flags)
+        lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+        found.append([line["accuracy"] for line in lines if line["kind"] == "iteration"])
+    assert found[0] == found[1] == found[2] == found[3] and len(found[0]) == 3 and max(found[0]) > 0
+    assert found[0] == [sum(correct[first : first + 3]) / 10 for first in (0, 3, 6)], "three micro-batches a step"
 
 
 def test_the_loss_falls(cache, tmp_path) -> None:
     larger = "--image-size 16 --time-steps 4 --micro-batch-size 32 --global-batch-size 32".split()
     train(cache, *larger, "--train-iters", "120", "--log-interval", "20", "--tensorboard-dir", str(tmp_path))
-    losses = [event.value for event in EventAccumulator(str(tmp_path)).Reload().Scalars("loss/train")]
+    losses = [event.value for event in EventAccumulator(str(tmp_path)).Reload().Scalars("1_training/1_loss")]
     assert losses[0] < 1.2 * math.log(10) and losses[-1] < 0.8 * losses[0]
 
 

@@ -1,0 +1,71 @@
+"""Files derived from data sets (indexes, unpacked shards, sample data), made once for all ranks of a node.
+
+Every file appears complete or not at all: it is written beside its place and renamed. A lock spares the work of ranks
+that start together; where the file system knows no locks they each write the same bytes, and the last rename stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from megasnn.cache.folder import FOLDER, CacheError
+from megasnn.cache.room import claim, make_room, mark_used
+from megasnn.files.locks import held
+
+_PATIENCE_SECONDS = 1800.0
+
+
+def cached_name(source: Path, suffix: str, *version: str) -> str:
+    """A file name that changes with the path, size and time of change of `source` and with `version`."""
+    state = source.stat()
+    text = "\0".join([str(source.absolute()), str(state.st_size), str(state.st_mtime_ns), *version])
+    readable = re.sub(r"[^\w.-]", "_", source.name)[:80]
+    return f"{readable}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}{suffix}"
+
+
+def build_once(target: Path, build: Callable[[Path], None], lasting: bool = True) -> Path:
+    """Return `target`; where it does not exist yet, `build(temporary path)` makes it first.
+
+    Any number of processes may call it at the same time. Whatever `build` raises, nothing is left behind.
+
+    Args:
+        target: in the cache.
+        lasting: the file stays until this process ends. Otherwise it may be gone at any time: the cache removes what
+            was used least recently when it needs room.
+
+    Raises:
+        CacheError: the file cannot be written (no right, disk or cache full); the message names it and the cause.
+        LockError: another process has been making it for half an hour; the message names it.
+    """
+    temporary = target.parent / f".{target.name}.{socket.gethostname()}.{os.getpid()}"
+    try:
+        while not (claim(target) if lasting else target.exists()):
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with held(target.parent / f".{target.name}.lock", f"makes {target.name}", _PATIENCE_SECONDS):
+                if not target.exists():
+                    build(temporary)
+                    _flush(temporary)
+                    make_room(temporary)
+                    os.replace(temporary, target)
+    except OSError as error:
+        raise CacheError(
+            f"cannot make {target}: {error}; if its folder is full or cannot be written, "
+            f"set the environment variable {FOLDER} to another"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    mark_used(target)
+    return target
+
+
+def _flush(path: Path) -> None:
+    """Bring a file to disk before it is renamed, lest a power cut leave an empty one in its place."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

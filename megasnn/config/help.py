@@ -1,0 +1,79 @@
+"""How the flags of a configuration are grouped and explained by --help: what is rarely used comes last."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+# Parts as they are shown, and after them all those flags of any part that few runs need.
+ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
+RARELY_USED = {
+    "model": ("tensor_parallel_style",),
+    "data": (
+        *("last_batch", "split_by", "frame_duration", "normalize_frames"),
+        *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),
+    ),
+    "training": ("exit_interval", "exit_duration_in_mins", "tet_lambda", "tet_mean"),
+    "optimizer": ("adam_beta1", "adam_beta2", "adam_eps"),
+    "parallel": (
+        *("strict_wire", "pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
+        *("check_replicas_interval", "replica_mismatch"),
+    ),
+    "checkpoint": ("keep_every", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
+    "logging": ("log_throughput", "log_pictures_interval"),
+    "neuron": ("decay_input", "detach_reset", "surrogate_alpha", "neuron_backend"),
+}
+
+
+def flag_groups(defaults: Any) -> type:
+    """A dataclass with a field for each group of flags, made for `tyro.cli`.
+
+    Args:
+        defaults: a configuration, whose parts are dataclasses; the flags take its values when they are not given.
+    """
+    often, rarely = [], []
+    for name in sorted((part.name for part in fields(defaults)), key=ORDER.index):
+        part = getattr(defaults, name)
+        flags = _flags(part)
+        rare = RARELY_USED[name]
+        group = _group(name, [flag for flag in flags if flag[0] not in rare], type(part).__doc__)
+        often.append((name, group, field(default_factory=group)))
+        rarely += [flag for flag in flags if flag[0] in rare]
+    last = _group("rarely_used", rarely, "What few runs need.")
+    whole = make_dataclass("Flags", [*often, ("rarely_used", last, field(default_factory=last))])
+    whole.__doc__ = type(defaults).__doc__
+    return whole
+
+
+def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> type:
+    group = make_dataclass(name, flags)
+    group.__doc__ = text
+    return group
+
+
+def _flags(part: Any) -> list[tuple[str, Any, Any]]:
+    """Name, type with help, and default of each field."""
+    texts, hints = help_texts(type(part)), get_type_hints(type(part), include_extras=True)
+    return [
+        (e.name, Annotated[hints[e.name], tyro.conf.arg(help=texts.get(e.name, ""))], getattr(part, e.name))
+        for e in fields(part)
+    ]
+
+
+def help_texts(part: type) -> dict[str, str]:
+    """The text below each field of a dataclass, on one line; those that it inherits included."""
+    texts: dict[str, str] = {}
+    for each in reversed(part.__mro__):
+        if not is_dataclass(each):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(body, ast.ClassDef)
+        for entry, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):
+                texts[entry.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return texts

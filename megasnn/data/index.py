@@ -1,0 +1,130 @@
+"""index.json: what a folder of shards holds, written last. Without it the folder is not finished."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import with_config
+
+from megasnn.files.described import STRICT, Count, FreeForm, PlainName, Sha256, open_regular, read_described
+
+INDEX_NAME = "index.json"
+WORK_FOLDER = ".preprocess"
+"""Exists in a folder whose preprocessing has begun and not ended."""
+VERSION: Literal[1] = 1
+_BLOCK = 1 << 20
+_ADVICE = "it is no index of shards: make the shards again, or remove it to use them unchecked"
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class ShardRecord:
+    """Attributes: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out."""
+
+    file: PlainName
+    split: str
+    samples: Count
+    size: Count
+    sha256: Sha256
+    broken: list[str]
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Index:
+    """Attributes: the options that the shards were made with, the class names by number, the shards; the version."""
+
+    options: FreeForm
+    classes: list[str]
+    shards: list[ShardRecord]
+    version: Literal[1] = VERSION
+
+    def write(self, folder: Path) -> None:
+        """Write it to `folder`, complete or not at all."""
+        write_json(folder / INDEX_NAME, {"version": self.version, **asdict(self)})
+
+    def of_split(self, split: str) -> list[ShardRecord]:
+        return [shard for shard in self.shards if shard.split == split]
+
+
+def read_index(folder: Path) -> Index | None:
+    """The index of a folder of shards; None where there is none.
+
+    Raises:
+        DescriptionError: it cannot be read, is of another version, or a field of it makes no sense.
+    """
+    path = folder / INDEX_NAME
+    if not os.path.lexists(path):
+        return None
+    return read_described(Index, path, advice=_ADVICE)
+
+
+def require_finished(folder: Path) -> None:
+    """Raises ValueError when preprocessing into `folder` has begun and not ended."""
+    if (folder / WORK_FOLDER).exists():
+        raise ValueError(
+            f"the shards in {folder} are not complete: their preprocessing was interrupted or is still running; "
+            f"run the same tools/preprocess_data.py command again to finish them"
+        )
+
+
+def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) -> list[str]:
+    """Read all shards that the index of `folder` lists; returns what is wrong, a line for each shard.
+
+    Args:
+        progress: called with the number of bytes read, from time to time.
+    Raises:
+        ValueError: there is no index, or it cannot be read.
+    """
+    index = read_index(folder)
+    if index is None:
+        require_finished(folder)
+        raise ValueError(f"{folder} has no {INDEX_NAME}; tools/preprocess_data.py writes one")
+    wrong = []
+    for record in index.shards:
+        path = folder / record.file
+        if not path.is_file():
+            wrong.append(f"{path} is missing, or no file")
+        elif (size := path.stat().st_size) != record.size:
+            wrong.append(f"{path} has {size} bytes, its index says {record.size}")
+        elif (found := _sha256(path, progress)) != record.sha256:
+            wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
+    return wrong
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file that is complete or not there, also after a power cut.
+
+    Raises:
+        ValueError: it cannot be written (disk full, no right); the message names it.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with open(temporary, "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ValueError(
+            f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
+            f"goes on from there"
+        ) from error
+
+
+def _sha256(path: Path, progress: Callable[[int], object]) -> str:
+    digest = hashlib.sha256()
+    with open_regular(path) as file:  # training reads shards that are links too
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            progress(len(block))
+    return digest.hexdigest()

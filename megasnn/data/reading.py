@@ -1,0 +1,61 @@
+"""Samples of a micro-batch as a rank needs them: decoded, augmented, and replaced where they are broken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from megasnn.data.augment import Augmentation
+from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.formats import SampleFormat
+from megasnn.data.order import SampleOrder, Slot
+
+
+@dataclass(frozen=True)
+class SlotReader:
+    """Reads the samples of slots, in the training process or in another: it can be pickled and needs no torch.
+
+    Attributes:
+        augment: None changes nothing.
+        need_images: False on ranks that need only to know which samples are broken.
+        skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not.
+    """
+
+    dataset: ShardDataset[SampleFormat]
+    order: SampleOrder
+    seed: int
+    augment: Augmentation | None
+    need_images: bool
+    skip_broken: bool
+
+    def read(self, slots: Sequence[Slot]) -> tuple[list[int], list[NDArray[Any]]]:
+        """The samples that are used in these slots, and, where images are needed, their decoded arrays.
+
+        Raises:
+            BrokenSample: one cannot be decoded, and is not to be skipped.
+            ValueError: as `ShardDataset.sample`; not one sample of the data set can be decoded.
+        """
+        fetched = [self._fetch(slot) for slot in slots]
+        return [sample for sample, _ in fetched], [image for _, image in fetched if image is not None]
+
+    def _fetch(self, slot: Slot) -> tuple[int, NDArray[Any] | None]:
+        if not self.skip_broken:
+            return slot.sample, self._image(slot, slot.sample) if self.need_images else None
+        for sample in self.order.from_slot(slot):
+            if not self.need_images:
+                if self.dataset.decodes(sample):
+                    return sample, None
+                continue
+            try:
+                return sample, self._image(slot, sample)
+            except BrokenSample:
+                continue
+        raise ValueError(f"none of the {len(self.dataset)} samples can be decoded, {self.dataset.describe(0)} for one")
+
+    def _image(self, slot: Slot, sample: int) -> NDArray[Any]:
+        """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
+        image = self.dataset.sample(sample)
+        return self.augment(image, self.seed, slot.epoch, slot.sample) if self.augment else image

@@ -1,0 +1,133 @@
+"""Spikformer's dimensions, and the configuration of a run that trains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megasnn.config.checks import above, at_least
+from megasnn.config.pretrain import PretrainConfig
+
+LARGEST_COUNT = 255  # the stream between blocks travels as uint8
+STEM_STAGES = 4
+
+
+_NEUTRAL: dict[str, Any] = dict(embed_dim=384, depth=4, num_heads=12, patch_size=4, image_size=32, num_classes=10)
+VARIANTS: dict[str | None, dict[str, Any]] = {
+    None: _NEUTRAL,
+    "spikformer_ti": dict(embed_dim=256, depth=4, num_heads=8, patch_size=16, image_size=224, num_classes=1000),
+    "spikformer_s": dict(embed_dim=384, depth=6, num_heads=12, patch_size=16, image_size=224, num_classes=1000),
+    "spikformer_cifar10": _NEUTRAL,
+}
+FROM_VARIANT: Any = None  # stands for the variant's value until the object is made
+
+
+@dataclass(frozen=True)
+class SpikformerConfig:
+    """Spikformer's dimensions (arXiv 2209.15425). What is not given is taken from the variant."""
+
+    variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = None
+    """A model of SpikingJelly 2.0.0 to take the dimensions from. Dimensions given as flags win over it."""
+    embed_dim: int = FROM_VARIANT
+    """Channels of the blocks; the four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
+    depth: int = FROM_VARIANT
+    """Number of blocks, each an attention and an MLP."""
+    num_heads: int = FROM_VARIANT
+    """Attention heads, shared out over the tensor parallel ranks."""
+    mlp_ratio: float = 4.0
+    """Hidden channels of the MLP, in multiples of --embed-dim."""
+    patch_size: Literal[4, 16] = FROM_VARIANT
+    """Pixels per token and side: the stem pools twice (4) or four times (16)."""
+    image_size: int = FROM_VARIANT
+    """Height and width of the images."""
+    in_channels: int = 3
+    """Channels that images get: 1 (RGB becomes grey) or 3 (grey is repeated); with --event-frames 2 polarities."""
+    time_steps: int = 4
+    """Simulated time steps, T. The same image is presented at each of them, or with --event-frames a frame of its
+    own."""
+    event_frames: bool = False
+    """The samples are recordings of event cameras and not images."""
+    num_classes: int = FROM_VARIANT
+    """Number of classes."""
+
+    def __post_init__(self) -> None:
+        """Completes the object, so that every field has a value. Raises ValueError for an unknown variant."""
+        if self.variant not in VARIANTS:
+            known = ", ".join(name for name in VARIANTS if name)
+            raise ValueError(f"unknown --variant {self.variant!r}; known: {known}")
+        for name, value in VARIANTS[self.variant].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    @property
+    def mlp_dim(self) -> int:
+        """Hidden channels of the MLP."""
+        return int(self.embed_dim * self.mlp_ratio)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample: (C, H, W), or (T, C, H, W) for event frames."""
+        image = (self.in_channels, self.image_size, self.image_size)
+        return (self.time_steps, *image) if self.event_frames else image
+
+    def unit_of_layer(self) -> list[str]:
+        """Four stem stages and the positional encoding, the two halves of each block, the head."""
+        stem = ["patch_embed"] * (STEM_STAGES + 1)
+        blocks = [f"blocks.{block}" for block in range(self.depth) for _half in range(2)]
+        return [*stem, *blocks, "head"]
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        sizes = ("embed_dim", "depth", "num_heads", "image_size", "in_channels", "time_steps", "num_classes")
+        wrong = at_least(self, 1, *sizes) + above(self, 0, "mlp_ratio")
+        if self.patch_size not in (4, 16):
+            wrong.append(f"--patch-size must be 4 or 16, got {self.patch_size}")
+        if wrong:
+            return wrong
+        return self._dimension_problems() + self._tensor_parallel_problems(tensor_parallel)
+
+    def _dimension_problems(self) -> list[str]:
+        wrong = []
+        if self.event_frames and self.in_channels != 2:
+            wrong.append(f"--event-frames have two polarities: set --in-channels 2, not {self.in_channels}")
+        if not self.event_frames and self.in_channels not in (1, 3):
+            wrong.append(
+                f"--in-channels {self.in_channels}: images have 1 (grey) or 3 (RGB); event frames need --event-frames"
+            )
+        if self.embed_dim % 2 ** (STEM_STAGES - 1):
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage of the stem")
+        if self.embed_dim % self.num_heads:
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
+        if self.mlp_dim < 1:
+            wrong.append(f"--mlp-ratio {self.mlp_ratio} of --embed-dim {self.embed_dim} leaves no hidden channel")
+        if self.image_size % self.patch_size:
+            wrong.append(f"--image-size {self.image_size} must be a multiple of --patch-size {self.patch_size}")
+        if 2 + 2 * self.depth > LARGEST_COUNT:
+            wrong.append(
+                f"--depth {self.depth}: the residual stream counts up to 2 + 2 x depth = "
+                f"{2 + 2 * self.depth} spikes, and it travels as a byte ({LARGEST_COUNT}); the "
+                f"largest depth is {(LARGEST_COUNT - 2) // 2}"
+            )
+        return wrong
+
+    def _tensor_parallel_problems(self, size: int) -> list[str]:
+        if size < 1:
+            return []  # reported by ParallelConfig
+        stem = self.embed_dim // 2 ** (STEM_STAGES - 1)
+        # What holds for the first stem stage holds for the later ones: they have a multiple of its channels.
+        shared_out = [
+            (f"--num-heads {self.num_heads}", self.num_heads),
+            (f"--embed-dim {self.embed_dim}: the first stem stage's {stem} channels", stem),
+            (f"--mlp-ratio {self.mlp_ratio}: the MLP's {self.mlp_dim} hidden channels", self.mlp_dim),
+        ]
+        return [
+            f"{what} must be a multiple of --tensor-model-parallel-size {size}"
+            for what, number in shared_out
+            if number % size
+        ]
+
+
+@dataclass(frozen=True)
+class PretrainSpikformerConfig(PretrainConfig):
+    """Pretrain Spikformer with data, tensor and pipeline parallelism."""
+
+    model: SpikformerConfig = field(default_factory=SpikformerConfig)

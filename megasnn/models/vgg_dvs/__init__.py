@@ -1,0 +1,1 @@
+"""The VGG for event cameras: its dimensions, its layers, and its names in SpikingJelly."""

@@ -1,0 +1,132 @@
+"""The dimensions of the VGG for event cameras, its neuron, and the configuration of a run that trains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megasnn.config.checks import at_least, from_zero_to_below_one, refusal
+from megasnn.config.neuron import NeuronConfig, Surrogate
+from megasnn.config.pretrain import PretrainConfig
+
+POOL = "P"
+CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
+
+
+@dataclass(frozen=True)
+class VggBlock:
+    """A convolution with so many output channels, behind average pooling 2 x 2 or not."""
+
+    channels: int
+    pool: bool
+
+
+def parse_channels(text: str) -> tuple[tuple[VggBlock, ...], bool]:
+    """The blocks that "64,128,P,256" describes, and whether a pooling comes after the last one.
+
+    Raises:
+        ValueError: something else than channel numbers and single poolings between them, or no block at all.
+    """
+    blocks: list[VggBlock] = []
+    pool = False
+    for place, word in enumerate(part.strip() for part in text.split(",")):
+        if word.upper() == POOL:
+            if pool:
+                raise ValueError(f'--channels "{text}": two poolings in a row, the second at place {place + 1}')
+            pool = True
+        elif word.isdecimal() and int(word) > 0:
+            blocks.append(VggBlock(int(word), pool))
+            pool = False
+        else:
+            raise ValueError(
+                f'--channels "{text}": {word!r} at place {place + 1} is neither a number of channels nor {POOL} for '
+                f'pooling; the default is "{CIFAR10_DVS}"'
+            )
+    if not blocks:
+        raise ValueError(f'--channels "{text}" has no convolution; the default is "{CIFAR10_DVS}"')
+    return tuple(blocks), pool
+
+
+@dataclass(frozen=True)
+class VggDvsConfig:
+    """The VGG of the event-camera literature; the defaults are SpikingJelly 2.0.0's CIFAR10DVSVGG."""
+
+    channels: str = CIFAR10_DVS
+    """Output channels of each convolution, with P where average pooling 2 x 2 comes between them."""
+    image_size: int = 48
+    """Height and width of the frames."""
+    in_channels: int = 2
+    """Channels of the frames: one for each polarity."""
+    time_steps: int = 10
+    """Frames of a sample, T: one at each simulated time step."""
+    num_classes: int = 10
+    """Number of classes."""
+    dropout: float = 0.25
+    """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
+    tensor_parallel_style: Literal["auto", "alternate"] = "auto"
+    """How convolutions are cut over the tensor parallel ranks: auto takes for each one, by column (its outputs) or by
+    row (its inputs), what moves fewer bytes; alternate takes one after the other, as Megatron-LM does."""
+
+    @property
+    def blocks(self) -> tuple[VggBlock, ...]:
+        """Raises ValueError for malformed channels."""
+        return parse_channels(self.channels)[0]
+
+    @property
+    def final_pool(self) -> bool:
+        """Whether the classifier pools its input."""
+        return parse_channels(self.channels)[1]
+
+    @property
+    def final_size(self) -> int:
+        """Height and width of what the classifier sees."""
+        return self.image_size // 2 ** (sum(block.pool for block in self.blocks) + self.final_pool)
+
+    def unit_of_layer(self) -> list[str]:
+        """Each convolution is a unit of its own, and the classifier."""
+        return [*(f"features.{index}" for index in range(len(self.blocks))), "classifier"]
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
+        wrong += from_zero_to_below_one(self, "dropout") + refusal(parse_channels, self.channels)
+        if wrong:
+            return wrong
+        if self.in_channels != 2:
+            wrong.append(f"--in-channels {self.in_channels}: event frames have two polarities; set 2, or leave it out")
+        if self.final_size < 1:
+            pools = sum(block.pool for block in self.blocks) + self.final_pool
+            wrong.append(
+                f'--image-size {self.image_size} is too small for the {pools} poolings of --channels "{self.channels}"'
+            )
+        if tensor_parallel < 1:
+            return wrong  # reported by ParallelConfig
+        wrong += [
+            f"--channels: {channels} must be a multiple of --tensor-model-parallel-size {tensor_parallel}"
+            for channels in dict.fromkeys(block.channels for block in self.blocks)
+            if channels % tensor_parallel
+        ]
+        if tensor_parallel == 1 and self.tensor_parallel_style != "auto":
+            wrong.append(
+                f"--tensor-parallel-style {self.tensor_parallel_style} needs --tensor-model-parallel-size above 1"
+            )
+        return wrong
+
+
+@dataclass(frozen=True)
+class VggNeuronConfig(NeuronConfig):
+    """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
+
+    tau: float = 1.333
+    """Membrane time constant of lif in time steps; of plif, the initial one."""
+    decay_input: bool = False
+    """Whether the input is divided by the time constant too."""
+    surrogate: Surrogate = "atan"
+    """Surrogate gradient of the spike."""
+
+
+@dataclass(frozen=True)
+class PretrainVggDvsConfig(PretrainConfig):
+    """Pretrain the VGG for event cameras with data, tensor and pipeline parallelism."""
+
+    model: VggDvsConfig = field(default_factory=VggDvsConfig)
+    neuron: VggNeuronConfig = field(default_factory=VggNeuronConfig)

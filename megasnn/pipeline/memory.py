@@ -1,0 +1,152 @@
+"""What a step needs in memory on each pipeline rank, known before the first one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from megasnn.comm.collectives import all_reduce_sum
+from megasnn.comm.group import Group, alone
+from megasnn.layers.context import BuildContext
+from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.pipeline.costs import LayerCost, MeasuredLayer, PipelineCosts
+from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.schedule import Schedule
+from megasnn.schedule.memory import activations_held
+
+TRIAL_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """Bytes at the moment of a step when a pipeline rank needs most, above weights, gradients and optimizer state.
+
+    Attributes:
+        kept: what forwards have left for their backwards.
+        working: what the computation under way needs beside that.
+        messages: tensors on their way from and to other stages.
+    """
+
+    kept: int
+    working: int
+    messages: int
+
+
+def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts) -> list[StepPeak]:
+    """Of each pipeline rank.
+
+    Args:
+        bounds: the layers of each chunk.
+    """
+    held, working = costs.held_bytes(bounds), costs.working_bytes(bounds)
+    peaks = []
+    for rank, actions in enumerate(schedule.actions):
+        before = [0, *map(round, activations_held(schedule, rank, held))]
+        needed = [working[action.chunk].get(action.kind, 0) for action in actions]
+        most = max(zip(before, needed, strict=False), key=sum, default=(0, 0))
+        peaks.append(StepPeak(*most, _messages(schedule, rank, bounds, costs)))
+    return peaks
+
+
+def _messages(schedule: Schedule, rank: int, bounds: Sequence[range], costs: PipelineCosts) -> int:
+    """One message and one gradient for each boundary with another rank: on each link one receive is posted ahead, and
+    one send is under way."""
+    total = 0
+    for index, (here, there) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
+        end = bounds[index].stop
+        if rank in (here, there) and here != there and end:
+            total += costs.layers[end - 1].message + costs.layers[end - 1].gradient
+    return total
+
+
+class NotMeasuredError(Exception):
+    """Says why the layers' memory is not known, on every rank."""
+
+
+def measure_memory(
+    model: ModelDescription,
+    samples: int,
+    context: BuildContext,
+    device: torch.device,
+    wires: WireOptions,
+    world: Group | None = None,
+    seconds: float = math.inf,
+) -> PipelineCosts:
+    """The bytes that each layer needs for a micro-batch of `samples` samples, on copies of its own; times are 0.
+
+    Measured with a few samples, and proportional to them. Layers that are built alike and take the same shape are
+    tried once. It takes the memory of one layer. Collective over `world`.
+
+    Args:
+        world: the group that takes part; None is this rank alone.
+        seconds: no layer is begun so long after the first one, by the first rank's clock. The first pays for compiling,
+            which training would pay otherwise.
+    Raises:
+        NotMeasuredError: on every rank, when time is up, or an error arose. Only in a layer that is cut over tensor
+            parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
+    """
+    world, begun = world or alone("world"), None
+    trial = min(samples, TRIAL_SAMPLES)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((trial, *model.input_shape), generator=generator).to(device, context.dtype)
+    known: dict[Hashable, tuple[LayerCost, torch.Size]] = {}
+    found = []
+    for index, description in enumerate(model.layers):
+        kind = (_alike(description), x.shape, index > 0)
+        if kind in known:
+            shape = known[kind][1]
+            x = x if x.shape == shape else x.new_zeros(shape)
+        else:
+            error = None
+            try:
+                layer = MeasuredLayer(description, context, range(trial), device)
+                x = layer.run_once(x, needs_input_gradient=index > 0)
+                known[kind] = _for_samples(layer.cost(wires), samples / trial), x.shape
+            except Exception as caught:
+                if context.tensor.size > 1:
+                    raise
+                error = f"{description.name} failed with {type(caught).__name__}: {caught}"
+            begun = begun or time.monotonic()
+            late = world.rank == 0 and index + 1 < len(model.layers) and time.monotonic() - begun >= seconds
+            _go_on(world, device, error, late, seconds)
+        found.append(known[kind][0])
+    return PipelineCosts(tuple(found), LinkCost())
+
+
+def _alike(description: LayerDescription) -> Hashable:
+    """Equal for layers that are built in the same way; a build that cannot be compared is equal to itself only."""
+    build = description.build
+    if isinstance(build, partial):
+        kind = (build.func, build.args, tuple(sorted(build.keywords.items())), description.output)
+        with suppress(TypeError):  # an argument that has no hash
+            hash(kind)
+            return kind
+    return description.name
+
+
+def _go_on(world: Group, device: torch.device, error: str | None, late: bool, seconds: float) -> None:
+    """Raises NotMeasuredError on every rank when one of them says so; collective."""
+    votes = torch.tensor([error is not None, late], dtype=torch.float64, device=device)
+    failed, out_of_time = all_reduce_sum(votes, world, "step").tolist()
+    if failed:
+        raise NotMeasuredError(error or "a layer failed on another rank")
+    if out_of_time:
+        raise NotMeasuredError(f"trying out the layers took more than {seconds:g} s")
+
+
+def _for_samples(cost: LayerCost, factor: float) -> LayerCost:
+    forward, inputs, weights = (round(factor * each) for each in cost.working)
+    return replace(
+        LayerCost(0, 0, 0),
+        held=round(factor * cost.held),
+        working=(forward, inputs, weights),
+        message=round(factor * cost.message),
+        gradient=round(factor * cost.gradient),
+    )

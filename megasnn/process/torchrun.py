@@ -1,0 +1,64 @@
+"""torchrun with an end that can be read.
+
+    python -m megasnn.process.torchrun [torchrun's flags] pretrain_spikformer.py [its flags]
+
+It takes torchrun's flags, does what torchrun does and ends with its status. When a rank fails, the ranks have said what
+it was. torchrun adds warnings, a traceback of its own and a table of all ranks; here it adds one line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+_LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0, or 1 when a rank failed or a signal came."""
+    try:
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except KeyboardInterrupt:
+        return _failed("SIGINT while it started")
+    for name in _LOGGERS:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        run.main(argv)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        ended = f"signal {failure.signal_name()}" if failure.exitcode < 0 else f"status {failure.exitcode}"
+        told = failure.message["message"] if isinstance(failure.message, dict) else f"ended with {ended}"
+        return _failed(f"rank {rank}: {told}")
+    except SignalException as error:
+        return _failed(signal.Signals(error.sigval).name)
+    except KeyboardInterrupt:
+        return _failed("SIGINT")
+    return 0
+
+
+def _failed(why: str) -> int:
+    sys.stderr.write(f"torchrun: stopped, because of {why}\n")
+    return 1
+
+
+def tell_torchrun(text: str) -> None:
+    """What torchrun shows of this rank when it fails; the rank with the first such text is the root cause for it.
+
+    Nothing happens without torchrun, which expects the text in a file.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(file, "w") as output:
+            json.dump({"message": message}, output)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

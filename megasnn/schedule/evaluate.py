@@ -1,0 +1,119 @@
+"""What a candidate takes and holds, in short: for searches, which look at many and make actions of few."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megasnn.schedule.actions import Schedule
+from megasnn.schedule.memory import activations_held
+from megasnn.schedule.named import CostsOf, complete, named_recipes, named_schedule, placement_of
+from megasnn.schedule.simulate import ChunkCost, end_times
+from megasnn.schedule.streams import FORWARD, KINDS, Rows, Ticks, as_schedule, takers_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An order, computing alone, and what comes of it.
+
+    Attributes:
+        order: a schedule, or the rows of one.
+        makespan: simulated. held: the most activations on a rank; both in the unit of the costs.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    micro_batches: int
+    order: Schedule | Rows
+    makespan: float
+    held: float
+
+    def schedule(self) -> Schedule:
+        """Complete, with transfers and gradient sync."""
+        if isinstance(self.order, Schedule):
+            return complete(self.order)
+        return complete(as_schedule(self.name, self.placement, self.micro_batches, self.order))
+
+
+def of_rows(
+    name: str, placement: tuple[int, ...], micro_batches: int, rows: Rows, costs: Sequence[ChunkCost]
+) -> Candidate:
+    """Of rows in which no two boundaries share a link: one chunk on each rank, or two as a V."""
+    return Candidate(name, placement, micro_batches, rows, _makespan(placement, rows, costs), _held(rows, costs))
+
+
+def of_schedule(order: Schedule, costs: Sequence[ChunkCost]) -> Candidate:
+    """Of a schedule, computing alone."""
+    activation = [cost.activation for cost in costs]
+    held = max(max(activations_held(order, rank, activation)) for rank in range(order.ranks))
+    makespan = max(row[-1] for row in end_times(complete(order), costs))
+    return Candidate(order.name, order.placement, order.micro_batches, order, makespan, held)
+
+
+def of_named(
+    name: str, stages: int, micro_batches: int, chunks_per_rank: int, costs_of: CostsOf, filled_by: CostsOf
+) -> Candidate:
+    """Of a named schedule.
+
+    Args:
+        costs_of: what counts. filled_by: the costs that decide where weight gradients go.
+    """
+    placement = placement_of(name, stages, chunks_per_rank)
+    recipe = named_recipes(stages).get(name)
+    if recipe is None:
+        return of_schedule(named_schedule(name, stages, micro_batches, chunks_per_rank, filled_by), costs_of(placement))
+    filled = recipe.fill(Ticks.of(placement, filled_by(placement), micro_batches), micro_batches)
+    assert filled is not None, f"{name} on {stages} stages keeps its memory"
+    return of_rows(name, placement, micro_batches, filled.rows, costs_of(placement))
+
+
+def _held(rows: Rows, costs: Sequence[ChunkCost]) -> float:
+    change = [part for cost in costs for part in (cost.activation, 0.0, -cost.activation)]
+    return max(max(accumulate(map(change.__getitem__, row))) for row in rows)
+
+
+def _makespan(placement: tuple[int, ...], rows: Rows, costs: Sequence[ChunkCost]) -> float:
+    """What `simulate` finds for the complete schedule, from the rows alone and in the same sums.
+
+    A computation is taken together with the receive before it and the send after it.
+    """
+    times = [cost.times()[kind] for cost in costs for kind in KINDS]
+    takers = takers_of(len(placement))
+    ways = {
+        taker: costs[min(giver, taker) // 3].way(taker % 3 == FORWARD)
+        for giver, taker in enumerate(takers)
+        if taker >= 0 and placement[giver // 3] != placement[taker // 3]
+    }
+    way_of = [ways.get(each) for each in range(len(times))]  # of its input
+    way_on = [ways.get(each) for each in takers]
+    sent: list[deque[float]] = [deque() for _ in times]
+    posted, clock, position = [0.0] * len(times), [0.0] * len(rows), [0] * len(rows)
+    waiting = [-1] * len(rows)  # the stream whose input a rank waits for
+    ready = deque(range(len(rows)))
+    while ready:
+        rank = ready.popleft()
+        row, now = rows[rank], clock[rank]
+        waiting[rank] = -1
+        for at in range(position[rank], len(row)):
+            stream = row[at]
+            way = way_of[stream]
+            if way is not None:
+                if not sent[stream]:
+                    waiting[rank], position[rank] = stream, at
+                    break
+                arrival = max(sent[stream].popleft(), posted[stream]) + way.time
+                now = posted[stream] = max(now, arrival) + way.receive
+            now += times[stream]
+            way = way_on[stream]
+            if way is not None:
+                now += way.send
+                taker = takers[stream]
+                sent[taker].append(now)
+                home = placement[taker // 3]
+                if waiting[home] == taker:
+                    waiting[home] = -1
+                    ready.append(home)
+        clock[rank] = now
+    return max(clock)

@@ -1,0 +1,125 @@
+"""What a run says about itself before the first step: a screen for people, all of it for files and TensorBoard."""
+
+from __future__ import annotations
+
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
+from megasnn.engine import Engine
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.pipeline.plan import PipelinePlan
+from megasnn.telemetry.reporter import Reporter
+from megasnn.training.profile import chart
+
+WIDTH = 120
+
+
+def log_folder(config: PretrainConfig) -> Path | None:
+    """Where a run's configuration and JSON log lie: beside its checkpoints, otherwise beside its event files."""
+    folder = config.checkpoint.save or config.logging.tensorboard_dir
+    return None if folder is None else Path(folder)
+
+
+def introduce(
+    config: PretrainConfig,
+    engine: Engine,
+    plan: PipelinePlan,
+    state: ParallelState,
+    epoch_samples: int,
+    reporter: Reporter,
+    iteration: int,
+) -> None:
+    """Tells what is about to be trained and how.
+
+    Args:
+        epoch_samples: training samples of an epoch.
+        iteration: steps done before.
+    """
+    for line in (*_summary(config, engine, state, epoch_samples), *_flags(config)):
+        reporter.line(line)
+    for line in _pipeline(config, engine, plan):
+        reporter.line(line)
+    reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
+    grid = {"data_parallel_size": state.data.size, "parameters": engine.parameters}
+    reporter.flags({**comparable_flags(config), **grid})
+    schedules = {each.name: 1e3 * each.makespan for each in plan.named}
+    reporter.entry(
+        "start",
+        {
+            "iteration": iteration,
+            "ranks": state.world.size,
+            **grid,
+            "layout": layers_per_chunk(plan.bounds),
+            "schedules_ms": schedules,
+            "config": to_dict(config),
+        },
+    )
+    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size > 1 else None
+    if simulation is not None:
+        schedule = plan.schedules.training(plan.micro_batches)
+        reporter.picture("pipeline/simulated", partial(chart, schedule, simulation, "simulated"), iteration)
+    folder = log_folder(config)
+    if folder is not None and state.rank == 0:
+        reporter.tried.until_done(f"writing {folder}/config.json", partial(_write, folder, to_json(config)))
+
+
+def _write(folder: Path, config: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config)
+
+
+def _summary(config: PretrainConfig, engine: Engine, state: ParallelState, epoch_samples: int) -> list[str]:
+    training, ranks = config.training, state.world.size
+    name = type(config.model).__name__.removesuffix("Config")
+    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device)}"
+    epochs = training.iterations * training.global_batch_size / epoch_samples
+    return [
+        f"{name} with {engine.parameters:,} parameters in {len(engine.model.layers)} layers on {where}",
+        f"{training.iterations} iterations of {training.global_batch_size} samples "
+        f"({training.micro_batches} micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of "
+        f"{epoch_samples} samples",
+    ]
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU with {threads} thread{'s' * (threads > 1)} a rank"
+
+
+def _flags(config: PretrainConfig) -> list[str]:
+    folder = log_folder(config)
+    kept = f"; all are in {folder / 'config.json'}" if folder is not None else ""
+    changed = changed_flags(config)
+    if not changed:
+        return [f"all flags have their defaults{kept}"]
+    lines = [f"flags that differ from their defaults{kept}:"]
+    for part, flags in changed.items():
+        # A flag stays on the line of its value.
+        text = " ".join(each.replace(" ", "\0") for each in flags)
+        start = f"  {part:<12}"
+        wrapped = textwrap.wrap(
+            text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), break_on_hyphens=False,
+            break_long_words=False,
+        )  # fmt: skip
+        lines += [line.replace("\0", " ") for line in wrapped]
+    return lines
+
+
+def _pipeline(config: PretrainConfig, engine: Engine, plan: PipelinePlan) -> list[str]:
+    placement = plan.schedules.placement
+    if len(placement) == 1:
+        return []
+    layers = [layer.name for layer in engine.model.layers]
+    chunks = [
+        f"{index} on pipeline rank {rank}: " + (f"{layers[span.start]} .. {layers[span.stop - 1]}" if span else "empty")
+        for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True))
+    ]
+    lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks", *(f"  {chunk}" for chunk in chunks)]
+    return lines + plan.describe(config.parallel.pipeline_schedule)

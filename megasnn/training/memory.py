@@ -1,0 +1,140 @@
+"""The memory that every rank will need, said before the first step and compared with the peak at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+import torch.distributed as dist
+
+from megasnn.config import PretrainConfig
+from megasnn.engine import Engine
+from megasnn.optim import held_state_bytes, state_bytes
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.memory import NotMeasuredError, measure_memory, step_peaks
+from megasnn.pipeline.plan import PipelinePlan
+from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
+from megasnn.telemetry.reporter import Reporter
+from megasnn.training.setup import wire_options
+
+TRIAL_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """MB (10^6 bytes) on one rank.
+
+    Attributes:
+        program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
+        weights: parameters and buffers. gradients: their buckets. optimizer: its state.
+        kept: the most that forwards leave for backward.
+        working: what the largest layer computes with, at the moment when that and `kept` are most.
+        messages: between stages. samples: the batch in use, and on a CPU the one read ahead.
+        snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
+    """
+
+    program: float
+    weights: float
+    gradients: float
+    optimizer: float
+    kept: float
+    working: float
+    messages: float
+    samples: float
+    snapshot: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The peak that is predicted."""
+        return sum(asdict(self).values())
+
+    def __str__(self) -> str:
+        names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
+                 "working": "working memory"}  # fmt: skip
+        values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
+        parts = [f"{name} {value:.0f}" for name, value in values.items() if value]
+        return f"{self.total:.0f} MB = " + " + ".join(parts)
+
+
+def forecast_memory(
+    config: PretrainConfig,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    plan: PipelinePlan,
+    state: ParallelState,
+    reporter: Reporter,
+) -> list[MemoryForecast]:
+    """Of every rank, the same on all of them; none where the layers cannot be tried out. Collective over the world.
+
+    Measures the layers' memory where the plan has not; see `megasnn.pipeline.memory`.
+    """
+    size = config.training.micro_batch_size
+    costs = plan.costs
+    if costs is None:
+        wires = wire_options(config.parallel)
+        try:
+            costs = measure_memory(engine.model, size, engine.context, state.device, wires, state.world, TRIAL_SECONDS)
+        except NotMeasuredError as reason:
+            reporter.line(f"memory is not predicted: {reason}")
+            return []
+    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
+    parameters = [entry.tensor for entry in engine.tensors if entry.is_parameter and entry.tensor.requires_grad]
+    weights = sum(entry.tensor.nbytes for entry in engine.tensors)
+    gradients = sum(parameter.nbytes for parameter in parameters)
+    moments = state_bytes(parameters)
+    on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
+    snapshots = on_host and config.checkpoint.async_save and state.data.rank == 0
+    release_free_memory()
+    mine = MemoryForecast(
+        program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
+        weights=1e-6 * weights,
+        gradients=1e-6 * gradients,
+        optimizer=1e-6 * moments,
+        kept=1e-6 * peak.kept,
+        working=1e-6 * peak.working,
+        messages=1e-6 * peak.messages,
+        samples=1e-6 * _sample_bytes(config, engine, plan.micro_batches, on_host),
+        snapshot=1e-6 * (weights + moments) * snapshots,
+    )
+    everybody = [mine] * state.world.size
+    if state.world.size > 1:
+        dist.all_gather_object(everybody, mine, group=state.world.handle)
+    return everybody
+
+
+def _sample_bytes(config: PretrainConfig, engine: Engine, micro_batches: int, on_host: bool) -> int:
+    """Of the batch that is trained on, and on the host the one read ahead; stages behind the first see no samples."""
+    if not engine.takes_images:
+        return 0
+    of_sample = engine.context.dtype.itemsize
+    for length in engine.model.input_shape:
+        of_sample *= length
+    batches = 2 if on_host and config.data.num_workers else 1
+    return of_sample * micro_batches * config.training.micro_batch_size * batches
+
+
+def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
+    """Before the first step: what the ranks will need, the largest in detail; nothing without forecasts."""
+    if not forecasts:
+        return
+    rank = max(range(len(forecasts)), key=lambda each: forecasts[each].total)
+    others = f", the largest of {len(forecasts)}" if len(forecasts) > 1 else ""
+    reporter.line(f"memory predicted for rank {rank}{others}: {forecasts[rank]}")
+    reporter.entry("memory_predicted", {"mb": [{**asdict(each), "total": each.total} for each in forecasts]})
+
+
+def compare(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter: Reporter) -> None:
+    """At the end: the measured peak of each rank, beside its prediction if there is one. Collective over the world."""
+    peaks = gather_peak_memory_mb(state.device, state.world.handle)
+    rank = max(range(len(peaks)), key=peaks.__getitem__)
+    reporter.entry("memory", {"peak_mb": peaks, "predicted_mb": [each.total for each in forecasts]})
+    if not forecasts:
+        reporter.line(f"memory of rank {rank}: peak {peaks[rank]:.0f} MB")
+        return
+    shares = [peak / each.total for peak, each in zip(peaks, forecasts, strict=True)]
+    among = f" ({min(shares):.2f} to {max(shares):.2f} over all ranks)" if len(shares) > 1 else ""
+    reporter.line(
+        f"memory of rank {rank}: peak {peaks[rank]:.0f} MB, predicted {forecasts[rank].total:.0f} MB, measured / "
+        f"predicted {shares[rank]:.2f}{among}; the difference is what the allocator keeps and what was not foreseen"
+    )

@@ -1,0 +1,144 @@
+"""Command lines put together at random are accepted, or refused with a message: no traceback, nothing that hangs."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from megasnn.config import ConfigError, parse, validate
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from tools import convert_checkpoint, draw_schedule, preprocess_data, show_data
+
+SECONDS = 2.5  # of the processor, for each program
+MOST_SECONDS = 2  # of the processor, that one command line may take: what is refused is refused at once
+ODD = (
+    *("", " ", "-", "--", "none", "None", "true", "nan", "inf", "-inf", "1e400", "1e-320", "0", "-1", "-0.0", "3.5"),
+    *(
+        "9" * 5000,
+        "99999999999999999999",
+        "1000000000",
+        "1e30",
+        "0x10",
+        "1_000",
+        "\u0663",
+        "\udcff",
+        "\u00fc\u0308 \U0001f600",
+    ),
+    *(
+        "a\0b",
+        "../absent",
+        "/dev/null/x",
+        "|",
+        "1|2|-3",
+        "8,P,P",
+        "P",
+        "auto",
+        "zbv",
+        "bf16",
+        "%s",
+        "{0..9}",
+        "a" * 100_000,
+    ),
+)
+PLAIN = ("1", "2", "3", "4", "8", "16", "0.5", "1e-3")
+Program = Callable[[Sequence[str]], object]
+
+
+def pretrain(config_class: type) -> Program:
+    def run(argv: Sequence[str]) -> None:
+        world_size = 2 ** (len(argv) % 4)
+        validate(parse(config_class, argv), world_size)
+
+    return run
+
+
+def draw(argv: Sequence[str]) -> None:
+    try:
+        draw_schedule.main(argv)
+    except ValueError as error:
+        assert str(error)
+        raise SystemExit(1) from None
+
+
+# Commands in front of the flags; what they read is not there.
+PROGRAMS: dict[str, tuple[Program, tuple[str, ...]]] = {
+    "spikformer": (pretrain(PretrainSpikformerConfig), ("",)),
+    "vgg": (pretrain(PretrainVggDvsConfig), ("",)),
+    "draw": (draw, ("1f1b", "zbv", "auto", "interleaved", "v-min")),
+    "show": (show_data.main, ("absent.tar --output x.png", "absent")),
+    "convert": (
+        convert_checkpoint.main,
+        ("inspect absent", "verify absent", "reshard --load absent --save new", "export --load absent --output x.pt"),
+    ),
+    "preprocess": (
+        preprocess_data.main,
+        ("n-mnist --input absent --output new", "image-folder --input absent --output new", "verify absent"),
+    ),
+}
+
+
+# Their refusals are errors here, which whoever calls them prints.
+SILENT = (PROGRAMS["spikformer"][0], PROGRAMS["vgg"][0], draw)
+
+
+def flags(program: Program, command: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    with pytest.raises(SystemExit):
+        program([*command.split()[:1], "--help"])
+    return sorted(set(re.findall(r"--[a-z][a-z0-9-]+", capsys.readouterr().out)))
+
+
+def command_line(known: list[str], command: str, chance: random.Random) -> list[str]:
+    argv = command.split()
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        flag = chance.choice(known)
+        argv += [flag[: chance.randrange(1, len(flag))] if chance.random() < 0.03 else flag]
+        if chance.random() < 0.9:
+            argv.append(chance.choice(PLAIN if chance.random() < 0.6 else ODD))
+    if chance.random() < 0.1:
+        chance.shuffle(argv)
+    return argv
+
+
+def too_long(number: int, frame: object) -> None:
+    raise TimeoutError("takes too long")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_accepted_or_refused_with_a_message(name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for stream in (sys.stdout, sys.stderr):  # as megasnn.process.terminal makes them in a program
+        stream.reconfigure(errors="backslashreplace")
+    program, commands = PROGRAMS[name]
+    known = {command: flags(program, command, capsys) for command in commands}
+    assert all(known.values())
+    chance, ends = random.Random(f"{name} 1"), Counter[str]()
+    previous = signal.signal(signal.SIGPROF, too_long)
+    deadline = time.process_time() + SECONDS
+    try:
+        while time.process_time() < deadline:
+            command = chance.choice(commands)
+            argv = command_line(known[command], command, chance)
+            signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+            try:
+                status = program(argv)
+                end = "refused" if status else "accepted"
+            except (SystemExit, ConfigError) as refusal:
+                end = "refused" if getattr(refusal, "code", 2) else "help"
+            except BaseException as error:
+                pytest.fail(f"{[text[:60] for text in argv]}: {type(error).__name__}: {str(error)[:300]}")
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            said = capsys.readouterr()
+            assert "Traceback" not in said.err and (end != "refused" or said.err or program in SILENT), argv
+            ends[end] += 1
+    finally:
+        signal.signal(signal.SIGPROF, previous)
+    assert ends["refused"], ends

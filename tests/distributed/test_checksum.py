@@ -1,0 +1,102 @@
+"""The checksum of a tensor's bits: whatever changes one of them changes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megasnn.data_parallel import checksum
+from megasnn.data_parallel.checksum import ROW, in_memory_order
+
+TYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+# Around the lengths of one row, of rows in one piece, and of rows of rows.
+LENGTHS = [0, 1, 2, 3, 5, 1000, ROW - 1, ROW, ROW + 1, 3 * ROW + 7]
+
+
+def random_bits(length: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits at all, nan with payload and -0.0 among them."""
+    data = torch.randint(0, 256, (length * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
+    return data.to(torch.uint8).view(dtype) if dtype is not torch.bool else data.gt(127)
+
+
+def flip(tensor: Tensor, bit: int) -> None:
+    tensor.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+
+
+@given(st.sampled_from(TYPES), st.sampled_from(LENGTHS[1:]), st.integers(0, 99), st.data())
+def test_each_flipped_bit_changes_it(dtype: torch.dtype, length: int, seed: int, data: st.DataObject) -> None:
+    tensor = random_bits(length, dtype, seed)
+    before = checksum(tensor)
+    assert before.dtype == torch.int64 and before.shape == () and checksum(tensor.clone()) == before
+    flip(tensor, data.draw(st.integers(0, 8 * tensor.nbytes - 1)))
+    assert checksum(tensor) != before
+
+
+def test_each_bit_of_a_short_tensor_changes_it_to_another_value() -> None:
+    tensor = random_bits(40, torch.float32, 1)
+    seen = {int(checksum(tensor))}
+    for bit in range(8 * tensor.nbytes):
+        flip(tensor, bit)
+        seen.add(int(checksum(tensor)))
+        flip(tensor, bit)
+    assert len(seen) == 8 * tensor.nbytes + 1 and int(checksum(tensor)) in seen
+
+
+@given(st.sampled_from([torch.float32, torch.int64]), st.sampled_from(LENGTHS[5:]), st.data())
+def test_swapped_elements_change_it(dtype: torch.dtype, length: int, data: st.DataObject) -> None:
+    """The hardest case too: two numbers that differ in their sign alone."""
+    tensor = random_bits(length, dtype, 0)
+    first, second = data.draw(st.lists(st.integers(0, length - 1), min_size=2, max_size=2, unique=True))
+    if data.draw(st.booleans()):
+        tensor[first] = tensor[second].neg() if tensor[second] else 1
+    before, there = checksum(tensor), tensor[[first, second]]
+    tensor[[second, first]] = there
+    unchanged = torch.equal(tensor[[first, second]].view(torch.uint8), there.view(torch.uint8))
+    assert (checksum(tensor) == before) == unchanged
+
+
+def test_two_signs_that_change_do_not_cancel() -> None:
+    ones = torch.ones(64)
+    sums = set()
+    for first in range(64):
+        for second in range(first):
+            ones[[first, second]] = -1.0
+            sums.add(int(checksum(ones)))
+            ones[[first, second]] = 1.0
+    assert len(sums) == 64 * 63 // 2
+
+
+def test_what_compares_as_equal_or_unequal_does_not_matter() -> None:
+    zeros, other = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
+    assert torch.equal(zeros, other) and checksum(zeros) != checksum(other)
+    nan = torch.tensor([0x7FC00001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert checksum(nan) == checksum(nan.clone()) != checksum(nan.flip(0))
+
+
+def test_orders_of_memory() -> None:
+    kernel = torch.randn(3, 4, 5, 5).contiguous(memory_format=torch.channels_last)
+    flat = in_memory_order(kernel)
+    assert flat.data_ptr() == kernel.data_ptr() and checksum(kernel) == checksum(flat)
+    flat[-1] += 1
+    assert checksum(kernel) != checksum(kernel.contiguous())
+    for shape in [(), (1,), (0,), (3, 1, 1, 1), (1, 5)]:
+        assert in_memory_order(torch.zeros(shape)).numel() == torch.zeros(shape).numel()
+    with pytest.raises(ValueError, match="has gaps"):
+        checksum(torch.zeros(4, 4)[:, :2])
+
+
+def test_a_value_that_stays_the_same() -> None:
+    """Ranks of different machines and versions compare their sums: they are fixed."""
+    assert int(checksum(torch.arange(200_000, dtype=torch.float32))) == 1643227570179879680
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_same() -> None:
+    for dtype in TYPES:
+        for length in [*LENGTHS, 130 * ROW + 5]:
+            tensor = random_bits(length, dtype, length)
+            assert checksum(tensor.cuda()).cpu() == checksum(tensor)

@@ -1,0 +1,53 @@
+"""torch, torchvision and torchaudio in builds that do not fit: not needed by us, and told in a sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.process.installation import misfit
+from megasnn.process.launch import launch
+
+ROOT = Path(__file__).parents[1]
+EVERYTHING = """
+import importlib, pkgutil, megasnn, pretrain_spikformer, pretrain_vgg_dvs
+for module in pkgutil.walk_packages(megasnn.__path__, "megasnn."):
+    if not module.name.startswith("megasnn.benchmark"):  # measures beside SpikingJelly's own models
+        importlib.import_module(module.name)
+"""
+NMS = "operator torchvision::nms does not exist"
+
+
+def test_nothing_of_ours_imports_torchvision_or_torchaudio(tmp_path) -> None:
+    for name in ("torchvision", "torchaudio"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError({NMS!r})")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    run = [sys.executable, "-c", EVERYTHING]
+    ended = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(NMS),
+        OSError("Could not load this library: /venv/lib/torchaudio/lib/_torchaudio.abi3.so"),
+        ImportError("/venv/lib/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister"),
+    ],
+)
+def test_builds_that_do_not_fit_are_told_in_a_sentence(error, capsys) -> None:
+    def train(config: PretrainVggDvsConfig) -> int:
+        raise error
+
+    assert launch(PretrainVggDvsConfig, train, ["--train-iters", "1"]) == 1
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and str(error) in text and "torchvision" in text and "pip install" in text
+
+
+def test_other_errors_pass() -> None:
+    assert misfit(ValueError("torchvision")) is None and misfit(ImportError("no module named numba")) is None

@@ -1,0 +1,214 @@
+"""Memory that is said beforehand, and what a run then takes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megasnn.config import parse
+from megasnn.engine import Engine
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
+from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.optim import build_optimizer, held_state_bytes, state_bytes
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import memory as pipeline_memory
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelinePlan
+from megasnn.schedule import build_schedule, plan_schedule
+from megasnn.telemetry.reporter import Reporter, RunOutline
+from megasnn.training import memory
+from tests.training.runs import TINY, train, without_trial
+
+
+def test_the_peak_of_a_step_by_hand() -> None:
+    """1F1B keeps two micro-batches on the first of two stages, one on the second."""
+    layers = [
+        LayerCost(1, 1, 1, held=10, working=(30, 5, 2), message=3, gradient=12),
+        LayerCost(1, 1, 1, held=20, working=(25, 40, 2), message=0, gradient=0),
+    ]
+    costs = PipelineCosts(tuple(layers), LinkCost())
+    first, last = step_peaks(build_schedule("1f1b", 2, 4), [range(0, 1), range(1, 2)], costs)
+    assert first == StepPeak(kept=10, working=30, messages=15), "the second forward"
+    assert last == StepPeak(kept=20, working=40, messages=15), "any backward"
+    (alone,) = step_peaks(build_schedule("1f1b", 1, 4), [range(0, 2)], costs)
+    assert alone.messages == 0
+
+
+def test_what_layers_keep_is_measured_with_few_samples_and_grows_with_them() -> None:
+    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, context = describe_spikformer(config, NeuronSpec()), BuildContext()
+    state = torch.random.get_rng_state()
+    few, many = (
+        measure_memory(model, samples, context, torch.device("cpu"), WireOptions()).layers for samples in (2, 12)
+    )
+    assert torch.equal(state, torch.random.get_rng_state()), "training's own randomness has not moved"
+    assert len(few) == len(model.layers)
+    for one, other in zip(few, many, strict=True):
+        assert other.held == 6 * one.held > 0 and other.gradient == 6 * one.gradient
+    # The first stage keeps at least its output's spikes, one bit each.
+    assert few[0].held >= 2 * 2 * 4 * 16 * 16 // 8
+
+
+def test_the_state_of_the_optimizer_is_known_before_it_is_there() -> None:
+    layer = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    assert held_state_bytes(optimizer) == 0
+    layer(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert held_state_bytes(optimizer) == state_bytes(layer.parameters()) == 2 * 4 * (8 * 4 + 4) + 2 * 4
+
+
+@pytest.mark.parametrize(("device", "batches", "snapshots"), [("cpu", 2, 1), ("cuda", 1, 0)])
+def test_what_lies_in_the_hosts_memory_is_no_part_of_a_gpus(monkeypatch, device, batches, snapshots) -> None:
+    config = parse(PretrainSpikformerConfig, [*TINY, "--num-workers", "1", "--async-save", "--save", "nowhere"])
+    model = describe_spikformer(config.model, NeuronSpec())
+    state = initialize_model_parallel(1, 1)
+    try:
+        bounds = (range(len(model.layers)),)
+        plan = PipelinePlan(bounds, plan_schedule("1f1b", 1, 1), 3)
+        engine = Engine(model, state, BuildContext(), bounds, plan.schedules)
+        optimizer = build_optimizer(engine.tensors, config.optimizer)
+        monkeypatch.setattr(memory, "held_memory_mb", lambda _: 1000.0)
+        reporter = Reporter(RunOutline(1, 1), is_writer=False)
+        with without_trial():
+            elsewhere = replace(state, device=torch.device(device))
+            (mine,) = memory.forecast_memory(config, engine, optimizer, plan, elsewhere, reporter)
+    finally:
+        destroy_model_parallel()
+    assert mine.samples == pytest.approx(1e-6 * batches * 3 * 4 * 4 * 8 * 8)
+    assert mine.snapshot == pytest.approx(snapshots * (mine.weights + mine.optimizer))
+
+
+def _tracked(model: ModelDescription, built: list[str], broken: str = "") -> ModelDescription:
+    """The model with builds that note their layer's name."""
+
+    def build(name: str, inner: Callable[[BuildContext], nn.Module], context: BuildContext) -> nn.Module:
+        built.append(name)
+        if name == broken:
+            raise MemoryError("no room")
+        return inner(context)
+
+    layers = []
+    for each in model.layers:
+        assert isinstance(each.build, partial)
+        noted = partial(build, each.name, each.build)
+        layers.append(replace(each, build=noted))
+    return replace(model, layers=tuple(layers))
+
+
+def test_layers_that_are_built_alike_are_tried_once(monkeypatch) -> None:
+    config = SpikformerConfig(embed_dim=32, depth=4, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, tried = describe_spikformer(config, NeuronSpec()), []
+    run_once = pipeline_memory.MeasuredLayer.run_once
+
+    def counted(layer, *arguments, **more):
+        tried.append(layer)
+        return run_once(layer, *arguments, **more)
+
+    monkeypatch.setattr(pipeline_memory.MeasuredLayer, "run_once", counted)
+    found = measure_memory(model, 2, BuildContext(), torch.device("cpu"), WireOptions()).layers
+    assert len(found) == len(model.layers) and len(tried) == len(model.layers) - 2 * 3
+    held = {layer.name: cost.held for layer, cost in zip(model.layers, found, strict=True)}
+    assert held["blocks.0.attention"] == held["blocks.3.attention"] > held["head"]
+
+
+def test_a_trial_that_takes_long_or_fails_ends_without_a_forecast(monkeypatch) -> None:
+    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, built = describe_spikformer(config, NeuronSpec()), []
+    arguments = (2, BuildContext(), torch.device("cpu"), WireOptions())
+    with pytest.raises(NotMeasuredError, match="more than 0 s"):
+        measure_memory(_tracked(model, built), *arguments, seconds=0)
+    assert len(built) == 1
+    with pytest.raises(NotMeasuredError, match=f"{model.layers[1].name} failed with MemoryError: no room"):
+        measure_memory(_tracked(model, built, broken=model.layers[1].name), *arguments)
+
+
+def _trial_of(broken_rank: int) -> str:
+    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model = describe_spikformer(config, NeuronSpec())
+    state = initialize_model_parallel(1, 1)
+    try:
+        broken = model.layers[1].name if state.rank == broken_rank else ""
+        measure_memory(
+            _tracked(model, [], broken), 2, BuildContext(), state.device, WireOptions(), state.world
+        )  # fmt: skip
+    except NotMeasuredError as reason:
+        return str(reason)
+    finally:
+        destroy_model_parallel()
+    return ""
+
+
+def test_an_error_on_one_rank_leaves_no_other_waiting(ranks) -> None:
+    first, second = ranks(2, _trial_of, 1)
+    assert first == "a layer failed on another rank" and "no room" in second
+
+
+def test_a_run_without_a_forecast_trains(tmp_path_factory, tmp_path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NotMeasuredError("for a reason")
+
+    monkeypatch.setattr(memory, "measure_memory", refuse)
+    flags = ("--train-iters", "1", "--log-interval", "1", "--eval-iters", "0", "--tensorboard-dir", str(tmp_path))
+    assert train(str(tmp_path_factory.mktemp("cache")), *flags).iteration == 1
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert "memory is not predicted: for a reason" in [line.get("text") for line in lines]
+    (end,) = [line for line in lines if line["kind"] == "memory"]
+    assert end["predicted_mb"] == [] and end["peak_mb"][0] > 100
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_prediction_and_peak_are_told(ranks, tmp_path_factory, tmp_path, layout) -> None:
+    """Not compared here, where ranks have a past of other tests."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    larger = "--embed-dim 64 --image-size 32 --micro-batch-size 16 --global-batch-size 32 --time-steps 4".split()
+    flags = (*larger, "--train-iters", "2", "--log-interval", "1", "--eval-iters", "0", "--save", str(tmp_path))
+    ranks(2, train, cache, *flags, *layout.split())
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    texts = [line["text"] for line in lines if line["kind"] == "message"]
+    (told,) = [text for text in texts if text.startswith("memory predicted for rank")]
+    total, *parts = map(int, re.findall(r"\b(\d+)\b", told.split(": ", 1)[1]))
+    assert abs(total - sum(parts)) <= len(parts), told
+    (predicted,) = [line["mb"] for line in lines if line["kind"] == "memory_predicted"]
+    assert len(predicted) == 2 and all(each["kept"] > 1 and each["working"] > 0.1 for each in predicted)
+    assert all((each["messages"] > 0) == ("pipeline" in layout) for each in predicted)
+    first, second = ({k: v for k, v in line.items() if "_mb" in k and "comm" in k} for line in lines if "loss" in line)
+    assert first == second and bool(first), "the trial of the layers is no traffic of training"
+    (end,) = [line for line in lines if line["kind"] == "memory"]
+    assert end["predicted_mb"] == [each["total"] for each in predicted]
+    assert any("measured / predicted" in text for text in texts)
+    for peak, each in zip(end["peak_mb"], predicted, strict=True):
+        assert peak > each["total"] - each["working"] - each["kept"]
+
+
+def test_prediction_and_peak_agree_in_fresh_processes_and_loaded_state_counts_once(tmp_path) -> None:
+    flags = "--embed-dim 512 --num-heads 8 --depth 4 --train-iters 2 --log-interval 1 --eval-iters 0 --save".split()
+    found = []
+    for more in (("--exit-interval", "1"), ("--load", str(tmp_path / "run"))):
+        arguments = [str(tmp_path), *flags, str(tmp_path / "run"), *more]
+        program = f"from tests.training.runs import train; train(*{arguments})"
+        subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, timeout=100)
+    for line in map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines()):
+        found += line["mb"] if line["kind"] == "memory_predicted" else []
+        if line["kind"] == "memory":
+            (predicted,), (peak,) = line["predicted_mb"], line["peak_mb"]
+            assert 0.8 < peak / predicted < 1.25
+    fresh, resumed = found
+    assert resumed["optimizer"] == fresh["optimizer"] > 50
+    assert abs(resumed["program"] - fresh["program"]) < resumed["optimizer"] / 2

@@ -1,0 +1,86 @@
+"""A bit flips during training: the next comparison finds it, and what differs is not saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megasnn.checkpoint import list_checkpoints
+from megasnn.data import GlobalBatch
+from megasnn.data_parallel import ReplicaCheck, ReplicaError
+from megasnn.data_parallel.checksum import in_memory_order
+from megasnn.training.step import StepResult, TrainingStep
+from tests.training.runs import train
+
+WEIGHT = "blocks.0.mlp.fc1.conv.weight"
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "7|1", "--pipeline-schedule", "1f1b")
+FLAGS = ("--train-iters", "6", "--eval-iters", "0", "--neuron-backend", "torch")
+
+
+def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
+    """The largest bit of the mantissa of a number flips before the fourth step. "" where nobody noticed."""
+    step, compare = TrainingStep.__call__, ReplicaCheck.__call__
+    here = torch.distributed.get_rank() == faulty
+    holds = []
+
+    def flipped(self: TrainingStep, batch: GlobalBatch, iteration: int) -> StepResult:
+        if iteration == 3 and here:
+            (entry,) = [entry for entry in holds[0]._entries() if entry.name == name]
+            in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1 << 22
+        return step(self, batch, iteration)
+
+    def kept(self: ReplicaCheck, iteration: int) -> str:
+        holds[:] = [self]
+        return compare(self, iteration)
+
+    with mock.patch.object(TrainingStep, "__call__", flipped), mock.patch.object(ReplicaCheck, "__call__", kept):
+        try:
+            train(cache, *FLAGS, *flags)
+        except ReplicaError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "faulty", "name"),
+    [
+        ((), 2, 1, WEIGHT),
+        ((), 2, 0, f"optimizer.exp_avg_sq.{WEIGHT}"),
+        (("--precision", "bf16"), 2, 1, "blocks.0.mlp.fc1.norm.running_var"),
+        (TP2, 2, 1, "head.bias"),
+        (PP2, 4, 3, "head.bias"),
+    ],
+    ids=["weight", "moment", "statistic", "not-cut", "uneven-stages"],
+)
+def test_the_next_comparison_finds_it(ranks, tmp_path, flags, size, faulty, name) -> None:
+    save = ("--save", str(tmp_path / "run"), "--save-interval", "1", "--check-replicas-interval", "2")
+    texts = ranks(size, train_with_flip, faulty, name, str(tmp_path / "cache"), *flags, *save)
+    assert len(set(texts)) == 1
+    assert "replicas differ at iteration 4 (last agreed at iteration 3)" in texts[0] and f"- {name}: " in texts[0]
+    assert list_checkpoints(tmp_path / "run") == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [(("2",), "at iteration 4 (last agreed at iteration 2)"), ((), "at iteration 6 (last agreed at iteration 0)")],
+    ids=["interval", "end"],
+)
+def test_without_a_folder_to_save_in_too(ranks, tmp_path, interval, expected) -> None:
+    flags = [f"--check-replicas-interval={n}" for n in interval]
+    texts = ranks(2, train_with_flip, 1, WEIGHT, str(tmp_path), *flags)
+    assert all(expected in text for text in texts)
+
+
+def test_switched_off(ranks, tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path / "run"))
+    assert ranks(2, _train_off, str(tmp_path / "cache"), *save) == [None, None]
+    assert list_checkpoints(tmp_path / "run") == [6]
+
+
+def _train_off(cache: str, *flags: str) -> None:
+    with mock.patch.object(ReplicaCheck, "__call__", side_effect=AssertionError("compared")):
+        train(cache, *FLAGS, "--check-replicas-interval", "0", *flags)
