@@ -22,6 +22,19 @@ def wait_for(ranks: Ranks | Torchrun, text: str, seconds: float = 40.0) -> None:
         time.sleep(0.02)
 
 
+def wait_until_listening(pid: int, seconds: float = 30.0) -> None:
+    """Until the process has a handler for SIGTERM, which Python by itself does not set. Linux only."""
+    deadline = time.monotonic() + seconds
+    while not _caught(pid) >> (signal.SIGTERM - 1) & 1:
+        assert time.monotonic() < deadline, f"process {pid} never listened to signals"
+        time.sleep(0.02)
+
+
+def _caught(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+
+
 def ended_after(ranks: Ranks, rank: int, number: signal.Signals, within: float = 15.0) -> Ended:
     wait_for(ranks, "iteration      3/")
     ranks.started = time.monotonic()
@@ -68,6 +81,8 @@ def test_a_second_signal_ends_at_once(tmp_path, number) -> None:
 def test_before_training_there_is_nothing_to_save(tmp_path) -> None:
     ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("leave_before_joining", 1))
     ranks.processes[1].join(30)
+    wait_until_listening(ranks.processes[0].pid)
+    ranks.started = time.monotonic()
     os.kill(ranks.processes[0].pid, signal.SIGTERM)
     ended = ranks.end(10)
     assert ended.status == [128 + signal.SIGTERM, 0] and "told to stop (SIGTERM)" in ended.output[0]

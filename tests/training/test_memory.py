@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.preprocess.sample import shards_of_sample
 from megasnn.schedule import build_schedule, plan_schedule
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training import memory
@@ -200,6 +203,9 @@ def test_prediction_and_peak_are_told(ranks, tmp_path_factory, tmp_path, layout)
 def test_prediction_and_peak_agree_in_fresh_processes_and_loaded_state_counts_once(tmp_path) -> None:
     flags = "--embed-dim 512 --num-heads 8 --depth 4 --train-iters 2 --log-interval 1 --eval-iters 0 --save".split()
     found = []
+    # Written here, so that not the first run alone imports scikit-learn for it.
+    with mock.patch.dict(os.environ, MEGASNN_CACHE=str(tmp_path)):
+        shards_of_sample(events=False)
     for more in (("--exit-interval", "1"), ("--load", str(tmp_path / "run"))):
         arguments = [str(tmp_path), *flags, str(tmp_path / "run"), *more]
         program = f"from tests.training.runs import train; train(*{arguments})"
