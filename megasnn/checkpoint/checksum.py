@@ -1,4 +1,4 @@
-"""CRC-32 of what is written and read, block by block, and how the sums of parts make the sum of the whole.
+"""CRC-32 of files, block by block, and how the sums of parts make the sum of the whole.
 
 A block is the unit in which a file can be read and trusted: a rank that needs a slice of a large saved tensor reads
 and checks the blocks that cover it. CRC-32 finds every single flipped bit and every burst up to 32 bits. The sum of a
@@ -11,62 +11,10 @@ import io
 import zlib
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import BinaryIO
 
 BLOCK = 1 << 20
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31  # the polynomial 1; the highest power is the lowest bit
-
-
-class ChecksummedFile:
-    """A file being written, for whoever needs only `write`; sums up blocks as the bytes pass.
-
-    Attributes:
-        position: bytes written.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.position = 0
-        self.begin_piece()
-
-    def begin_piece(self) -> None:
-        """From here on blocks are counted anew."""
-        self._full: list[int] = []
-        self._sum = self._in_block = self._largest = 0
-        self._piece = self._largest_at = self.position
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        if len(view) > self._largest:
-            self._largest, self._largest_at = len(view), self.position
-        for part in _cut(view, BLOCK - self._in_block):
-            # Both leave the interpreter to others while they work.
-            self._sum = zlib.crc32(part, self._sum)
-            self._file.write(part)
-            self._in_block += len(part)
-            if self._in_block == BLOCK:
-                self._full.append(self._sum)
-                self._sum = self._in_block = 0
-        self.position += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def checksums(self) -> tuple[int, ...]:
-        """The CRC-32 of each block since `begin_piece`, the last one as short as it is."""
-        return (*self._full, self._sum) if self._in_block else tuple(self._full)
-
-    def largest_write(self) -> int:
-        """Where in the piece the largest single write began."""
-        return self._largest_at - self._piece
-
-
-def _cut(view: memoryview, first: int) -> Iterable[memoryview]:
-    yield view[:first]
-    for start in range(first, len(view), BLOCK):
-        yield view[start : start + BLOCK]
 
 
 def block_lengths(length: int) -> list[int]:

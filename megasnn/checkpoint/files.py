@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.utils.serialization import config as serialization
 
-from megasnn.checkpoint.checksum import BLOCK, ChecksummedFile
+from megasnn.checkpoint.checksum import BLOCK
 from megasnn.checkpoint.errors import DamagedError
+from megasnn.checkpoint.piece_file import PieceFile
 from megasnn.checkpoint.pieces import SavedPiece, SavedTensor, values_at, write_pieces
 from megasnn.checkpoint.planner import Slice
 from megasnn.files.described import open_within
@@ -50,11 +50,11 @@ class PieceWriter(FileSystemWriter):
         return results
 
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        with open(Path(self.path) / name, "wb") as file:
-            stream = ChecksummedFile(file)
-            results = [_write(stream, name, item, planner.resolve_data(item)) for item in items]
+        with open(Path(self.path) / name, "wb", buffering=0) as stream:
+            file = PieceFile(stream.fileno())
+            results = [_write(file, name, item, planner.resolve_data(item)) for item in items]
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(stream.fileno())
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -76,26 +76,12 @@ def _as_torch_stores(result: WriteResult) -> WriteResult:
     return replace(result, storage_data=_StorageInfo(piece.file, piece.position, piece.length))
 
 
-def _write(stream: ChecksummedFile, name: str, item: WriteItem, tensor: Tensor | io.BytesIO) -> WriteResult:
+def _write(file: PieceFile, name: str, item: WriteItem, tensor: Tensor | io.BytesIO) -> WriteResult:
     assert isinstance(tensor, Tensor) and item.tensor_data is not None
-    values = tensor.cpu().contiguous()
-    if values.untyped_storage().nbytes() != values.nbytes:
-        values = values.clone()  # torch.save would write the whole tensor that this is a part of
-    position = stream.position
-    stream.begin_piece()
-    with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
-        if values.nbytes > BLOCK:
-            torch.save(values, stream)  # type: ignore[arg-type]
-            begin = stream.largest_write()
-        else:
-            torch.save(values, whole := io.BytesIO())
-            begin = values_at(whole.getbuffer(), values.nbytes, values.dtype.itemsize)
-            stream.write(whole.getbuffer())
-    crc32 = "".join(f"{checksum:08x}" for checksum in stream.checksums())
-    chunk = item.tensor_data.chunk
-    piece = SavedPiece(
-        tuple(chunk.offsets), tuple(chunk.sizes), name, position, stream.position - position, crc32, begin
-    )
+    place, chunk = file.add(tensor.cpu()), item.tensor_data.chunk
+    crc32 = "".join(f"{checksum:08x}" for checksum in place.checksums)
+    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    piece = SavedPiece(offsets, sizes, name, place.position, place.length, crc32, place.values)
     return WriteResult(item.index, piece.length, piece)
 
 

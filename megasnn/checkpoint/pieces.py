@@ -12,7 +12,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -98,7 +98,7 @@ class _Content:
 
 def write_pieces(path: Path, tensors: Iterable[SavedTensor]) -> None:
     """Writes `pieces.json` of one checkpoint, safely on disk. Raises DescriptionError for what could not be read."""
-    content = json.dumps(asdict(_Content(tuple(tensors)))).encode()
+    content = json.dumps(_Content(tuple(tensors)), default=vars).encode()
     described(_Content, content, path / PIECES, most_values=_MOST_VALUES)
     with open(path / PIECES, "xb") as stream:
         stream.write(content)

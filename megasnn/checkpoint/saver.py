@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megasnn.checkpoint.agreement import is_first
+from megasnn.checkpoint.agreement import all_do, is_first
 from megasnn.checkpoint.errors import CheckpointError
-from megasnn.checkpoint.optimizer_state import describe
+from megasnn.checkpoint.optimizer_state import PREFIX, describe
 from megasnn.checkpoint.retention import Retention, prune
 from megasnn.checkpoint.saving import Group, Progress, require_names, write_checkpoint
 from megasnn.checkpoint.snapshot import Snapshot
@@ -53,6 +53,7 @@ class Saver:
         self._folder, self._is_writer, self._retention = folder, is_writer, retention or Retention()
         self._group = process_group
         self._snapshot = Snapshot() if background else None
+        self._watched: torch.optim.Optimizer | None = None
         if background and process_group is not None:
             self._group = dist.new_group(dist.get_process_group_ranks(process_group), _PATIENCE, backend="gloo")
             dist.barrier(self._group)  # making a group does not wait for its members
@@ -70,9 +71,11 @@ class Saver:
     def save(
         self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Saves, unless this iteration is saved already. In the background it returns once the values are copied.
+        """Saves, unless this iteration is saved already.
 
-        A failure is told and remembered; the next save tries again.
+        In the background, what a forward pass can change is copied before this returns; weights and the optimizer's
+        state are copied until `optimizer.step`, which waits for that. Whoever changes them in another way calls
+        `settle` first. A failure is told and remembered; the next save tries again.
         """
         if self._in_flight is not None:
             if self._thread is not None and self._thread.is_alive() and self._in_flight != progress.iteration:
@@ -86,13 +89,19 @@ class Saver:
             self._write(progress, entries, kind)
             return
         mine = self._written_here(entries)
-        copies = {copy.name: copy for copy in self._snapshot.take(mine)}
+        copies = {copy.name: copy for copy in self._snapshot.take(mine, _stays_until_update)}
+        self._settle_before_updates_of(optimizer)
         entries = [copies.get(entry.name, entry) for entry in entries]
         self._in_flight = progress.iteration
         self._thread = threading.Thread(
             target=self._write_aside, args=(progress, entries, kind), name="megasnn-save", daemon=True
         )
         self._thread.start()
+
+    def settle(self) -> None:
+        """Waits until the save in the background has its copies: from here on every tensor may be changed."""
+        if self._snapshot is not None:
+            self._snapshot.settle()
 
     @property
     def busy(self) -> bool:
@@ -104,6 +113,11 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
         self._thread = self._in_flight = None
+
+    def _settle_before_updates_of(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None and optimizer is not self._watched:
+            optimizer.register_step_pre_hook(lambda *_: self.settle())
+            self._watched = optimizer
 
     def _written_here(self, entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
         return [entry for entry in entries if self._is_writer and entry.shard.is_primary]
@@ -117,6 +131,8 @@ class Saver:
     def _write(self, progress: Progress, entries: Sequence[ShardedTensor], kind: str | None) -> None:
         began = time.monotonic()
         try:
+            if self._snapshot is not None:
+                all_do(self._group, self._snapshot.wait, "the tensors could not be copied:")
             path = write_checkpoint(self._folder, progress, entries, kind, self._is_writer, self._group)
         except Exception as error:
             self.failed = True
@@ -141,6 +157,11 @@ class Saver:
     def _tell(self, text: str) -> None:
         if is_first(self._group):
             self.report(text)
+
+
+def _stays_until_update(entry: ShardedTensor) -> bool:
+    """Running statistics do not: the forward pass changes them."""
+    return entry.is_parameter or entry.name.startswith(PREFIX)
 
 
 def _entries(tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> list[ShardedTensor]:

@@ -6,9 +6,11 @@ import errno
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +23,13 @@ from megasnn.checkpoint import (
     list_checkpoints,
     load_global_tensors,
     save_global_tensors,
+    snapshot,
     verify_checkpoint,
 )
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.checkpoint.folder import LATEST, reading
+from megasnn.checkpoint.snapshot import _copy as copy
+from megasnn.sharding import ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
 
 
@@ -52,6 +57,7 @@ class Session:
         self.saver.save(progress(iteration), self.rank.tensors, self.rank.optimizer)
 
     def spoil(self) -> None:
+        self.saver.settle()
         for entry in self.rank.everything():
             entry.tensor.detach().zero_()
 
@@ -103,6 +109,47 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(ranks, tmp_path):
         f"saved {tmp_path / f'iter_000000{step}'}" for step in (1, 2, 3)
     ]
     assert all(is_known(tmp_path, step) for step in (1, 2, 3))
+
+
+def slow_copy(pair: tuple[ShardedTensor, torch.Tensor]) -> None:
+    time.sleep(0.01)
+    copy(pair)
+
+
+def test_an_update_waits_for_the_copies_and_statistics_are_copied_before_the_save_returns(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "_copy", slow_copy)
+    session = Session(tmp_path, Layout(), background=True)
+    parameters = [entry.tensor for entry in session.rank.tensors if entry.is_parameter]
+    session.save(1)
+    assert session.saver._snapshot._left, "the weights are copied later"
+    for entry in session.rank.tensors:
+        if not entry.is_parameter:
+            entry.tensor.zero_()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    session.rank.optimizer.step()
+    session.saver.finish()
+    assert is_known(tmp_path, 1)
+
+
+def fail_to_copy_once(folder: Path) -> tuple[list[str], list[bool]]:
+    session, outcomes = Session(folder, Layout(tensor=2), background=True), []
+    for step in (1, 2):
+        fails = step == 1 and dist.get_rank() == 1
+        with mock.patch.object(snapshot, "_copy", side_effect=MemoryError("injected") if fails else copy):
+            session.save(step)
+            session.spoil()
+            session.saver.finish()
+        session.rank.fill()
+        outcomes.append(session.saver.failed)
+    return session.said, outcomes
+
+
+def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(ranks, tmp_path):
+    (said, outcomes), (_, other) = ranks(2, fail_to_copy_once, tmp_path)
+    assert outcomes == other == [True, False]
+    assert "iteration 1 was NOT SAVED" in said[0] and "MemoryError: injected" in said[0]
+    assert list_checkpoints(tmp_path) == [2] and is_known(tmp_path, 2)
 
 
 def test_a_second_save_waits_for_the_first_and_says_so(tmp_path):
