@@ -110,9 +110,7 @@ class TrainingRun:
         )
         self.reporter = Reporter(outline, self.state.rank == 0)
         self.saves.report = self.reporter.line
-        introduce(
-            self.config, self.engine, self.plan, self.state, self._epoch_samples, self.reporter, self.iteration
-        )
+        introduce(self.config, self.engine, self.plan, self.state, self._epoch_samples, self.reporter, self.iteration)
         self._memory = forecast_memory(
             self.config, self.engine, self.step.optimizer, self.plan, self.state, self.reporter
         )
