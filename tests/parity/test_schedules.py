@@ -1,6 +1,6 @@
 """Every schedule, on every placement, gives the bits of one rank: losses, gradients, norm, statistics, evaluation.
 
-The suite takes some numbers of micro-batches; `pytest -m matrix` takes every number up to twelve on every number of ranks.
+The suite takes some numbers of micro-batches; `pytest -m matrix` takes all up to twelve, on every number of ranks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each layout trains three steps without a stop and saves after two. Then each layout goes on from what each layout saved:
 to the very bits of its own uninterrupted run where it is the same layout, and otherwise to what float64 promises. The
-samples, their order, dropout and the learning rate's schedule must go on with it, or the ends could not agree. The suite
-takes three sources for each layout, itself and two others; `pytest -m matrix` takes all of them.
+samples, their order, dropout and the learning rate's schedule must go on with it, or the ends could not agree. The
+suite takes three sources for each layout, itself and two others; `pytest -m matrix` takes all of them.
 """
 
 from __future__ import annotations
