@@ -165,6 +165,8 @@ def _compare(
     """
     sources = [in_our_names(open_source(first, ckpt_step)), in_our_names(open_source(second, second_ckpt_step))]
     found = list(differences(sources[0], sources[1], model_only))
+    if not found:
+        raise CheckpointError(f"{first} and {second} hold no tensor to compare")
     width = max(len(entry.name) for entry in found)
     for entry in found:
         figures = f"{entry.absolute:<10.4g} relative {entry.relative:<10.4g}" if entry.is_comparable else ""

@@ -10,6 +10,7 @@ import torch
 
 from megasnn.checkpoint.description import Metadata, TensorFacts
 from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.files.described import in_message
 from megasnn.sharding import ShardedTensor
 
 
@@ -27,7 +28,7 @@ def model_differences(
         yield "it holds no optimizer state; load it with --finetune or --no-load-optim"
     elif metadata.optimizer != type(optimizer).__name__:
         yield (
-            f"its optimizer state is of {metadata.optimizer}, this run uses {type(optimizer).__name__}; "
+            f"its optimizer state is of {in_message(metadata.optimizer)}, this run uses {type(optimizer).__name__}; "
             "load it with --no-load-optim"
         )
 
@@ -37,7 +38,7 @@ def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iter
     before, after = _flat(saved), _flat(json.loads(json.dumps(now)))
     for field in sorted(before.keys() | after.keys()):
         if field not in before or field not in after or before[field] != after[field]:
-            yield f"{field}: saved {_shown(before, field)}, now {_shown(after, field)}"
+            yield f"{in_message(field)}: saved {_shown(before, field)}, now {_shown(after, field)}"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -48,7 +49,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _shown(values: Mapping[str, Any], field: str) -> str:
-    return repr(values[field]) if field in values else "absent"
+    return in_message(repr(values[field])) if field in values else "absent"
 
 
 def tensor_differences(

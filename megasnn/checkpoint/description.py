@@ -35,6 +35,7 @@ LAST_SERIAL = 10**15
 PREFIX = "optimizer."
 """Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
 _FORMAT = re.compile(rb'\A{\s*"format": ([0-9]{1,9}),')
+_ITERATION = re.compile(r"iter_([0-9]{7,18})(?![0-9])")
 _SERIAL = re.compile(rb'"serial": ([0-9]{1,16}),')
 
 
@@ -45,6 +46,7 @@ def _tensor_name(name: str) -> str:
     return name
 
 
+Progressed = Annotated[int, Field(ge=0, le=10**15)]
 GlobalName = Annotated[TensorName, AfterValidator(_tensor_name)]
 
 
@@ -80,8 +82,8 @@ class Metadata:
         format: version of this description. Format 2 has no `pieces.json`, but torch's `.metadata` alone.
     """
 
-    iteration: Count
-    consumed_samples: Count
+    iteration: Progressed
+    consumed_samples: Progressed
     config: FreeForm | None
     layout: FreeForm | None
     extra: FreeForm
@@ -129,6 +131,8 @@ def read_metadata(path: Path) -> Metadata:
         raise DamagedError(f"cannot read {file}: {error}") from None
     except DescriptionError as error:
         raise DamagedError(*error.args) from None
+    if (named := _ITERATION.match(path.name)) and int(named[1]) != metadata.iteration:
+        raise DamagedError(f"{file}: iteration: the folder is called {path.name}, found {metadata.iteration}")
     if damaged := [problem for name, told in metadata.files.items() if (problem := _damage(path, name, told.bytes))]:
         raise DamagedError(*damaged)
     return metadata

@@ -22,7 +22,7 @@ from megasnn.checkpoint.compare import model_differences, tensor_differences, un
 from megasnn.checkpoint.description import Metadata, read_metadata
 from megasnn.checkpoint.errors import CheckpointError, DamagedError, raise_problems
 from megasnn.checkpoint.files import PieceReader
-from megasnn.checkpoint.optimizer_state import States, allocate, describe
+from megasnn.checkpoint.optimizer_state import States, allocate, describe, require_possible
 from megasnn.checkpoint.pieces import SavedTensor, read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
@@ -100,6 +100,7 @@ def load_checkpoint(
         raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
         read_tensors(path, saved, entries, process_group)
         if optimizer is not None:
+            all_do(process_group, lambda: require_possible(states, wanted), title)
             optimizer.state.update(states)
         return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path)
 

@@ -6,6 +6,7 @@ The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.he
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from megasnn.checkpoint.errors import CheckpointError
 from megasnn.sharding import ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
+_MOST_STEPS = 2**53  # beyond that a float64 does not count
 
 
 def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]) -> list[ShardedTensor]:
@@ -60,8 +62,10 @@ def allocate(
         saved: all saved tensors by global name.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that `tensors` does not hold.
+        CheckpointError: the optimizer has a parameter that `tensors` does not hold, or what is saved is no state of
+            this optimizer: kinds are missing, or are of another type than its numbers.
     """
+    needed = _kinds(optimizer)
     kinds_of: dict[str, list[str]] = {}
     for name in saved:
         if name.startswith(PREFIX):
@@ -74,14 +78,40 @@ def allocate(
         beside = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             entry = _entry(entry_of, parameter)
-            states[parameter] = {
-                kind: _memory(entry, kind, saved, beside or kind != "step") for kind in kinds_of.get(entry.name, [])
-            }
+            kinds = kinds_of.get(entry.name, [])
+            if missing := sorted(needed - set(kinds)) if kinds else []:
+                raise CheckpointError(
+                    f"{PREFIX}{missing[0]}.{entry.name}: not in the checkpoint, which has others of it"
+                )
+            states[parameter] = {kind: _memory(entry, kind, saved, beside or kind != "step") for kind in kinds}
     return states
+
+
+def require_possible(states: States, tensors: Iterable[ShardedTensor]) -> None:
+    """Raises CheckpointError for a count of steps that was loaded and that no optimizer has counted."""
+    entry_of = _entries_by_parameter(tensors)
+    for parameter, state in states.items():
+        count = state["step"].item() if "step" in state else 0
+        if not 0 <= count <= _MOST_STEPS:
+            name = f"{PREFIX}step.{_entry(entry_of, parameter).name}"
+            raise CheckpointError(f"{name}: {count} is no number of steps; load it with --no-load-optim")
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The kinds of state that an optimizer keeps of each parameter."""
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.zeros(1)
+    settings = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+    on_any_device = dict.fromkeys({"fused", "foreach", "capturable"} & settings, False)
+    other = type(optimizer)([parameter], **{name: optimizer.defaults[name] for name in settings} | on_any_device)
+    other.step()
+    return {kind for kind, value in other.state[parameter].items() if value is not None}
 
 
 def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, TensorFacts], beside_parameter: bool) -> Tensor:
     told = saved[f"{PREFIX}{kind}.{entry.name}"]
+    if not getattr(torch, told.dtype).is_floating_point:
+        raise CheckpointError(f"{PREFIX}{kind}.{entry.name}: saved as {told.dtype}, which no optimizer's state is of")
     device = entry.tensor.device if beside_parameter else torch.device("cpu")
     if kind == "step" or told.shape != entry.shard.global_shape:
         return torch.empty((), dtype=getattr(torch, told.dtype), device=device)

@@ -157,6 +157,7 @@ def _require_plain_names(pickled: io.BytesIO | mmap.mmap) -> None:
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _DATA_PARALLEL = "module."
+_MOST_SHARED = 16  # names of one tensor: tied weights, or a layer that a model goes through so often
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -186,6 +187,12 @@ def state_dict_of(archive: TorchArchive) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path} holds no state_dict: expected names with tensors, found {_kind(content)}")
     found = {str(name): archive.require_sound(name, value) for name, value in content.items()}
+    size, room = sum(value.nbytes for value in found.values()), path.stat().st_size
+    if size > _MOST_SHARED * room:
+        raise CheckpointError(
+            f"{path}: its {len(found)} tensors take {size} bytes, and the file has {room}: more than {_MOST_SHARED} of "
+            f"them share the same values"
+        )
     if found and all(name.startswith(_DATA_PARALLEL) for name in found):
         return {name.removeprefix(_DATA_PARALLEL): value for name, value in found.items()}
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,15 @@ from megasnn.convert.model import SavedModel
 from megasnn.convert.source import Facts, TensorInfo
 from megasnn.convert.target import TargetRank, target_ranks
 from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
 from megasnn.pipeline.costs import layers_per_chunk, measure_layers
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
+LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+_LARGEST_INPUT = 16 << 20  # values; of ImageNet over four time steps it is 0.6 million
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,19 @@ class Target:
         saved = parse_layout(str((facts.layout or {}).get("bounds", len(layers))))
         if len(saved) == len(placement):
             return layout_to_bounds(saved, [layer.name for layer in layers], len(placement))
+        _refuse_large_input(model.description)
         costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
         return placed_bounds([cost.seconds for cost in costs], placement)
+
+
+def _refuse_large_input(model: ModelDescription) -> None:
+    """No saved tensor shows how large a sample is. Raises ValueError for one that would take all memory."""
+    shape = model.input_shape if len(model.input_shape) == 4 else (model.time_steps, *model.input_shape)
+    if prod(shape) > _LARGEST_INPUT:
+        raise ValueError(
+            f"the checkpoint describes samples of T x C x H x W = {' x '.join(map(str, shape))} values, too many to "
+            f"measure its layers with; give the cut with {LAYOUT_FLAG}"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,8 @@ class LaidOut:
 def lay_out(target: Target, model: SavedModel, facts: Facts, tensors: Mapping[str, TensorInfo]) -> LaidOut:
     """What each rank of the target holds. Raises CheckpointError for sizes and tensors that do not fit the model."""
     target.refuse_impossible(model)
+    whole = range(len(model.description.layers))
+    target_ranks(model, tensors, 1, [whole], (0,))  # before layers of the sizes that the file claims are tried out
     try:
         bounds = target.bounds(model, facts)
     except ValueError as error:

@@ -22,7 +22,16 @@ from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.raw import read_elements, write_elements
 from megasnn.convert.new_file import new_file
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
-from megasnn.files.described import STRICT, Count, DescriptionError, Shape, TensorName, described, open_regular
+from megasnn.files.described import (
+    STRICT,
+    Count,
+    DescriptionError,
+    Shape,
+    TensorName,
+    described,
+    in_message,
+    open_regular,
+)
 
 DTYPES = {
     "F64": torch.float64,
@@ -71,9 +80,11 @@ class SafetensorsSource(TensorSource):
 
     def _describe(self, name: str, told: TensorEntry | dict[str, str]) -> TensorInfo:
         if not isinstance(told, TensorEntry):
-            raise CheckpointError(f"{self.path}: the header says of {name} only {told}")
+            raise CheckpointError(f"{self.path}: the header says of {name} only {in_message(told)}")
         if told.dtype not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is of type {told.dtype!r}; known here: {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"{self.path}: {name} is of type {in_message(told.dtype)}; known here: {', '.join(DTYPES)}"
+            )
         box = StoredBox(self.path.name, (0,) * len(told.shape), told.shape)
         info = TensorInfo(told.shape, DTYPES[told.dtype], (box,))
         (start, end), size = told.data_offsets, self.files[self.path.name]

@@ -28,6 +28,7 @@ LARGEST = 32 << 20
 """Bytes that a description may have, unless its reader says otherwise."""
 LARGEST_NUMBER = 1 << 62
 _MOST_VALUES = 1_000_000
+_SHOWN = 200  # characters of a value in a message
 _LONGEST_NUMBER = 40  # characters
 _ERRORS_LISTED = 20_000  # listing one takes about a kilobyte
 _ADVICE = "it is damaged, or another program wrote it; take it from its source again"
@@ -50,7 +51,7 @@ def _tensor_name(name: str) -> str:
 
 
 def _addressable(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if math.prod(shape) > LARGEST_NUMBER:
+    if math.prod(max(1, length) for length in shape) > LARGEST_NUMBER:  # strides are computed of empty tensors too
         raise ValueError("should have fewer elements than can be counted in 62 bits")
     return shape
 
@@ -77,6 +78,12 @@ DtypeName = Literal[
 def printable(text: str) -> str:
     """A stranger's text without what would steer a terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def in_message(value: object) -> str:
+    """A stranger's value as a message shows it: short, and without what would steer a terminal."""
+    text = str(value) if isinstance(value, str | int | float) else reprlib.repr(value)
+    return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
 def is_plain_name(name: str) -> bool:

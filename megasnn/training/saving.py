@@ -11,6 +11,7 @@ import torch
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.engine import Engine
+from megasnn.files.described import in_message
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
@@ -142,7 +143,9 @@ class Saves:
         if not isinstance(before, Mapping):  # weights from elsewhere
             return []
         changed = [
-            f"{flag} from {before.get(flag)} to {now}" for flag, now in self._recipe.items() if before.get(flag) != now
+            f"{flag} from {in_message(before.get(flag))} to {now}"
+            for flag, now in self._recipe.items()
+            if before.get(flag) != now
         ]
         return ["changed since the checkpoint was saved: " + ", ".join(changed)] if changed else []
 
@@ -168,8 +171,9 @@ class Saves:
         """Where the data or its order is not what the checkpoint's place in it refers to."""
         for name, value in self._data_identity.items():
             if saved.extra.get(name) != value:
+                before = in_message(saved.extra.get(name))
                 yield (
-                    f"{name}: {saved.extra.get(name)} when it was saved, {value} now: in other data or another order "
+                    f"{name}: {before} when it was saved, {value} now: in other data or another order "
                     "its place in the data means nothing (--finetune takes its weights only)"
                 )
 

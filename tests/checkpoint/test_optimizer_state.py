@@ -94,6 +94,7 @@ def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device
         "stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
         "optimizer.step.stem.weight": TensorFacts((), "float32"),
         "optimizer.exp_avg.stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
+        "optimizer.exp_avg_sq.stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
     }
     state = allocate(tensors, optimizer, saved)[tensors[0].tensor]
     assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")

@@ -253,3 +253,32 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(ranks, checkpoint):
     assert first == second
     assert "rank 1: OSError" in first and "iter_0000200" in first
     assert sorted(path.name for path in checkpoint.iterdir()) == ["iter_0000050", "iter_0000100", LATEST]
+
+
+def with_state(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """A checkpoint whose optimizer state was changed after it was described, under checksums of its own."""
+    rank = Rank(Layout())
+    rank.fill()
+    for state in rank.optimizer.state.values():
+        change(state)
+    save(folder, rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state["step"].fill_(-1), r"optimizer\.step\.stem\.weight: -1\.0 is no number of steps"),
+        (lambda state: state["step"].fill_(float("nan")), r"optimizer\.step\.stem\.weight: nan is no number of steps"),
+        (lambda state: state.pop("exp_avg"), r"optimizer\.exp_avg\.stem\.weight: not in the checkpoint"),
+        (
+            lambda state: state.update(exp_avg=state["exp_avg"].int()),
+            r"optimizer\.exp_avg\.stem\.weight: saved as int32, which no optimizer's state is of",
+        ),
+    ],
+)
+def test_optimizer_state_that_cannot_be_is_refused(tmp_path, change, text):
+    with_state(tmp_path, change)
+    rank = Rank(Layout())
+    with pytest.raises(CheckpointError, match=text):
+        load_checkpoint(tmp_path, tensors=rank.tensors, optimizer=rank.optimizer, config=CONFIG)
+    assert not rank.optimizer.state

@@ -25,6 +25,7 @@ from megasnn.checkpoint import (
     save_global_tensors,
     verify_checkpoint,
 )
+from megasnn.checkpoint.compare import config_differences
 from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.pieces import PIECES
 from megasnn.checkpoint.retention import Retention, superfluous
@@ -32,6 +33,7 @@ from megasnn.convert.classic import is_classic
 from megasnn.convert.layout import Target
 from megasnn.convert.opening import open_source
 from megasnn.convert.reshard import reshard
+from megasnn.files.described import in_message
 from megasnn.models.names import Made
 from megasnn.process.job import JobFolder
 from megasnn.process.lock import LOCK
@@ -122,6 +124,68 @@ def test_weights_take_no_memory_by_what_they_claim(tmp_path, legacy):
     (tmp_path / "w.pt").write_bytes(claiming_memory(legacy))
     with pytest.raises(CheckpointError, match=r"w\.pt: builtins\.bytearray does not belong there"):
         read_state_dict(tmp_path / "w.pt")
+
+
+def test_weights_take_no_memory_by_sharing_values(tmp_path):
+    shared = torch.zeros(100_000)
+    torch.save({"a": shared, "tied": shared}, tmp_path / "tied.pt")
+    assert read_state_dict(tmp_path / "tied.pt").keys() == {"a", "tied"}
+    torch.save({str(name): shared for name in range(40)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"w\.pt: its 40 tensors take 16000000 bytes, and the file has \d+:"):
+        read_state_dict(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("embed_dim", 2**17, "the model needs"),
+        ("time_steps", 100_000, "samples of T x C x H x W = 100000 x"),
+        ("image_size", 4096 * 16, "samples of T x C x H x W = "),
+        ("mlp_ratio", 1e308, "too many hidden channels"),
+    ],
+)
+def test_no_model_is_tried_out_by_the_sizes_that_a_checkpoint_claims(tmp_path, capsys, field, value, text):
+    path = save_whole(tmp_path / "old", MODELS["spikformer"])
+    values = values_of(path)
+    values["config"]["model"][field] = value
+    values["layout"] = None
+    seal(path, json.dumps(values, indent=2).encode())
+    new = ["reshard", "--load", str(path), "--save", str(tmp_path / "new"), "--target-pipeline-parallel-size", "2"]
+    assert main(new) == 2
+    assert text in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("shape", [[2**62, 2**62, 0], [0, 2**40, 2**40]])
+def test_a_shape_that_cannot_be_is_refused_though_it_is_empty(path, capsys, shape):
+    values = values_of(path)
+    values["tensors"]["nothing"]["shape"] = shape
+    seal(path, json.dumps(values, indent=2).encode())
+    assert statuses(path) == [2, 2, 2]
+    assert "tensors.nothing.shape: " in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_iteration_than_its_folder_is_refused(path, capsys):
+    values = values_of(path)
+    values["iteration"] = 7
+    seal(path, json.dumps(values, indent=2).encode())
+    assert statuses(path) == [2, 2, 2]
+    assert f"iteration: the folder is called {path.name}, found 7" in capsys.readouterr().err
+
+
+def test_nothing_is_compared_with_nothing(tmp_path, capsys):
+    path = save_whole(tmp_path / "old", MODELS["spikformer"])
+    put(path, PIECES, b'{"tensors": []}')
+    values = values_of(path)
+    values["tensors"] = {}
+    seal(path, json.dumps(values, indent=2).encode())
+    assert main(["compare", str(path), str(path)]) == 2
+    assert "hold no tensor to compare" in capsys.readouterr().err
+
+
+def test_what_a_message_shows_of_a_stranger_is_short_and_steers_no_terminal():
+    (line,) = config_differences({"a\x1b[2J": "\x1b]0;owned\x07" + "A" * 100_000}, {})
+    assert line.isprintable() and len(line) < 300
+    assert in_message("x\r[rank 0] all is well").isprintable()
 
 
 def elsewhere(path: Path, name: str) -> None:

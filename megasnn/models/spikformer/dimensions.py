@@ -10,6 +10,7 @@ from megasnn.config.pretrain import PretrainConfig
 
 LARGEST_COUNT = 255  # the stream between blocks travels as uint8
 STEM_STAGES = 4
+_TOO_MANY = 2**31  # hidden channels
 
 
 _NEUTRAL: dict[str, Any] = dict(embed_dim=384, depth=4, num_heads=12, patch_size=4, image_size=32, num_classes=10)
@@ -62,7 +63,7 @@ class SpikformerConfig:
     @property
     def mlp_dim(self) -> int:
         """Hidden channels of the MLP."""
-        return int(self.embed_dim * self.mlp_ratio)
+        return int(min(self.embed_dim * self.mlp_ratio, _TOO_MANY))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -79,6 +80,8 @@ class SpikformerConfig:
     def problems(self, tensor_parallel: int) -> list[str]:
         sizes = ("embed_dim", "depth", "num_heads", "image_size", "in_channels", "time_steps", "num_classes")
         wrong = at_least(self, 1, *sizes) + above(self, 0, "mlp_ratio")
+        if self.mlp_dim == _TOO_MANY:
+            wrong.append(f"--mlp-ratio {self.mlp_ratio} of --embed-dim {self.embed_dim}: too many hidden channels")
         if self.patch_size not in (4, 16):
             wrong.append(f"--patch-size must be 4 or 16, got {self.patch_size}")
         if wrong:
