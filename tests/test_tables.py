@@ -107,7 +107,8 @@ def train_with_one_of_each(*arguments: str) -> tuple[Outcome, Counter[str]]:
 
 def test_a_run_uses_one_of_each(ranks, tmp_path) -> None:
     """They stand for what others compute, which tells that they were taken for what they are."""
-    common = (str(tmp_path), "--train-iters", "2", "--eval-iters", "0", "--pipeline-model-parallel-size", "2")
+    common = (str(tmp_path), *"--train-iters 2 --eval-iters 0 --neuron-backend torch".split())
+    common += ("--pipeline-model-parallel-size", "2")
     told = ranks(2, train_with_one_of_each, *common, *(word for flag in FLAGS for word in (flag, NAME)))
     others = "--pipeline-schedule 1f1b --neuron lif --no-decay-input --loss mse --augment cifar --optimizer adamw"
     ours, theirs = whole([outcome for outcome, _ in told]), whole(ranks(2, train, *common, *others.split()))
