@@ -17,6 +17,10 @@ LOWEST = (
     "megasnn.schedule.simulate",
     "megasnn.config",
     "megasnn.events",
+    "megasnn.kernels",
+    "megasnn.losses",
+    "megasnn.optimizers",
+    "megasnn.augment",
 )
 
 
