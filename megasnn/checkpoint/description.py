@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -98,9 +98,9 @@ class Metadata:
 
 
 def to_text(metadata: Metadata) -> str:
-    values = asdict(metadata)
+    values = dict(vars(metadata))
     first = {name: values.pop(name) for name in ("format", "serial")}  # `serial_of` reads no further
-    text = json.dumps(first | values, indent=2).removesuffix("\n}")
+    text = json.dumps(first | values, indent=2, default=vars).removesuffix("\n}")
     return text + _ending(text.encode())
 
 
