@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelNeuron
-from megasnn.losses import correct_predictions, count_correct, cross_entropy_sum
+from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
 from megasnn.optim import GradientNorm

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group
+from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
+from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
 from megasnn.sharding import ShardedTensor
-
-if TYPE_CHECKING:
-    from megasnn.config.optimizer import OptimizerConfig
 
 _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis != "data")
 
 
-def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101), decaying matrices and kernels only: not norms, biases and time constants."""
+def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of `--optimizer`, decaying matrices and kernels only: not norms, biases and time constants."""
     trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
     decayed = [entry.tensor for entry in trained if len(entry.shard.global_shape) > 1]
     others = [entry.tensor for entry in trained if len(entry.shard.global_shape) <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    betas = (config.adam_beta1, config.adam_beta2)
-    # A pipeline stage may hold no layers, and AdamW takes no empty list of parameters, but it takes empty groups.
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=bool(trained) or None)
+    recipe = OPTIMIZERS[config.optimizer]
+    return recipe.build(groups, lr=config.lr, **{name: getattr(config, name) for name in recipe.flags})
 
 
-def state_bytes(trained: Iterable[Tensor]) -> int:
-    """What the state of `build_optimizer` takes after a step: two moments like each parameter, and a count of steps."""
-    return sum(2 * parameter.nbytes + torch.float32.itemsize for parameter in trained)
+def state_bytes(trained: Iterable[Tensor], optimizer: str = OptimizerConfig.optimizer) -> int:
+    """What the state of an optimizer of that name takes after a step."""
+    return sum(map(OPTIMIZERS[optimizer].state_bytes, trained))
 
 
 def held_state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -43,17 +40,12 @@ def held_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
-    """The rate of step `iteration` (from 0): linear warm-up, then constant, or linear or cosine decay to min_lr."""
+    """The rate of step `iteration` (from 0): linear warm-up, then `--lr-decay-style` to min_lr."""
     warm_up = config.warmup_iterations(iterations)
     if iteration < warm_up:
         return config.lr * (iteration + 1) / warm_up
     progress = min((iteration - warm_up) / max(iterations - warm_up, 1), 1.0)
-    share = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[config.lr_decay_style]
-    return config.min_lr + (config.lr - config.min_lr) * share
+    return config.min_lr + (config.lr - config.min_lr) * DECAY_STYLES[config.lr_decay_style](progress)
 
 
 class GradientNorm:

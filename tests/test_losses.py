@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasnn.losses import count_correct, cross_entropy_sum, mse_sum, tet_sum
+from megasnn.losses.sums import count_correct, cross_entropy_sum, mse_sum, tet_sum
 
 T, N, CLASSES = 4, 3, 5
 LOSSES = [cross_entropy_sum, tet_sum, mse_sum]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["files", "grid", "batching", "random", "losses", "non_finite", "schedule", "telemetry"],
+    ["table"],
+    ["files", "grid", "batching", "random", "losses", "non_finite", "optimizers", "telemetry"],
+    ["schedule", "augment"],
     ["cache"],
     ["kernels"],
     ["config", "sharding", "events"],

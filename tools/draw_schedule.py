@@ -19,8 +19,9 @@ from typing import Annotated
 import tyro
 
 from megasnn.config.cli import command_line
+from megasnn.config.parallel import ScheduleName
 from megasnn.process.terminal import keep_going
-from megasnn.schedule import ChunkCost, format_actions, generate, per_stage, simulate
+from megasnn.schedule import AUTO, ChunkCost, format_actions, generate, per_stage, simulate
 from megasnn.schedule.gantt import draw_grid, write_chart
 
 MOST = 1 << 16
@@ -31,8 +32,8 @@ MOST_SEARCHED = 128
 class Options:
     """Draw a pipeline schedule."""
 
-    schedule: Annotated[str, tyro.conf.Positional]
-    """gpipe, 1f1b, interleaved, zb1p, zb2p, zbv, v-half, v-min or auto."""
+    schedule: Annotated[ScheduleName, tyro.conf.Positional]
+    """name of the schedule; auto is the fastest that a search finds."""
     stages: int = 4
     """pipeline ranks."""
     micro_batches: int = 8
@@ -98,7 +99,7 @@ def _check(options: Options) -> None:
             f"--num-virtual-stages-per-pipeline-rank {chunks} must be at most {MOST}: "
             f"more takes too long to find, and nobody could read it"
         )
-    if options.schedule == "auto" and options.stages > MOST_SEARCHED:
+    if options.schedule == AUTO and options.stages > MOST_SEARCHED:
         raise ValueError(
             f"--stages {options.stages}: auto searches for {MOST_SEARCHED} at most, since more would take minutes; "
             f"name a schedule"

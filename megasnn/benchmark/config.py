@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from megasnn.benchmark.rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
 from megasnn.config.checks import ConfigError, above, at_least, flag, refusal
+from megasnn.config.names import name_in
 from megasnn.config.parallel import ScheduleName
+from megasnn.kernels import BACKENDS
 from megasnn.models.spikformer.dimensions import SpikformerConfig
 from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.schedule.build import chunks_of_schedule
@@ -52,7 +54,7 @@ class BenchmarkConfig:
     """strong: every row computes the same global batch. weak: it grows with the data parallel size."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
-    neuron_backend: Literal["auto", "torch", "fused"] = "auto"
+    neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
     """Of MegaSNN's rows."""
     pipeline_schedule: ScheduleName = "auto"
     """Of rows with a pipeline; auto is what pretrain takes."""

@@ -16,19 +16,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megasnn.augment import AUGMENTATIONS
 from megasnn.benchmark.log import append_lines, latest_alike, read_lines, surroundings
 from megasnn.benchmark.results import summary
 from megasnn.benchmark.waiting import Waiting, measure_waiting
 from megasnn.config import DataConfig
 from megasnn.config.checks import ConfigError, at_least
+from megasnn.config.names import name_in
 from megasnn.data import BatchLoader, ShardDataset, open_datasets
-from megasnn.data.augment import AUGMENTATIONS
 from megasnn.data.formats import SampleFormat
 
 WORKERS = (0, 1, 2)
@@ -44,7 +45,7 @@ class LoadingBenchmark:
     """events: frames for the VGG. images: for Spikformer."""
     data_path: str = "sample"
     """Shards, as for training."""
-    augment: Literal["none", "cifar", "dvs", "nda"] = "none"
+    augment: Annotated[str, name_in(AUGMENTATIONS)] = "none"
     """As for training; the DataLoader's rows change their samples in the same way."""
     image_size: int = 48
     """Height and width."""
@@ -114,14 +115,14 @@ class Samples(Dataset[tuple[Any, int]]):
     """A map-style data set over the shards, as one would write it for a DataLoader."""
 
     def __init__(self, dataset: ShardDataset[SampleFormat], augment: str = "none") -> None:
-        self._dataset, self._augment = dataset, AUGMENTATIONS.get(augment)
+        self._dataset, self._augment = dataset, AUGMENTATIONS[augment]
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         sample = self._dataset.sample(index)
-        return self._augment(sample, 1, 0, index) if self._augment else sample, int(self._dataset.labels[index])
+        return self._augment(sample, 1, 0, index), int(self._dataset.labels[index])
 
     def collate(self, batch: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
         return self._dataset.format.to_tensor([sample for sample, _ in batch]), torch.tensor([b for _, b in batch])

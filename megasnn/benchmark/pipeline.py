@@ -21,7 +21,7 @@ from megasnn.benchmark.processes import RankProcesses
 from megasnn.benchmark.results import summary
 from megasnn.benchmark.run import THREAD_VARIABLES
 from megasnn.config.checks import ConfigError, above, at_least
-from megasnn.schedule.named import GENERATED_NAMES
+from megasnn.schedule.named import AUTO, SCHEDULES
 
 if TYPE_CHECKING:
     from megasnn.benchmark.pipeline_worker import PipelineTurn, PipelineWorker
@@ -44,7 +44,7 @@ class PipelineBenchmark:
     """Micro-batches of a step."""
     micro_batch_size: int = 4
     """Samples in each."""
-    schedules: tuple[str, ...] = GENERATED_NAMES
+    schedules: tuple[str, ...] = (*SCHEDULES, AUTO)
     """By name; auto is the best that the search finds for the measured costs."""
     rounds: int = 5
     """How often each schedule has its turn."""
@@ -63,8 +63,8 @@ class PipelineBenchmark:
         """Raises ConfigError with everything that cannot be run."""
         wrong = at_least(self, 1, "micro_batches", "micro_batch_size", "rounds", "steps") + at_least(self, 2, "stages")
         wrong += above(self, 0, "timeout")
-        unknown = [name for name in self.schedules if name not in GENERATED_NAMES]
-        wrong += [f"--schedules: {name!r} is none; known: {', '.join(GENERATED_NAMES)}" for name in unknown]
+        unknown = [name for name in self.schedules if name not in SCHEDULES.choices]
+        wrong += [f"--schedules: {name!r} is none; known: {', '.join(SCHEDULES.choices)}" for name in unknown]
         if not self.schedules or not self.models:
             wrong.append("--schedules and --models must name at least one")
         if wrong:

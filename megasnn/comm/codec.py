@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from megasnn import kernels
+from megasnn.kernels import codec
 
 
 class Wire(Enum):
@@ -29,9 +29,9 @@ def encode(flat: Tensor, wire: Wire, check: bool = False) -> Tensor:
         ValueError: with `check`, a value that the format cannot hold exactly.
     """
     if wire is Wire.SPIKES:
-        return kernels.pack_bits(flat, check=check)
+        return codec.pack_bits(flat, check=check)
     if wire is Wire.COUNTS:
-        return kernels.pack_counts(flat, check=check)
+        return codec.pack_counts(flat, check=check)
     return flat
 
 
@@ -45,6 +45,6 @@ def encoded_like(count: int, wire: Wire, dtype: torch.dtype, device: torch.devic
 def decode_into(payload: Tensor, wire: Wire, rows: Tensor) -> None:
     """Unpacks into a 2-d tensor of unit column stride: a dense [R, C], or some columns of a wider one."""
     if wire is Wire.SPIKES:
-        kernels.unpack_bits_into(payload, rows)
+        codec.unpack_bits_into(payload, rows)
     else:
         rows.copy_(payload.view(rows.shape))

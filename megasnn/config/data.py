@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from megasnn.augment import AUGMENTATIONS
 from megasnn.config.checks import at_least
+from megasnn.config.names import name_in
 from megasnn.files.sample_size import SAMPLE_MB
 
 
@@ -25,9 +27,8 @@ class DataConfig:
     epoch), or keep them as a smaller batch."""
     num_workers: int = 1
     """Processes of a rank that read ahead; 0 reads in the training process."""
-    augment: Literal["none", "cifar", "dvs", "nda", "roll"] = "none"
-    """Random changes, the same for a sample on any layout. cifar: crop and flip images. dvs: flip and roll event
-    frames. nda: flip them, then roll, rotate, shear or cut out (Li et al. 2022). roll: roll them by up to 2 pixels."""
+    augment: Annotated[str, name_in(AUGMENTATIONS)] = "none"
+    """Random changes, the same for a sample on any layout."""
     split_by: Literal["number", "time"] | None = None
     """Where shards hold events: whether the frames of a recording have equal shares of its events (number, the
     default) or of its time."""

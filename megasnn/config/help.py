@@ -10,6 +10,8 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from megasnn.config.names import summaries, table_of
+
 # Parts as they are shown, and after them all those flags of any part that few runs need.
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 RARELY_USED = {
@@ -19,7 +21,7 @@ RARELY_USED = {
         *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),
     ),
     "training": ("exit_interval", "exit_duration_in_mins", "tet_lambda", "tet_mean"),
-    "optimizer": ("adam_beta1", "adam_beta2", "adam_eps"),
+    "optimizer": ("optimizer", "adam_beta1", "adam_beta2", "adam_eps"),
     "parallel": (
         *("strict_wire", "pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
         *("check_replicas_interval", "replica_mismatch"),
@@ -59,10 +61,12 @@ def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> ty
 def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     """Name, type with help, and default of each field."""
     texts, hints = help_texts(type(part)), get_type_hints(type(part), include_extras=True)
-    return [
-        (e.name, Annotated[hints[e.name], tyro.conf.arg(help=texts.get(e.name, ""))], getattr(part, e.name))
-        for e in fields(part)
-    ]
+    flags = []
+    for entry in fields(part):
+        hint, table = hints[entry.name], table_of(hints[entry.name])
+        text = " ".join(filter(None, (texts.get(entry.name), summaries(table) if table is not None else "")))
+        flags.append((entry.name, Annotated[hint, tyro.conf.arg(help=text)], getattr(part, entry.name)))
+    return flags
 
 
 def help_texts(part: type) -> dict[str, str]:

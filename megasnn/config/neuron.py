@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
 from megasnn.config.checks import above, at_least
+from megasnn.config.names import name_in
+from megasnn.kernels import BACKENDS, NEURONS, SURROGATES
 
-Surrogate = Literal[
-    "sigmoid",
-    "atan",
-    "erf",
-    "fake_numerical_gradient",
-    "log_tailed_relu",
-    "nonzero_sign_log_abs",
-    "piecewise_exp",
-    "piecewise_quadratic",
-    "q_pseudo_spike",
-    "rect",
-    "s2nn",
-    "soft_sign",
-    "super_spike",
-]
+Surrogate = Annotated[str, name_in(SURROGATES)]
 
 
 @dataclass(frozen=True)
 class NeuronConfig:
     """Defaults are those of SpikingJelly's Spikformer."""
 
-    neuron: Literal["lif", "if", "plif"] = "lif"
-    """Leaky integrate-and-fire, without leak, or with a learned time constant per layer."""
+    neuron: Annotated[str, name_in(NEURONS)] = "lif"
+    """Kind of neuron."""
     tau: float = 2.0
     """Membrane time constant of lif in time steps; of plif, the initial one."""
     v_threshold: float = 1.0
@@ -46,13 +34,13 @@ class NeuronConfig:
     """Surrogate gradient of the spike."""
     surrogate_alpha: float | None = None
     """Its sharpness; "none" is SpikingJelly's default for it (4 for sigmoid, 2 for atan)."""
-    neuron_backend: Literal["auto", "torch", "fused"] = "auto"
-    """Plain PyTorch, or the fused kernels; auto takes those where they can be used."""
+    neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
+    """What computes the neurons; auto takes the fastest that can be used."""
 
     def problems(self) -> list[str]:
         wrong = above(self, 0, "v_threshold") or self._reset_problems()
-        wrong += self._unused_by_if() if self.neuron == "if" else above(self, 1, "tau")
-        bound = at_least if self.surrogate == "log_tailed_relu" else above
+        wrong += above(self, 1, "tau") if NEURONS[self.neuron].leaks else self._unused_without_leak()
+        bound = above if SURROGATES[self.surrogate].alpha > 0 else at_least
         return wrong + bound(self, 0, "surrogate_alpha")
 
     def _reset_problems(self) -> list[str]:
@@ -60,11 +48,11 @@ class NeuronConfig:
             return []
         return [f"--v-reset {self.v_reset} must be below --v-threshold {self.v_threshold}, or none"]
 
-    def _unused_by_if(self) -> list[str]:
+    def _unused_without_leak(self) -> list[str]:
         wrong = []
         if self.tau != type(self).tau:
-            wrong.append(f"--tau {self.tau} has no meaning for --neuron if, which does not leak")
+            wrong.append(f"--tau {self.tau} has no meaning for --neuron {self.neuron}, which does not leak")
         if self.decay_input != type(self).decay_input:
             name = "--decay-input" if self.decay_input else "--no-decay-input"
-            wrong.append(f"{name} has no meaning for --neuron if, which does not leak")
+            wrong.append(f"{name} has no meaning for --neuron {self.neuron}, which does not leak")
         return wrong

@@ -1,29 +1,33 @@
-"""AdamW, its learning rate over time, and gradient clipping."""
+"""The optimizer, its learning rate over time, and gradient clipping."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
 from megasnn.config.checks import above, at_least, from_zero_to_below_one
+from megasnn.config.names import flags_of_others, name_in
+from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """Linear warm-up to `lr`, then decay to `min_lr` at the end of the training."""
 
+    optimizer: Annotated[str, name_in(OPTIMIZERS)] = "adamw"
+    """What makes steps of gradients."""
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_decay_style: Annotated[str, name_in(DECAY_STYLES)] = "cosine"
     """From --lr to --min-lr, or constant."""
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
     lr_warmup_fraction: float | None = None
     """Warm-up as a share of all iterations, instead of --lr-warmup-iters."""
     weight_decay: float = 0.01
-    """Of AdamW; not applied to norms, biases and time constants."""
+    """Decay of the weights in a step; not applied to norms, biases and time constants."""
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     adam_beta1: float = 0.9
@@ -45,8 +49,9 @@ class OptimizerConfig:
         wrong += from_zero_to_below_one(self, "lr_warmup_fraction", "adam_beta1", "adam_beta2")
         if self.min_lr > self.lr:
             wrong.append(f"--min-lr {self.min_lr} is greater than --lr {self.lr}")
-        if self.lr_decay_style == "constant" and self.min_lr > 0:
-            wrong.append(f"--min-lr {self.min_lr} is never reached with --lr-decay-style constant")
+        wrong += flags_of_others(self, "optimizer", OPTIMIZERS)
+        if DECAY_STYLES[self.lr_decay_style](1.0) == 1.0 and self.min_lr > 0:
+            wrong.append(f"--min-lr {self.min_lr} is never reached with --lr-decay-style {self.lr_decay_style}")
         if self.lr_warmup_iters and self.lr_warmup_fraction is not None:
             wrong.append(
                 f"give either --lr-warmup-iters or --lr-warmup-fraction, not both "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megasnn.config.checks import above, at_least, refusal
+from megasnn.config.names import name_in
 from megasnn.schedule.build import chunks_of_schedule
+from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
 
-ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "zb1p", "zb2p", "zbv", "v-half", "v-min"]
+ScheduleName = Annotated[str, name_in(SCHEDULES)]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class ParallelConfig:
     pipeline_model_parallel_layout: str | None = None
     """Units (patch stem, each block, head) or single layers in each chunk, as "1|2|2|1". By default the
     cost of each layer is measured and balanced."""
-    pipeline_schedule: ScheduleName = "auto"
+    pipeline_schedule: ScheduleName = AUTO
     """Order of forwards and backwards; auto is the fastest found for the measured costs of the layers."""
     pipeline_memory_limit: float | None = None
     """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
@@ -58,7 +60,7 @@ class ParallelConfig:
     def chunks_per_rank(self) -> int | None:
         """None where auto may choose. Raises ValueError for what the schedule cannot place."""
         asked, stages = self.num_virtual_stages_per_pipeline_rank, self.pipeline_model_parallel_size
-        if asked is None and self.pipeline_schedule == "auto":
+        if asked is None and self.pipeline_schedule == AUTO:
             if stages == 1:
                 asked = 1
             elif self.layout is not None:

@@ -6,9 +6,10 @@ import json
 import shlex
 from dataclasses import asdict, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megasnn.config.checks import ConfigError, flag
+from megasnn.config.names import table_of
 
 Config = TypeVar("Config")
 
@@ -43,7 +44,7 @@ def _build(config_class: type[Config], values: Any, place: str, problems: list[s
     if not isinstance(values, dict):
         problems.append(f"{place.rstrip('.') or 'the configuration'} must be a dictionary, got {values!r}")
         values = {}
-    hints = get_type_hints(config_class)
+    hints = get_type_hints(config_class, include_extras=True)
     known: dict[str, Any] = {}
     for name, value in values.items():
         if name not in hints:
@@ -58,6 +59,11 @@ def _build(config_class: type[Config], values: Any, place: str, problems: list[s
 
 
 def _fits(hint: Any, value: Any) -> bool:
+    table = table_of(hint)
+    if table is not None:
+        return value in table.choices
+    if get_origin(hint) is Annotated:
+        return _fits(get_args(hint)[0], value)
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(member, value) for member in get_args(hint))
     if get_origin(hint) is Literal:

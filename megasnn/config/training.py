@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megasnn.config.checks import above, at_least, from_zero_to_below_one
+from megasnn.config.names import flags_of_others, name_in
+from megasnn.losses import LOSSES
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,8 @@ class TrainingConfig:
     """Of initial weights, data order, augmentation and dropout."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16 is autocast with fp32 weights; fp64 is for checks."""
-    loss: Literal["cross-entropy", "tet", "mse"] = "cross-entropy"
-    """cross-entropy of the logits' mean over time; tet: of each time step (Deng et al. 2022); mse: squared distance of
-    the mean over time from the label as 0 and 1."""
+    loss: Annotated[str, name_in(LOSSES)] = "cross-entropy"
+    """What is minimised, as a mean over the samples."""
     tet_lambda: float = 1e-3
     """With --loss tet, the share of the term that keeps logits near --tet-mean; 0 leaves it out."""
     tet_mean: float = 1.0
@@ -72,10 +73,8 @@ class TrainingConfig:
         return wrong
 
     def _loss_problems(self) -> list[str]:
-        wrong = []
-        if self.loss != "tet" and self.tet_lambda != TrainingConfig.tet_lambda:
-            wrong.append(f"--tet-lambda {self.tet_lambda} is for --loss tet, not {self.loss}")
-        if self.tet_mean != TrainingConfig.tet_mean and (self.loss != "tet" or self.tet_lambda == 0):
+        wrong = flags_of_others(self, "loss", LOSSES)
+        if self.tet_mean != TrainingConfig.tet_mean and self.tet_lambda == 0:
             wrong.append(f"--tet-mean {self.tet_mean} is for --loss tet with a --tet-lambda above 0")
         if not math.isfinite(self.tet_mean):
             wrong.append(f"--tet-mean must be a finite number, got {self.tet_mean}")

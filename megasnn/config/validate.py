@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from megasnn.batching import micro_batches_of
 from megasnn.config.checks import ConfigError, refusal
+from megasnn.config.names import unknown_names
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Grid
+from megasnn.kernels import BACKENDS
 from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
-
-FUSED_SURROGATES = ("sigmoid", "atan")  # of megasnn.kernels, which needs torch
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError that lists every problem of the parts and between them, each with value and flag."""
     parallel = config.parallel
-    of_model = config.model.problems(parallel.tensor_model_parallel_size)
-    of_parallel = parallel.problems()
     others = (
         config.neuron,
         config.training,
@@ -25,6 +23,11 @@ def validate(config: PretrainConfig, world_size: int) -> None:
         config.checkpoint,
         config.logging,
     )
+    unknown = [problem for part in (config.model, parallel, *others) for problem in unknown_names(part)]
+    if unknown:
+        raise ConfigError(unknown)
+    of_model = config.model.problems(parallel.tensor_model_parallel_size)
+    of_parallel = parallel.problems()
     problems = [*of_model, *of_parallel, *(problem for part in others for problem in part.problems())]
     problems += _grid_problems(config, world_size)
     if not of_model and not of_parallel:
@@ -137,14 +140,17 @@ def _evaluation_problems(config: PretrainConfig) -> list[str]:
 
 
 def _kernel_problems(config: PretrainConfig) -> list[str]:
-    """Fused kernels that do not exist."""
+    """A backend that cannot compute the neuron."""
     neuron = config.neuron
-    if neuron.neuron_backend == "fused" and neuron.surrogate not in FUSED_SURROGATES:
-        return [
-            f"--neuron-backend fused has the surrogates {' and '.join(FUSED_SURROGATES)}, not --surrogate "
-            f"{neuron.surrogate}; use auto or torch"
-        ]
-    return []
+    if neuron.neuron_backend in BACKENDS.also:
+        return []
+    lacks = BACKENDS[neuron.neuron_backend].missing(neuron.neuron, neuron.surrogate)
+    if lacks is None:
+        return []
+    return [
+        f"--neuron-backend {neuron.neuron_backend} has the {lacks.what}s {' and '.join(lacks.known)}, not "
+        f"--{lacks.what} {lacks.name}; use auto or torch"
+    ]
 
 
 def _profile_problems(config: PretrainConfig) -> list[str]:

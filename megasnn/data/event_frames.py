@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn import augment
 from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings, decode_sample, make_frames
 from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.events import resize_frames
@@ -29,7 +30,7 @@ class EventFormat(SampleFormat):
     settings: FrameSettings
     limit: int = SAMPLE_BYTES
     suffixes = (FRAMES, EVENTS)
-    augmentations = ("none", "dvs", "nda", "roll")
+    kind = augment.FRAMES
     axes = (0, 1, 2, 3, 4)
 
     def decode(self, data: bytes) -> NDArray[Any]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.augment import AUGMENTATIONS, Augmentation
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,15 +42,23 @@ class SampleFormat(Decoder, Protocol):
     """From the bytes of samples' files to the model's input.
 
     Attributes:
-        augmentations: names of the random changes that its arrays can take.
+        kind: of its samples, as augmentations name it.
         axes: the model's axes of a batch, as axes of the array of its samples.
     """
 
     @property
-    def augmentations(self) -> tuple[str, ...]: ...
+    def kind(self) -> str: ...
 
     @property
     def axes(self) -> tuple[int, ...]: ...
+
+    def augmentation(self, name: str) -> Augmentation:
+        """A random change by its name. Raises ValueError for one that there is not, or not for such samples."""
+        found = AUGMENTATIONS[name]
+        if self.kind not in found.samples:
+            fitting = [other for other, each in AUGMENTATIONS.items() if self.kind in each.samples]
+            raise ValueError(f"--augment {name} is not for {self.kind}; choose one of {', '.join(fitting)}")
+        return found
 
     def fill(self, values: NDArray[np.float32], batch: list[NDArray[Any]]) -> None:
         """Writes decoded samples to `values`, `[n, *sample]`, as the numbers that the model takes."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from megasnn.augment import IMAGES
 from megasnn.data.formats import SampleFormat
 from megasnn.data.image_files import open_image
 from megasnn.files.sample_size import SAMPLE_BYTES
@@ -38,7 +39,7 @@ class ImageFormat(SampleFormat):
     normalisation: str = "generic"
     limit: int = SAMPLE_BYTES
     suffixes = IMAGE_SUFFIXES
-    augmentations = ("none", "cifar")
+    kind = IMAGES
     axes = (0, 3, 1, 2)  # the channels lie last in memory, as convolutions like it
 
     def __post_init__(self) -> None:

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.data.augment import AUGMENTATIONS
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Slot
@@ -105,10 +104,7 @@ class BatchLoader:
         pin_for: torch.device | None = None,
         last_batch: str = "continue",
     ) -> None:
-        if augment not in dataset.format.augmentations:
-            raise ValueError(
-                f"--augment {augment} is not for these samples; choose one of {', '.join(dataset.format.augmentations)}"
-            )
+        change = dataset.format.augmentation(augment)
         if training:
             _check_shares(len(dataset), global_batch_size, micro_batch_size, dp_size, last_batch)
         self.dataset = dataset
@@ -116,8 +112,7 @@ class BatchLoader:
         epoch = epoch_samples(len(dataset), global_batch_size, last_batch) if training else None
         self._order = SampleOrder(len(dataset), seed, shuffle and training, epoch)
         self._keep_last = last_batch == "keep"
-        change = AUGMENTATIONS.get(augment) if training else None
-        self._reader = SlotReader(dataset, self._order, seed, change, need_images, skip_broken)
+        self._reader = SlotReader(dataset, self._order, seed, change if training else None, need_images, skip_broken)
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._dp_size = dp_size

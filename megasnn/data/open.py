@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megasnn.augment import AUGMENTATIONS
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings
 from megasnn.data.event_frames import EventFormat
@@ -54,10 +55,7 @@ def open_datasets(
             option does not go with them.
     """
     format = _event_format(config, input_shape) if len(input_shape) == 4 else _image_format(config, input_shape)
-    if config.augment not in format.augmentations:
-        raise ValueError(
-            f"--augment {config.augment} is not for {_kind(format)}; choose one of {', '.join(format.augmentations)}"
-        )
+    format.augmentation(config.augment)
     train, valid = _paths(config, partial(sample_shards, isinstance(format, EventFormat)) if sample_shards else None)
     return Datasets(
         _dataset(config, train, format, num_classes), _dataset(config, valid, format, num_classes) if valid else None
@@ -141,7 +139,7 @@ def _image_format(config: DataConfig, input_shape: Sequence[int]) -> ImageFormat
     if config.data_path == SAMPLE:
         normalisation = "digits"
     else:
-        normalisation = "cifar10" if config.augment == "cifar" and channels == 3 else "generic"
+        normalisation = AUGMENTATIONS[config.augment].normalisation if channels == 3 else "generic"
     return ImageFormat(size, channels, normalisation, config.max_sample_mb << 20)
 
 

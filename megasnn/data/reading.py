@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from megasnn.data.augment import Augmentation
+from megasnn.augment import Augmentation
 from megasnn.data.dataset import BrokenSample, ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Slot

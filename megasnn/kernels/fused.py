@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels import compiled
+from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
 from megasnn.kernels.layout import empty_array, memory_order
 from megasnn.kernels.runtime import run
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.spec import NEURONS, NeuronSpec
 
-SURROGATES = {"sigmoid": compiled.SIGMOID, "atan": compiled.ATAN}
 _TORCH_TYPES = {"float32": torch.float32, "float64": torch.float64}
 REDUCED = (torch.bfloat16, torch.float16)
 
@@ -30,12 +30,12 @@ _NORM_BLOCK = 512  # the same for the norm, rounded up to whole pixels
 _BLOCKS = 32  # blocks of a unit that sums: short enough for float32, long enough that folding costs nothing
 
 
-def neuron_fused(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See :func:`megasnn.kernels.neuron_multi_step`."""
+def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
     return _Neuron.apply(x, v0, w, spec)
 
 
-def norm_pool_neuron_fused(
+def norm_pool_neuron(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -46,9 +46,23 @@ def norm_pool_neuron_fused(
     pool: bool,
     time_steps: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`megasnn.kernels.norm_pool_neuron`; ``running``: statistics to normalise with, if not the batch's."""
+    """See :func:`megasnn.kernels.unit.norm_pool_neuron`.
+
+    ``running``: mean and variance to normalise with, if not the batch's.
+    """
     x = x.movedim(2, -1).contiguous().movedim(-1, 2)
     return _NormPoolNeuron.apply(x, weight, bias, w, running, _Unit(spec, eps, pool, time_steps))
+
+
+def refuses(x: Tensor) -> str | None:
+    """Why the kernels cannot take this input, or None where they can."""
+    if x.device.type != "cpu":
+        return f"they run on CPU tensors, not on {x.device}"
+    if x.dtype not in (torch.float32, torch.float64, *REDUCED):
+        return f"they take float32, float64, bfloat16 or float16, not {x.dtype}"
+    if x.numel() == 0:
+        return f"the input {tuple(x.shape)} is empty"
+    return None
 
 
 def constants(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> compiled.Constants:
@@ -65,42 +79,28 @@ def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> compiled
 
 def _constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: bool) -> compiled.Constants:
     number = dtype.type
-    charge, factor, into = compiled.CHARGE_ADD, 1.0, 1.0
-    leak = 0.0
-    if spec.kind == "plif":
-        factor = leak = learned_leak
-        charge = compiled.CHARGE_SCALE if spec.decay_input else compiled.LEAK_SCALE
-    elif spec.kind == "lif":
-        leak = 1.0 / spec.tau
-        exact = math.frexp(spec.tau)[0] == 0.5  # a power of two: multiplying is the same as dividing, and faster
-        factor = leak if exact else spec.tau
-        if spec.decay_input:
-            charge = compiled.CHARGE_SCALE if exact else compiled.CHARGE_DIVIDE
-        else:
-            charge = compiled.LEAK_SCALE if exact else compiled.LEAK_DIVIDE
-    if spec.kind != "if" and spec.decay_input:
-        into = leak
+    charge, surrogate = FUSED_CHARGES[spec.kind](spec, learned_leak), FUSED_SURROGATES[spec.surrogate]
+    into = charge.leak if NEURONS[spec.kind].leaks and spec.decay_input else 1.0
     hard = spec.v_reset is not None
     jump, slide = (spec.rest, 1.0) if hard else (-spec.v_threshold, 0.0)
     if spec.detach_reset:
         jump = slide = 0.0
     alpha = spec.surrogate_alpha
-    amplitude, slope = (alpha, alpha) if spec.surrogate == "sigmoid" else (alpha / 2, math.pi * alpha / 2)
     return compiled.Constants(
-        charge=charge,
-        surrogate=SURROGATES[spec.surrogate],
+        charge=getattr(compiled, charge.code),
+        surrogate=getattr(compiled, surrogate.code),
         hard=hard,
         learn=learn,
         rest=number(spec.rest),
         threshold=number(spec.v_threshold),
-        factor=number(factor),
+        factor=number(charge.factor),
         kept=number(0.0 if hard else 1.0),
         jump=number(jump),
         slide=number(slide),
         into=number(into),
-        through=number(1.0 - leak),
-        slope=number(slope),
-        amplitude=number(amplitude),
+        through=number(1.0 - charge.leak),
+        slope=number(alpha * surrogate.slope),
+        amplitude=number(alpha * surrogate.amplitude),
         zero=number(0),
         one=number(1),
     )

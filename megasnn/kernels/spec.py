@@ -1,27 +1,82 @@
-"""What a spiking neuron computes, as a value: the one description shared by the reference and the fused kernels."""
+"""What a spiking neuron computes, as a value: the one description for all backends, and the names that it takes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-NEURON_KINDS = ("lif", "if", "plif")
+from megasnn.table import Table
 
-# name -> (class in spikingjelly.activation_based.surrogate, its default alpha)
-SURROGATES: dict[str, tuple[str, float]] = {
-    "sigmoid": ("Sigmoid", 4.0),
-    "atan": ("ATan", 2.0),
-    "erf": ("Erf", 2.0),
-    "fake_numerical_gradient": ("FakeNumericalGradient", 0.3),
-    "log_tailed_relu": ("LogTailedReLU", 0.0),
-    "nonzero_sign_log_abs": ("NonzeroSignLogAbs", 1.0),
-    "piecewise_exp": ("PiecewiseExp", 1.0),
-    "piecewise_quadratic": ("PiecewiseQuadratic", 1.0),
-    "q_pseudo_spike": ("QPseudoSpike", 2.0),
-    "rect": ("Rect", 1.0),
-    "s2nn": ("S2NN", 4.0),
-    "soft_sign": ("SoftSign", 2.0),
-    "super_spike": ("SuperSpike", 1.0),
-}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Neuron:
+    """A kind of neuron.
+
+    Attributes:
+        summary: for --help.
+        charge: (input of a step, last potential, description, q) -> the potential before firing; q is `sigmoid(w)`
+            where the time constant is learned, otherwise None.
+        leaks: its potential decays, by `tau`, and perhaps its input with it.
+        learns: its time constant is learned: it has a parameter `w`, which starts at `tau`.
+    """
+
+    summary: str
+    charge: Callable[[Tensor, Tensor, NeuronSpec, Any], Tensor]
+    leaks: bool = True
+    learns: bool = False
+
+
+def _integrate(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    return v + x
+
+
+def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    return v + (x - (v - spec.rest)) / spec.tau if spec.decay_input else v - (v - spec.rest) / spec.tau + x
+
+
+def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    return v + (x - (v - spec.rest)) * q if spec.decay_input else v - (v - spec.rest) * q + x
+
+
+NEURONS: Table[Neuron] = Table(
+    "--neuron",
+    {
+        "lif": Neuron("leaky integrate-and-fire", _leak),
+        "if": Neuron("without leak", _integrate, leaks=False),
+        "plif": Neuron("with a learned time constant for each layer", _learned_leak, learns=True),
+    },
+)
+
+
+class Surrogate(NamedTuple):
+    """A surrogate gradient: its class in spikingjelly.activation_based.surrogate, and the default of its alpha."""
+
+    spikingjelly: str
+    alpha: float
+
+
+SURROGATES: Table[Surrogate] = Table(
+    "--surrogate",
+    {
+        "sigmoid": Surrogate("Sigmoid", 4.0),
+        "atan": Surrogate("ATan", 2.0),
+        "erf": Surrogate("Erf", 2.0),
+        "fake_numerical_gradient": Surrogate("FakeNumericalGradient", 0.3),
+        "log_tailed_relu": Surrogate("LogTailedReLU", 0.0),
+        "nonzero_sign_log_abs": Surrogate("NonzeroSignLogAbs", 1.0),
+        "piecewise_exp": Surrogate("PiecewiseExp", 1.0),
+        "piecewise_quadratic": Surrogate("PiecewiseQuadratic", 1.0),
+        "q_pseudo_spike": Surrogate("QPseudoSpike", 2.0),
+        "rect": Surrogate("Rect", 1.0),
+        "s2nn": Surrogate("S2NN", 4.0),
+        "soft_sign": Surrogate("SoftSign", 2.0),
+        "super_spike": Surrogate("SuperSpike", 1.0),
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +89,11 @@ class NeuronSpec:
     Fire: ``s = 1`` where ``h >= v_threshold``. Reset: hard to ``v_reset``, or soft (``v_reset=None``) by subtracting
     ``v_threshold``; with ``detach_reset`` no gradient flows through the spike of the reset.
 
-    ``alpha=None`` takes SpikingJelly's default for that surrogate function. ``tau`` is used by ``lif`` only.
+    ``alpha=None`` takes SpikingJelly's default for that surrogate function. ``tau`` is used by ``lif``, and is
+    where the learned time constant of ``plif`` starts.
 
     Raises:
-        ValueError: an unknown kind or surrogate name, or ``tau`` not above 1 for ``lif``.
+        ValueError: an unknown kind or surrogate name, or ``tau`` not above 1 for a neuron that leaks.
     """
 
     kind: str = "lif"
@@ -50,15 +106,11 @@ class NeuronSpec:
     alpha: float | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in NEURON_KINDS:
-            raise ValueError(f"neuron kind {self.kind!r} is unknown; --neuron takes one of {', '.join(NEURON_KINDS)}")
-        if self.surrogate not in SURROGATES:
-            known = ", ".join(SURROGATES)
-            raise ValueError(f"surrogate {self.surrogate!r} is unknown; --surrogate takes one of {known}")
-        if self.kind == "lif" and not self.tau > 1.0:
-            raise ValueError(f"a lif neuron needs tau > 1, got {self.tau}; set --tau")
+        neuron, surrogate = NEURONS[self.kind], SURROGATES[self.surrogate]
+        if neuron.leaks and not self.tau > 1.0:
+            raise ValueError(f"a {self.kind} neuron needs tau > 1, got {self.tau}; set --tau")
         if self.alpha is None:
-            object.__setattr__(self, "alpha", SURROGATES[self.surrogate][1])
+            object.__setattr__(self, "alpha", surrogate.alpha)
 
     @property
     def surrogate_alpha(self) -> float:

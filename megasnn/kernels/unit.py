@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
-
-import torch
 from torch import Tensor
 
-from megasnn.kernels.reference import neuron_multi_step_reference, norm_pool_neuron_reference
-from megasnn.kernels.spec import NeuronSpec
-
-BACKENDS = ("auto", "torch", "fused")
+from megasnn.kernels.backends import AUTO, backend_for
+from megasnn.kernels.spec import NEURONS, NeuronSpec
 
 
 def neuron_multi_step(
@@ -19,7 +13,7 @@ def neuron_multi_step(
     spec: NeuronSpec,
     v0: Tensor | None = None,
     w: Tensor | None = None,
-    backend: str = "auto",
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """A layer of neurons over all time steps.
 
@@ -33,15 +27,12 @@ def neuron_multi_step(
 
     Raises:
         ValueError: an unknown backend, a shape that does not fit, a plif neuron without ``w`` (or another with it),
-            or ``backend="fused"`` where the fused kernels cannot be used.
+            or a backend that cannot be used here.
     """
-    _check_backend(backend)
     _check_neuron(x, spec, w)
     if v0 is not None and v0.shape != x.shape[1:]:
         raise ValueError(f"v0 {tuple(v0.shape)} must have the shape of one time step, {tuple(x.shape[1:])}")
-    if _use_fused(backend, x, spec):
-        return _fused().neuron_fused(x, spec, v0, w)
-    return neuron_multi_step_reference(x, spec, v0, w)
+    return backend_for(backend, x, spec).neuron_multi_step(x, spec, v0, w)
 
 
 def norm_pool_neuron(
@@ -57,7 +48,7 @@ def norm_pool_neuron(
     w: Tensor | None = None,
     pool: bool = False,
     time_steps: int | None = None,
-    backend: str = "auto",
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
@@ -76,63 +67,23 @@ def norm_pool_neuron(
 
     Raises:
         ValueError: an unknown backend, shapes or time steps that do not fit, fewer than two values per channel in
-            training, or ``backend="fused"`` where the fused kernels cannot be used.
+            training, or a backend that cannot be used here.
     """
-    _check_backend(backend)
     _check_neuron(x, spec, w)
     steps = x.shape[0] if time_steps is None else time_steps
     _check_norm(x, weight, bias, training, pool, steps)
-    if _use_fused(backend, x, spec):
-        running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
-        return _fused().norm_pool_neuron_fused(x, weight, bias, running, eps, spec, w, pool, steps)
-    return norm_pool_neuron_reference(x, weight, bias, running_mean, running_var, training, eps, spec, w, pool, steps)
-
-
-def fused_unavailable(x: Tensor, spec: NeuronSpec) -> str | None:
-    """Why the fused kernels cannot take this input and neuron, or None where they can."""
-    try:
-        fused = _fused()
-    except ImportError as error:
-        return f"numba is not usable here ({error})"
-    if x.device.type != "cpu":
-        return f"they run on CPU tensors, not on {x.device}"
-    if x.dtype not in (torch.float32, torch.float64, *fused.REDUCED):
-        return f"they take float32, float64, bfloat16 or float16, not {x.dtype}"
-    if x.numel() == 0:
-        return f"the input {tuple(x.shape)} is empty"
-    if spec.surrogate not in fused.SURROGATES:
-        return f"they know the surrogates {', '.join(fused.SURROGATES)}, not {spec.surrogate!r}"
-    return None
-
-
-def _use_fused(backend: str, x: Tensor, spec: NeuronSpec) -> bool:
-    if backend == "torch":
-        return False
-    reason = fused_unavailable(x, spec)
-    if reason is not None and backend == "fused":
-        raise ValueError(f"the fused kernels cannot be used: {reason}; choose --neuron-backend auto or torch")
-    return reason is None
-
-
-@functools.cache
-def _fused() -> ModuleType:
-    from megasnn.kernels import fused  # imports numba, which the reference does without
-
-    return fused
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"neuron backend {backend!r} is unknown; --neuron-backend takes one of {', '.join(BACKENDS)}")
+    running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
+    return backend_for(backend, x, spec).norm_pool_neuron(x, weight, bias, running, eps, spec, w, pool, steps)
 
 
 def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
     if x.ndim < 2 or not x.is_floating_point():
         raise ValueError(f"a neuron takes floating-point input [T, N, ...], got {x.dtype} {tuple(x.shape)}")
-    if (w is not None) != (spec.kind == "plif"):
-        raise ValueError(f"w is the parameter of a plif neuron and of no other; got kind {spec.kind!r} and w={w}")
+    if (w is not None) != NEURONS[spec.kind].learns:
+        learning = ", ".join(name for name, neuron in NEURONS.items() if neuron.learns)
+        raise ValueError(f"w is the parameter of a {learning} neuron and of no other; got kind {spec.kind!r} and w={w}")
     if w is not None and w.numel() != 1:
-        raise ValueError(f"w of a plif neuron is a scalar, got {tuple(w.shape)}")
+        raise ValueError(f"w of a {spec.kind} neuron is a scalar, got {tuple(w.shape)}")
 
 
 def _check_norm(

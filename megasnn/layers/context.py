@@ -20,7 +20,7 @@ class BuildContext:
         data: the ranks that hold the same layers for other samples.
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
-        neuron_backend: "auto", "torch" or "fused" (see megasnn.kernels).
+        neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         seed: of what layers draw in training (dropout).
         weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
     """

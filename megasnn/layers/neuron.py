@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megasnn.kernels import NeuronSpec, neuron_multi_step
+from megasnn.kernels import NEURONS, NeuronSpec
+from megasnn.kernels.unit import neuron_multi_step
 from megasnn.layers.context import BuildContext
 from megasnn.sharding import declare_parameter
 
@@ -16,7 +17,7 @@ SpikeObserver = Callable[[Tensor], None]
 
 
 class ParallelNeuron(nn.Module):
-    """The common part of ParallelLIF, ParallelIF and ParallelPLIF: `[T, N, C_local, *space]` in, spikes out.
+    """A layer of neurons of any kind without learned parameters: `[T, N, C_local, *space]` in, spikes out.
 
     A neuron depends on its own channel only, so that nothing is communicated. Every call starts from the resting
     potential, unless `carry_over` keeps the last potential for the next call (truncated backpropagation through time);
@@ -27,14 +28,14 @@ class ParallelNeuron(nn.Module):
         v: the potential `[N, C_local, *space]` after the last step, with `carry_over`; otherwise None.
         observer: called with the spikes of every forward when set (spike statistics).
     Raises:
-        ValueError: the description is of another kind of neuron.
+        ValueError: the description is of another kind than that of the class.
     """
 
-    kind: str
+    kind: str | None = None  # of all neurons that a class makes; None where the description decides
 
     def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
         super().__init__()
-        if spec.kind != self.kind:
+        if self.kind not in (None, spec.kind):
             name = type(self).__name__
             raise ValueError(f"{name} is a neuron of kind {self.kind!r}, the description says {spec.kind!r}")
         self.spec, self.backend, self.carry_over = spec, context.neuron_backend, carry_over
@@ -76,13 +77,12 @@ class ParallelIF(ParallelNeuron):
     kind = "if"
 
 
-class ParallelPLIF(ParallelNeuron):
-    """LIF with a learned time constant 1 / sigmoid(w), one for the layer (arXiv 2007.05785; ParametricLIFNode).
+class ParallelLearnedNeuron(ParallelNeuron):
+    """Neurons with a learned time constant 1 / sigmoid(w), one for the layer.
 
     Every rank holds `w` whole and sees the gradient of its own channels: `partial_gradient` has it summed.
     """
 
-    kind = "plif"
     w: Tensor
 
     def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
@@ -99,9 +99,13 @@ class ParallelPLIF(ParallelNeuron):
         return self.w
 
 
-NEURONS: dict[str, type[ParallelNeuron]] = {cls.kind: cls for cls in (ParallelLIF, ParallelIF, ParallelPLIF)}
+class ParallelPLIF(ParallelLearnedNeuron):
+    """LIF with a learned time constant (arXiv 2007.05785; SpikingJelly's ParametricLIFNode)."""
+
+    kind = "plif"
 
 
 def build_neuron(spec: NeuronSpec, context: BuildContext) -> ParallelNeuron:
     """The layer for a description."""
-    return NEURONS[spec.kind](spec, context)
+    layer = ParallelLearnedNeuron if NEURONS[spec.kind].learns else ParallelNeuron
+    return layer(spec, context)

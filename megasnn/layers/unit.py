@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megasnn.kernels import norm_pool_neuron
+from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import ParallelNeuron

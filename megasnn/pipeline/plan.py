@@ -15,7 +15,7 @@ from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.forecast import Forecast, forecast, forecasts_of_named
-from megasnn.schedule.named import LOOK_AT_COSTS
+from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import placed_bounds
 
 _NAMED_SHOWN = 3  # of the named schedules, the fastest ones
@@ -130,7 +130,7 @@ def plan_pipeline(
     stages, bounds = state.pipeline.size, request.bounds
     if bounds is None and stages == 1 and request.chunks_per_rank in (1, None):
         bounds = (range(len(model.layers)),)
-    needs_costs = bounds is None or request.predicts or stages > 1 and request.schedule in LOOK_AT_COSTS
+    needs_costs = bounds is None or request.predicts or stages > 1 and looks_at_costs(request.schedule)
     if needs_costs and costs is None:
         size = request.micro_batch_size
         costs = agreed_costs(model, size, context, state.device, state.world, state.pipeline, wires)

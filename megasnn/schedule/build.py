@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
 from megasnn.schedule.generate import generate
-from megasnn.schedule.named import GENERATED_NAMES, NAMES, V_NAMES, CostsOf, equal_costs
-from megasnn.schedule.partition import loop_placement, v_placement
+from megasnn.schedule.named import AUTO, SCHEDULES, CostsOf, equal_costs
+from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import insert_transfers
 from megasnn.schedule.search import find_best
 from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.validate import validate
 
-SCHEDULE_NAMES = ("auto", *NAMES)
 FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -51,7 +50,7 @@ class SchedulePlan:
             if schedule.micro_batches == micro_batches:
                 return schedule
         stages, chunks, limit = self.stages, self.chunks_per_rank, self.memory_limit
-        if self.name == "auto":
+        if self.name == AUTO:
             return find_best(stages, micro_batches, self._costs_of, limit, chunks, self.placement)
         return generate(self.name, stages, micro_batches, chunks, self._costs_of, limit)
 
@@ -88,14 +87,14 @@ def plan_schedule(
     chunks_per_rank = chunks_of_schedule(name, chunks_per_rank)
     costs_of = costs_of or equal_costs(stages)
     decided: tuple[Schedule, ...] = ()
-    if name == "auto":
+    if name == AUTO:
         placement = loop_placement(1)
         if stages > 1 or chunks_per_rank != 1:
             decided = (find_best(stages, micro_batches, costs_of, memory_limit, chunks_per_rank),)
             placement = decided[0].placement
     else:
         assert chunks_per_rank is not None
-        placement = v_placement(stages) if name in V_NAMES else loop_placement(stages, chunks_per_rank)
+        placement = SCHEDULES[name].placement(stages, chunks_per_rank)
     plan = SchedulePlan(name, placement, tuple(costs_of(placement)), memory_limit, decided)
     if memory_limit is None or decided:
         return plan
@@ -107,23 +106,15 @@ def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
 
     None: auto may choose. Raises ValueError for an unknown name, and for chunks that the schedule cannot place.
     """
-    if name not in GENERATED_NAMES:
-        raise ValueError(f"unknown --pipeline-schedule {name!r}; known: {', '.join(SCHEDULE_NAMES)}")
+    named = None if name == AUTO else SCHEDULES[name]
     if asked is not None and asked < 1:
         raise ValueError(f"{FLAG} must be at least 1, got {asked}")
-    if name == "auto":
+    if named is None or (named.any_chunks and asked is not None and asked >= named.chunks):
         return asked
-    if name == "interleaved":
-        if asked == 1:
-            raise ValueError(f"{FLAG} 1: --pipeline-schedule interleaved needs 2 or more; one chunk a rank is 1f1b")
-        return asked or 2
-    fixed = 2 if name in V_NAMES else 1
-    if asked not in (None, fixed):
-        raise ValueError(
-            f"{FLAG} {asked}: --pipeline-schedule {name} computes {fixed} chunk(s) per pipeline rank; "
-            f"leave the flag out"
-        )
-    return fixed
+    if asked not in (None, named.chunks):
+        needs = f"needs {named.chunks} or more" if named.any_chunks else f"computes {named.chunks} chunk(s)"
+        raise ValueError(f"{FLAG} {asked}: --pipeline-schedule {name} {needs} per pipeline rank; leave the flag out")
+    return named.chunks
 
 
 def build_schedule(

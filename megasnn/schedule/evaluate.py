@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.memory import activations_held
-from megasnn.schedule.named import CostsOf, complete, named_recipes, named_schedule, placement_of
+from megasnn.schedule.named import SCHEDULES, CostsOf, FixedOrder, complete, named_schedule
 from megasnn.schedule.simulate import ChunkCost, end_times
 from megasnn.schedule.streams import FORWARD, KINDS, Rows, Ticks, as_schedule, takers_of
 
@@ -60,11 +60,11 @@ def of_named(
     Args:
         costs_of: what counts. filled_by: the costs that decide where weight gradients go.
     """
-    placement = placement_of(name, stages, chunks_per_rank)
-    recipe = named_recipes(stages).get(name)
-    if recipe is None:
+    named = SCHEDULES[name]
+    placement = named.placement(stages, chunks_per_rank)
+    if isinstance(named, FixedOrder):
         return of_schedule(named_schedule(name, stages, micro_batches, chunks_per_rank, filled_by), costs_of(placement))
-    filled = recipe.fill(Ticks.of(placement, filled_by(placement), micro_batches), micro_batches)
+    filled = named.recipe(name, stages).fill(Ticks.of(placement, filled_by(placement), micro_batches), micro_batches)
     assert filled is not None, f"{name} on {stages} stages keeps its memory"
     return of_rows(name, placement, micro_batches, filled.rows, costs_of(placement))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.evaluate import of_named
-from megasnn.schedule.named import LOOK_AT_COSTS, NAMES, CostsOf, possible_chunks
+from megasnn.schedule.named import SCHEDULES, CostsOf, possible_chunks
 from megasnn.schedule.simulate import ChunkCost, Simulation, simulate
 from megasnn.schedule.validate import ROUNDING
 
@@ -58,13 +58,14 @@ def forecasts_of_named(
         chunks_per_rank: the numbers that the model can be cut into; others are left out.
     """
     found = []
-    for name, count in ((name, count) for name in NAMES for count in chunks_per_rank):
-        if not possible_chunks(name, count) or (name, count) == ("interleaved", 1):
+    for name, count in ((name, count) for name in SCHEDULES for count in chunks_per_rank):
+        if not possible_chunks(name, count) or count < SCHEDULES[name].chunks:
             continue  # interleaved with one chunk is 1f1b
         best = of_named(name, stages, micro_batches, count, costs_of, filled_by=costs_of)
         if memory_limit is None or best.held <= memory_limit + ROUNDING:
             costs = costs_of(best.placement)
-            backward = [cost.backward if name not in LOOK_AT_COSTS else cost.split_backward for cost in costs]
+            whole_backward = not SCHEDULES[name].looks_at_costs
+            backward = [cost.backward if whole_backward else cost.split_backward for cost in costs]
             busy = micro_batches * sum(cost.forward + time for cost, time in zip(costs, backward, strict=True))
             whole = stages * best.makespan
             found.append(Forecast(name, best.makespan, _share(whole - busy, whole), best.held))

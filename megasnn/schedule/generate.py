@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.named import (
-    GENERATED_NAMES,
-    V_NAMES,
+    AUTO,
+    SCHEDULES,
     CostsOf,
     complete,
     equal_costs,
@@ -24,12 +24,11 @@ def generate(
     costs_of: CostsOf | None = None,
     memory_limit: float | None = None,
 ) -> Schedule:
-    """A validated schedule with transfers and gradient sync, of any name in `GENERATED_NAMES`.
+    """A validated schedule with transfers and gradient sync, of a name in `SCHEDULES`, or the best: auto.
 
     Args:
         stages: pipeline ranks.
-        chunks_per_rank: what the name stands for when not given: 2 for interleaved and the V schedules, else
-            1; auto tries 1 and 2.
+        chunks_per_rank: the schedule's own number when not given; auto tries 1 and 2.
         costs_of: the costs of each chunk, which decide where weight gradients go; equal ones when not given.
         memory_limit: activations a rank may hold, in the unit of the costs (whole stages' micro-batches).
     Raises:
@@ -37,7 +36,7 @@ def generate(
     """
     _check_sizes(name, stages, micro_batches, chunks_per_rank)
     costs_of = costs_of or equal_costs(stages)
-    if name == "auto":
+    if name == AUTO:
         return find_best(stages, micro_batches, costs_of, memory_limit, chunks_per_rank)
     schedule = complete(named_schedule(name, stages, micro_batches, chunks_per_rank, costs_of))
     keep_limit(schedule, costs_of, memory_limit)
@@ -45,8 +44,7 @@ def generate(
 
 
 def _check_sizes(name: str, stages: int, micro_batches: int, chunks_per_rank: int | None) -> None:
-    if name not in GENERATED_NAMES:
-        raise ValueError(f"unknown --pipeline-schedule {name!r}; known: {', '.join(GENERATED_NAMES)}")
+    named = None if name == AUTO else SCHEDULES[name]
     for flag, value in (
         ("--pipeline-model-parallel-size", stages),
         ("number of micro-batches", micro_batches),
@@ -54,8 +52,8 @@ def _check_sizes(name: str, stages: int, micro_batches: int, chunks_per_rank: in
     ):
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    if chunks_per_rank is not None and name != "auto" and not possible_chunks(name, chunks_per_rank):
+    if named is not None and chunks_per_rank is not None and not possible_chunks(name, chunks_per_rank):
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {chunks_per_rank}: --pipeline-schedule {name} computes "
-            f"{2 if name in V_NAMES else 1} chunk(s) per pipeline rank"
+            f"{named.chunks} chunk(s) per pipeline rank"
         )

@@ -1,8 +1,9 @@
-"""The schedules that have names, computing alone or complete."""
+"""The schedules that have names, computing alone or complete: all that depends on a name is in `SCHEDULES`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import gpipe, one_f_one_b
@@ -13,16 +14,99 @@ from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.simulate import ChunkCost, chunk_costs
 from megasnn.schedule.streams import Ticks, as_schedule
 from megasnn.schedule.validate import validate
-from megasnn.schedule.zero_bubble import named_recipes
+from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
+from megasnn.table import Table
 
 CostsOf = Callable[[tuple[int, ...]], Sequence[ChunkCost]]  # placement -> cost of each chunk
 
-ONE_CHUNK = {"gpipe": gpipe, "1f1b": one_f_one_b}
-V_NAMES = ("zbv", "v-half", "v-min")
-ZERO_BUBBLE = ("zb1p", "zb2p", *V_NAMES)
-NAMES = (*ONE_CHUNK, "interleaved", *ZERO_BUBBLE)
-GENERATED_NAMES = (*NAMES, "auto")
-LOOK_AT_COSTS = (*ZERO_BUBBLE, "auto")
+
+@dataclass(frozen=True)
+class FixedOrder:
+    """A schedule whose order does not depend on costs, with backwards in one part.
+
+    Attributes:
+        summary: what it does, for --help.
+        order: (stages, micro-batches, chunks on each rank) -> the schedule, computing alone.
+        holds: with the same arguments, a bound for what the rank that holds most holds, in whole stages' micro-batches.
+        chunks: on each rank when no number is given.
+        any_chunks: it can place any other number, too; with fewer than `chunks` it is another schedule.
+    """
+
+    summary: str
+    order: Callable[[int, int, int], Schedule]
+    holds: Callable[[int, int, int], float] = lambda stages, micro_batches, chunks: 1
+    chunks: int = 1
+    any_chunks: bool = False
+    looks_at_costs = False
+
+    def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
+        """The pipeline rank of each chunk."""
+        return self.order(stages, 1, chunks).placement
+
+
+@dataclass(frozen=True)
+class FilledOrder:
+    """A zero-bubble schedule: weight gradients are put by the costs where a rank would wait.
+
+    Attributes:
+        summary: what it does, for --help.
+        limit: stages -> activations that a rank may hold, in whole stages' micro-batches.
+        v: whether it places two chunks on each rank as a V, instead of one.
+        pace: as in `Recipe`.
+    """
+
+    summary: str
+    limit: Callable[[int], float]
+    v: bool = False
+    pace: int = 1
+    any_chunks = False
+    looks_at_costs = True
+
+    @property
+    def chunks(self) -> int:
+        return 2 if self.v else 1
+
+    def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
+        """The pipeline rank of each chunk."""
+        return v_placement(stages) if self.v else loop_placement(stages, chunks)
+
+    def recipe(self, name: str, stages: int) -> Recipe:
+        return Recipe(name, stages, self.limit(stages), v=self.v, pace=self.pace)
+
+    def holds(self, stages: int, micro_batches: int, chunks: int) -> float:
+        """Of one chunk a rank the warm-up. For a V, whose order is searched, what every schedule holds."""
+        return 1 if self.v else self.pace * (stages - 1) + 1
+
+
+AUTO = "auto"  # stands for the best that a search finds
+SCHEDULES: Table[FixedOrder | FilledOrder] = Table(
+    "--pipeline-schedule",
+    {
+        "gpipe": FixedOrder(
+            "all forwards, then all backwards",
+            lambda stages, micro_batches, chunks: gpipe(stages, micro_batches),
+            lambda stages, micro_batches, chunks: micro_batches,
+        ),
+        "1f1b": FixedOrder(
+            "one forward and one backward in turn",
+            lambda stages, micro_batches, chunks: one_f_one_b(stages, micro_batches),
+            lambda stages, micro_batches, chunks: stages,
+        ),
+        "interleaved": FixedOrder(
+            "1f1b over several chunks on each rank",
+            interleaved,
+            lambda *sizes: max(activations_held(interleaved(*sizes), rank=0)),
+            chunks=2,
+            any_chunks=True,
+        ),
+        "zb1p": FilledOrder("1f1b's order and memory, a third of its bubble", lambda stages: stages),
+        "zb2p": FilledOrder("no bubble, with twice that memory", lambda stages: 2 * stages, pace=2),
+        "zbv": FilledOrder("two chunks a rank as a V, no bubble with 1f1b's memory", lambda stages: stages, v=True),
+        "v-half": FilledOrder("a V with about half of that memory", half_limit, v=True),
+        "v-min": FilledOrder("a V with about a third of it", min_limit, v=True),
+    },
+    also=(AUTO,),
+)
 
 
 def equal_costs(stages: int) -> CostsOf:
@@ -37,14 +121,19 @@ def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
 
 def possible_chunks(name: str, chunks_per_rank: int) -> bool:
     """Whether a named schedule can place so many chunks on each rank."""
-    if name == "interleaved":
-        return True
-    return chunks_per_rank == (2 if name in V_NAMES else 1)
+    named = SCHEDULES[name]
+    return named.any_chunks or chunks_per_rank == named.chunks
 
 
-def placement_of(name: str, stages: int, chunks_per_rank: int) -> tuple[int, ...]:
-    """Where a named schedule places its chunks."""
-    return v_placement(stages) if name in V_NAMES else loop_placement(stages, chunks_per_rank)
+def looks_at_costs(name: str) -> bool:
+    """Whether the costs of the chunks make a difference to what a name, or the search, comes to."""
+    return name == AUTO or SCHEDULES[name].looks_at_costs
+
+
+def filled_recipes(stages: int) -> list[Recipe]:
+    """Of the named schedules that are filled, in the order of the table."""
+    filled = [(name, named) for name, named in SCHEDULES.items() if isinstance(named, FilledOrder)]
+    return [named.recipe(name, stages) for name, named in filled]
 
 
 def named_schedule(
@@ -53,14 +142,14 @@ def named_schedule(
     """A named schedule, computing alone.
 
     Args:
-        chunks_per_rank: of interleaved; 2 when not given.
+        chunks_per_rank: the schedule's own number when not given.
         costs_of: the costs of each chunk, which decide where weight gradients go.
     """
-    if name in ONE_CHUNK:
-        return ONE_CHUNK[name](stages, micro_batches)
-    if name == "interleaved":
-        return interleaved(stages, micro_batches, 2 if chunks_per_rank is None else chunks_per_rank)
-    recipe = named_recipes(stages)[name]
+    named = SCHEDULES[name]
+    if isinstance(named, FixedOrder):
+        chunks = named.chunks if chunks_per_rank is None else chunks_per_rank
+        return replace(named.order(stages, micro_batches, chunks), name=name)
+    recipe = named.recipe(name, stages)
     filled = recipe.fill(Ticks.of(recipe.placement, costs_of(recipe.placement), micro_batches), micro_batches)
     if filled is None:
         raise ValueError(f"--pipeline-schedule {name} cannot keep its memory on {stages} stages")
@@ -73,10 +162,10 @@ def least_held(name: str, stages: int, micro_batches: int, chunks_per_rank: int 
     Exact for gpipe, 1f1b, interleaved and zb1p: the first rank holds the most. For those whose order is searched it is
     the one micro-batch that every schedule holds.
     """
-    if name == "interleaved":
-        return max(activations_held(interleaved(stages, micro_batches, chunks_per_rank or 2), rank=0))
-    warm_up = {"gpipe": micro_batches, "1f1b": stages, "zb1p": stages, "zb2p": 2 * stages - 1}
-    return min(warm_up.get(name, 1), micro_batches)
+    if name == AUTO:
+        return min(1, micro_batches)
+    named = SCHEDULES[name]
+    return min(named.holds(stages, micro_batches, chunks_per_rank or named.chunks), micro_batches)
 
 
 def complete(order: Schedule) -> Schedule:

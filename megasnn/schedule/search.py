@@ -9,12 +9,12 @@ from dataclasses import replace
 from megasnn.schedule.actions import Kind, Schedule
 from megasnn.schedule.evaluate import Candidate, of_named, of_rows
 from megasnn.schedule.memory import stage_shares
-from megasnn.schedule.named import LOOK_AT_COSTS, NAMES, CostsOf, equal_costs, keep_limit, placement_of, possible_chunks
+from megasnn.schedule.named import SCHEDULES, CostsOf, equal_costs, filled_recipes, keep_limit, possible_chunks
 from megasnn.schedule.passes import Boundaries
 from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.streams import Ticks
 from megasnn.schedule.validate import ROUNDING
-from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit, named_recipes
+from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
 
 GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
 EQUAL = 1 + 1e-9  # makespans that differ by less are the same
@@ -42,8 +42,8 @@ def find_best(
     recipes = [each for each in _recipes(stages, micro_batches, counts) if placement in (None, each.placement)]
     for recipe in recipes:
         search.try_recipe(recipe)
-    for name, count in ((name, count) for count in counts for name in NAMES if possible_chunks(name, count)):
-        if placement in (None, placement_of(name, stages, count)):
+    for name, count in ((name, count) for count in counts for name in SCHEDULES if possible_chunks(name, count)):
+        if placement in (None, SCHEDULES[name].placement(stages, count)):
             search.try_named(name, stages, count)
     if search.best is None:
         tightest = min((recipe.limit for recipe in recipes), default=0)
@@ -61,17 +61,18 @@ def find_best(
 
 def _recipes(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[Recipe]:
     """All of them, those that are likely to be fast first: what they take is a bound for the others."""
-    named = named_recipes(stages)
+    named = filled_recipes(stages)
     if 2 in counts:
-        yield named["zbv"]
+        fastest, *others = [recipe for recipe in named if recipe.v]
+        yield fastest
         for gap in GAPS:
             for limit in (stages + stages // 2, 2 * stages):
                 yield Recipe(f"V within {limit}", stages, limit, v=True, gap=gap)
-        yield from (named["v-half"], named["v-min"])
+        yield from others
         for limit in sorted({stages, half_limit(stages), min_limit(stages)}, reverse=True):
             yield Recipe(f"V within {limit}", stages, limit, v=True, gap=GAPS[1])
     if 1 in counts:
-        yield from (named["zb1p"], named["zb2p"])
+        yield from (recipe for recipe in named if not recipe.v)
         for limit in range(min(stages - 1, micro_batches), 0, -1):  # more are not there to be held
             yield Recipe(f"zb1p within {limit}", stages, limit, most=limit - 1)
 
@@ -111,11 +112,12 @@ class _Search:
 
     def try_named(self, name: str, stages: int, count: int) -> None:
         """A schedule that does not look at the costs, or as it would be if all were equal."""
-        placement = placement_of(name, stages, count)
+        placement = SCHEDULES[name].placement(stages, count)
         costs = self._costs_of(placement)
-        if name in LOOK_AT_COSTS and costs == equal_costs(stages)(placement):
+        looks_at_costs = SCHEDULES[name].looks_at_costs
+        if looks_at_costs and costs == equal_costs(stages)(placement):
             return  # it is among the recipes
-        least = least_time(placement, costs, self._micro_batches, whole=name not in LOOK_AT_COSTS)
+        least = least_time(placement, costs, self._micro_batches, whole=not looks_at_costs)
         if self.best is None or least <= self.best.makespan * EQUAL:
             self._consider(of_named(name, stages, self._micro_batches, count, self._costs_of, equal_costs(stages)))
 

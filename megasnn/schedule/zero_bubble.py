@@ -91,23 +91,6 @@ class Recipe:
                 yield _repeated(block, self.stages, micro_batches)
 
 
-def named_recipes(stages: int) -> dict[str, Recipe]:
-    """The recipes that have names.
-
-    ZB1P has 1F1B's order and memory, and at equal costs a third of its bubble. ZB2P has twice the warm-up and the
-    memory; at equal costs no rank waits between its first and last action. ZBV has no such bubble with 1F1B's memory,
-    V-Half about half of that memory, V-Min about a third.
-    """
-    recipes = (
-        Recipe("zb1p", stages, stages),
-        Recipe("zb2p", stages, 2 * stages, pace=2),
-        Recipe("zbv", stages, stages, v=True),
-        Recipe("v-half", stages, half_limit(stages), v=True),
-        Recipe("v-min", stages, min_limit(stages), v=True),
-    )
-    return {recipe.name: recipe for recipe in recipes}
-
-
 def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | None) -> Rows:
     """The warm-up; then a forward and an input gradient in turn."""
     rows = []

@@ -10,8 +10,10 @@ import torch
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig, to_dict
+from megasnn.config.checks import flag
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
+from megasnn.losses import LOSSES
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
@@ -142,10 +144,11 @@ class Saves:
         before = saved.get("recipe")
         if not isinstance(before, Mapping):  # weights from elsewhere
             return []
+        before = {"--optimizer": "adamw", **before}  # the only one, when it was not told yet
         changed = [
-            f"{flag} from {in_message(before.get(flag))} to {now}"
-            for flag, now in self._recipe.items()
-            if before.get(flag) != now
+            f"{name} from {in_message(before.get(name))} to {now}"
+            for name, now in self._recipe.items()
+            if before.get(name) != now
         ]
         return ["changed since the checkpoint was saved: " + ", ".join(changed)] if changed else []
 
@@ -226,6 +229,7 @@ def _recipe(config: PretrainConfig) -> dict[str, object]:
     """Flags that define what is computed and that a run may change on its way."""
     training = config.training
     flags: dict[str, object] = {
+        "--optimizer": config.optimizer.optimizer,
         "--loss": training.loss,
         "--label-smoothing": training.label_smoothing,
         "--augment": config.data.augment,
@@ -233,9 +237,7 @@ def _recipe(config: PretrainConfig) -> dict[str, object]:
         "--global-batch-size": training.global_batch_size,
         "--precision": training.precision,
     }
-    if training.loss == "tet":
-        flags |= {"--tet-lambda": training.tet_lambda, "--tet-mean": training.tet_mean}
-    return flags
+    return flags | {flag(name): getattr(training, name) for name in LOSSES[training.loss].flags}
 
 
 def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[str, object]]:

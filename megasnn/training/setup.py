@@ -16,7 +16,7 @@ from megasnn.config.training import TrainingConfig
 from megasnn.engine import SampleLoss
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
+from megasnn.losses import LOSSES
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.p2p import WireOptions
@@ -51,10 +51,9 @@ def neuron_spec(config: PretrainConfig) -> NeuronSpec:
 
 def sample_loss(training: TrainingConfig) -> SampleLoss:
     """(logits, labels) -> the sum of the samples' losses."""
-    smoothing = training.label_smoothing
-    if training.loss == "tet":
-        return partial(tet_sum, label_smoothing=smoothing, share=training.tet_lambda, mean=training.tet_mean)
-    return partial(mse_sum if training.loss == "mse" else cross_entropy_sum, label_smoothing=smoothing)
+    loss = LOSSES[training.loss]
+    own = {argument: getattr(training, name) for name, argument in loss.flags.items()}
+    return partial(loss.sum, label_smoothing=training.label_smoothing, **own)
 
 
 def build_context(state: ParallelState, precision: str, neuron_backend: str, seed: int = 0) -> BuildContext:

@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from megasnn.config import (
     to_dict,
     to_json,
 )
-from megasnn.config.neuron import Surrogate
+from megasnn.kernels import SURROGATES
 from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -34,7 +33,7 @@ configs = st.builds(
         NeuronConfig,
         v_reset=st.none() | finite,
         decay_input=st.booleans(),
-        surrogate=st.sampled_from(get_args(Surrogate)),
+        surrogate=st.sampled_from(list(SURROGATES)),
     ),
     parallel=st.builds(ParallelConfig, pipeline_model_parallel_layout=st.none() | st.text(max_size=5)),
     optimizer=st.builds(OptimizerConfig, lr=finite, lr_warmup_fraction=st.none() | finite),

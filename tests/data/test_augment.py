@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from megasnn.augment import AUGMENTATIONS, flip_and_one_more, flip_and_roll
 from megasnn.config import DataConfig
 from megasnn.data import open_datasets
-from megasnn.data.augment import AUGMENTATIONS, flip_and_one_more, flip_and_roll
 from tests.data.shard_files import loader, write_shard
 from tests.data.test_events import as_events
 

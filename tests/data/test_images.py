@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megasnn.data.augment import crop_and_flip
+from megasnn.augment import crop_and_flip
 from megasnn.data.images import ImageFormat
 from tests.data.shard_files import image_file
 

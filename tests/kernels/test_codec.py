@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.kernels import codec, pack_bits, pack_counts, unpack_bits, unpack_bits_into, unpack_counts
+from megasnn.kernels import codec
+from megasnn.kernels.codec import pack_bits, pack_counts, unpack_bits, unpack_bits_into, unpack_counts
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64]
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=4)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from spikingjelly.activation_based import surrogate
 
-from megasnn.kernels import SURROGATES, NeuronSpec, neuron_multi_step
+from megasnn.kernels import SURROGATES, NeuronSpec
+from megasnn.kernels.unit import neuron_multi_step
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron
 
 CHARGES = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megasnn.kernels import NeuronSpec, norm_pool_neuron
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.unit import norm_pool_neuron
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron, spikingjelly_unit
 
 SPECS = {

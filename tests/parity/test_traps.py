@@ -8,7 +8,7 @@ import torch
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelBatchNorm
-from megasnn.losses import cross_entropy_sum
+from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.spikformer.model import describe_spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import costs

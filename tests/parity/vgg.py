@@ -16,7 +16,7 @@ from megasnn.checkpoint import load_globals_into
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.losses import cross_entropy_sum, mse_sum, tet_sum
+from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.models.vgg_dvs.model import describe_vgg_dvs
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly

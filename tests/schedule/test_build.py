@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import Kind, build_schedule, equal_costs, plan_schedule, simulate, validate
-from megasnn.schedule.named import NAMES
+from megasnn.schedule.named import SCHEDULES
+
+NAMES = tuple(SCHEDULES)
 
 
 def rows(name: str, stages: int, micro_batches: int, **options: bool) -> list[str]:

@@ -17,10 +17,12 @@ from megasnn.schedule import (
     simulate,
     validate,
 )
-from megasnn.schedule.named import NAMES, V_NAMES, CostsOf, possible_chunks
+from megasnn.schedule.named import SCHEDULES, CostsOf, possible_chunks
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.zero_bubble import half_limit, min_limit
 
+NAMES = tuple(SCHEDULES)
+V_NAMES = ("zbv", "v-half", "v-min")
 seconds = st.integers(1, 8).map(lambda quarter: quarter / 4)
 
 

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from megasnn.schedule import ChunkCost, Transfer, equal_costs, generate, per_stage, simulate
 from megasnn.schedule.evaluate import of_named
 from megasnn.schedule.forecast import forecast, forecasts_of_named
-from megasnn.schedule.named import NAMES, V_NAMES, CostsOf
+from megasnn.schedule.named import SCHEDULES, CostsOf
 from megasnn.schedule.search import least_time
 
+NAMES = tuple(SCHEDULES)
+V_NAMES = ("zbv", "v-half", "v-min")
 quarters = st.integers(0, 8).map(lambda quarter: quarter / 4)
 ways = st.builds(Transfer, *[st.sampled_from([0.0, 0.125, 0.5])] * 3)
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasnn import engine
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import OptimizerConfig
-from megasnn.losses import count_correct
+from megasnn.losses.sums import count_correct
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import learning_rate
 from tests.training.runs import train, whole

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.random import keyed_seed
+from megasnn.table import Table
 
 _MARGIN = 4
 _ROLL = 5  # pixels
 _DEGREES = 30.0
 _CUT_OUT = 8  # pixels
 
-Augmentation = Callable[[NDArray[Any], int, int, int], NDArray[Any]]
-"""(sample, seed, epoch, number of the sample) -> another one of the same shape."""
+IMAGES, FRAMES = "images", "event frames"  # kinds of samples
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """
+    Attributes:
+        summary: for --help.
+        change: (sample, seed, epoch, number of the sample) -> another one of the same shape.
+        samples: the kinds that it is for.
+        normalisation: the name of the constants by which RGB images are normalised with it.
+    """
+
+    summary: str
+    change: Callable[[NDArray[Any], int, int, int], NDArray[Any]]
+    samples: tuple[str, ...]
+    normalisation: str = "generic"
+
+    def __call__(self, sample: NDArray[Any], seed: int, epoch: int, number: int) -> NDArray[Any]:
+        return self.change(sample, seed, epoch, number)
+
+
+def unchanged(sample: NDArray[Any], seed: int, epoch: int, number: int) -> NDArray[Any]:
+    """The sample itself."""
+    return sample
 
 
 def crop_and_flip(image: np.ndarray, seed: int, epoch: int, sample: int) -> np.ndarray:
@@ -70,12 +95,18 @@ def flip_and_one_more(frames: NDArray[Any], seed: int, epoch: int, sample: int) 
     return _sample_at(frames, *((cos, sin, -sin, cos) if which == 2 else (1.0, shear, 0.0, 1.0)))
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {
-    "cifar": crop_and_flip,
-    "dvs": flip_and_roll,
-    "nda": flip_and_one_more,
-    "roll": roll,
-}
+AUGMENTATIONS: Table[Augmentation] = Table(
+    "--augment",
+    {
+        "none": Augmentation("", unchanged, (IMAGES, FRAMES)),
+        "cifar": Augmentation("crop and flip images", crop_and_flip, (IMAGES,), normalisation="cifar10"),
+        "dvs": Augmentation("flip and roll event frames", flip_and_roll, (FRAMES,)),
+        "nda": Augmentation(
+            "flip them, then roll, rotate, shear or cut out (Li et al. 2022)", flip_and_one_more, (FRAMES,)
+        ),
+        "roll": Augmentation("roll them by up to 2 pixels", roll, (FRAMES,)),
+    },
+)
 
 
 def _words(seed: int, recipe: str, epoch: int, sample: int) -> Iterator[int]:

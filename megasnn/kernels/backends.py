@@ -1,0 +1,109 @@
+"""What can compute a neuron: plain PyTorch, which is the reference, and faster backends that must equal it.
+
+The table needs neither torch nor numba: a command line is checked by it before they are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
+from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec
+from megasnn.table import Table, later
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A name that a backend cannot compute: what it is the name of, the name, and those that it can."""
+
+    what: str
+    name: str
+    known: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NeuronBackend:
+    """
+    Attributes:
+        summary: for --help.
+        neurons, surrogates: the names that it can compute.
+        neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.unit`.
+        norm_pool_neuron: `(x, weight, bias, running, eps, spec, w, pool, time_steps)`, as there; running: mean and
+            variance to normalise with, None to normalise with the batch's.
+        refuses: an input -> why it cannot take that one, None where it can.
+    """
+
+    summary: str
+    neurons: Collection[str]
+    surrogates: Collection[str]
+    neuron_multi_step: Callable[..., Any]
+    norm_pool_neuron: Callable[..., Any]
+    refuses: Callable[[Tensor], str | None] = lambda x: None
+
+    def missing(self, neuron: str, surrogate: str) -> Missing | None:
+        """What it lacks for a neuron, whatever the input; None where it has both."""
+        if neuron not in self.neurons:
+            return Missing("neuron", neuron, tuple(self.neurons))
+        if surrogate not in self.surrogates:
+            return Missing("surrogate", surrogate, tuple(self.surrogates))
+        return None
+
+    def unavailable(self, x: Tensor, spec: NeuronSpec) -> str | None:
+        """Why it cannot compute this neuron on this input; None where it can."""
+        lacks = self.missing(spec.kind, spec.surrogate)
+        if lacks is not None:
+            return f"they know the {lacks.what}s {', '.join(lacks.known)}, not {lacks.name!r}"
+        return self.refuses(x)
+
+
+def _refused_by_fused(x: Tensor) -> str | None:
+    try:
+        from megasnn.kernels import fused  # imports numba, which the reference does without
+    except ImportError as error:
+        return f"numba is not usable here ({error})"
+    return fused.refuses(x)
+
+
+AUTO = "auto"  # stands for the fastest that can be used
+BACKENDS: Table[NeuronBackend] = Table(
+    "--neuron-backend",
+    {  # the reference, and then the faster the later
+        "torch": NeuronBackend(
+            "plain PyTorch",
+            NEURONS,
+            SURROGATES,
+            later("megasnn.kernels.reference:neuron_multi_step"),
+            later("megasnn.kernels.reference:norm_pool_neuron"),
+        ),
+        "fused": NeuronBackend(
+            "kernels compiled for the CPU",
+            FUSED_CHARGES,
+            FUSED_SURROGATES,
+            later("megasnn.kernels.fused:neuron_multi_step"),
+            later("megasnn.kernels.fused:norm_pool_neuron"),
+            _refused_by_fused,
+        ),
+    },
+    also=(AUTO,),
+)
+
+
+def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
+    """The backend of a name, or with `auto` the fastest that can compute this neuron on this input.
+
+    Raises:
+        ValueError: an unknown name, or one that cannot be used here.
+    """
+    if name == AUTO:
+        return next(each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
+    backend = BACKENDS[name]
+    reason = backend.unavailable(x, spec)
+    if reason is not None:
+        others = [AUTO, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
+        raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {' or '.join(others)}")
+    return backend

@@ -1,0 +1,39 @@
+"""The losses by name. What they compute is in `sums`, which needs torch; the table does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megasnn.table import Table, later
+
+
+@dataclass(frozen=True)
+class Loss:
+    """
+    Attributes:
+        summary: for --help.
+        sum: (logits `[T, N, classes]`, labels, label_smoothing=..., and its own) -> the sum of the samples' losses.
+        flags: those that only this loss has: field of the configuration -> argument of `sum`.
+    """
+
+    summary: str
+    sum: Callable[..., Any]
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+
+LOSSES: Table[Loss] = Table(
+    "--loss",
+    {
+        "cross-entropy": Loss("of the logits' mean over time", later("megasnn.losses.sums:cross_entropy_sum")),
+        "tet": Loss(
+            "cross-entropy of each time step (Deng et al. 2022)",
+            later("megasnn.losses.sums:tet_sum"),
+            {"tet_lambda": "share", "tet_mean": "mean"},
+        ),
+        "mse": Loss(
+            "squared distance of the mean over time from the label as 0 and 1", later("megasnn.losses.sums:mse_sum")
+        ),
+    },
+)

@@ -1,0 +1,43 @@
+"""Names and what they stand for: one table for each kind of name, which everything that takes such a name asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class Table(dict[str, Entry]):
+    """The entries of one kind by name, in the order in which they are shown.
+
+    Whoever brings an entry of his own puts it in, as into any dictionary, before flags are read.
+
+    Attributes:
+        flag: by which a user gives the name.
+        also: names that the flag takes besides: they leave the choice among the entries to a search.
+    """
+
+    def __init__(self, flag: str, entries: Mapping[str, Entry], also: tuple[str, ...] = ()) -> None:
+        super().__init__(entries)
+        self.flag, self.also = flag, also
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What the flag takes."""
+        return (*self.also, *self)
+
+    def __missing__(self, name: str) -> Entry:
+        """Raises ValueError: `table[name]` refuses a name that it lacks."""
+        raise ValueError(f"unknown {self.flag} {name!r}; {self.flag} takes one of {', '.join(self.choices)}")
+
+
+def later(place: str) -> Callable[..., Any]:
+    """The function at "module:name", imported when it is first called: a table needs no torch to list what does."""
+    module, name = place.split(":")
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **options)
+
+    return call
