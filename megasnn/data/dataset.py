@@ -98,9 +98,7 @@ class ShardDataset(Generic[Format]):
 
     def _broken(self, index: int, problem: object) -> BrokenSample:
         self._state[index] = _BROKEN
-        return BrokenSample(
-            f"{self.describe(index)} {problem}; mend it, or train without it (--skip-broken-samples)"
-        )
+        return BrokenSample(f"{self.describe(index)} {problem}; mend it, or train without it (--skip-broken-samples)")
 
     def _size(self, index: int) -> int:
         shard, place = self._locate(index)

@@ -65,9 +65,7 @@ class SpikeHistory:
         """Values `[layers, iterations]` with a title, an axis of iterations and a scale of shades."""
         font = ImageFont.load_default()
         most = max(float(values.max()), 1e-3)
-        cells = Image.fromarray(_shades(values / most)).resize(
-            (_WIDTH, _ROW * len(values)), Image.Resampling.NEAREST
-        )
+        cells = Image.fromarray(_shades(values / most)).resize((_WIDTH, _ROW * len(values)), Image.Resampling.NEAREST)
         bottom = _HEAD + _ROW * len(values)
         pen.text((left, 2), title, _INK, font)
         ramp = Image.fromarray(_shades(np.linspace(0, 1, _WIDTH // 2)[None])).resize((_WIDTH // 2, 8))

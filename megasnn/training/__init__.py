@@ -9,7 +9,7 @@ job.py        the folder it saves in: lock, restarts
 watch.py      what is measured for the log and TensorBoard
 """
 
-from megasnn.training.program import pretrain, run
-from megasnn.training.setup import ModelProvider, neuron_spec
+from megasnn.training.program import run
+from megasnn.training.setup import neuron_spec
 
-__all__ = ["ModelProvider", "neuron_spec", "pretrain", "run"]
+__all__ = ["neuron_spec", "run"]

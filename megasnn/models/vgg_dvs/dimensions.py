@@ -7,7 +7,7 @@ from typing import Literal
 
 from megasnn.config.checks import at_least, from_zero_to_below_one, refusal
 from megasnn.config.neuron import NeuronConfig, Surrogate
-from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.pretrain import LayerName, PretrainConfig
 
 POOL = "P"
 CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
@@ -82,9 +82,9 @@ class VggDvsConfig:
         """Height and width of what the classifier sees."""
         return self.image_size // 2 ** (sum(block.pool for block in self.blocks) + self.final_pool)
 
-    def unit_of_layer(self) -> list[str]:
+    def layers(self) -> list[LayerName]:
         """Each convolution is a unit of its own, and the classifier."""
-        return [*(f"features.{index}" for index in range(len(self.blocks))), "classifier"]
+        return [*(LayerName(f"features.{index}") for index in range(len(self.blocks))), LayerName("classifier")]
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
