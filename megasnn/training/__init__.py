@@ -5,7 +5,6 @@ loop.py       iterations, exit conditions, evaluation, log
 step.py       one optimizer step
 setup.py      what the configuration makes of a model: types, cut into chunks
 saving.py     where a run starts from and what it saves
-job.py        the folder it saves in: lock, restarts
 watch.py      what is measured for the log and TensorBoard
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,8 +264,10 @@ def _recipe(config: PretrainConfig) -> dict[str, object]:
 def _identity(config: PretrainConfig) -> dict[str, dict[str, object]]:
     """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
     neuron, whatever its backend."""
-    model, neuron = dict(to_dict(config.model)), dict(to_dict(config.neuron))
-    for choice in ("variant", "tensor_parallel_style"):
-        model.pop(choice, None)
-    neuron.pop("neuron_backend")
+    dimensions: Any = config.model
+    same = [entry.name for entry in fields(dimensions) if entry.metadata.get("same_function")]
+    model, neuron = to_dict(dimensions), to_dict(config.neuron)
+    for name in same:
+        del model[name]
+    del neuron["neuron_backend"]
     return {"model": model, "neuron": neuron}

@@ -140,7 +140,7 @@ def test_a_program_that_has_no_such_model_is_refused_with_those_that_have_one():
         dialect_of(["layer1.weight"])
 
 
-def test_a_new_model_is_trained_and_explained_by_its_name(line, capsys, monkeypatch):
+def test_the_flags_of_a_new_model_are_explained_and_checked(line, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         pretrain("line", ["--help"])
     assert ended.value.code == 0 and "--width" in capsys.readouterr().out
@@ -160,6 +160,6 @@ def test_a_new_model_is_known_to_the_converter(line, tmp_path):
         weights_as(open_source(path), "spikingjelly")
     with pytest.raises(ValueError, match="SpikingJelly has no model line; leave --load-spikingjelly out"):
         line.from_spikingjelly(LineConfig(), {})
-    with pytest.raises(CheckpointError, match="--width 5 must"):
+    with pytest.raises(CheckpointError, match="--width 4 must be a multiple of 3"):
         saved(tmp_path / "odd", line)
         reshard(open_source(tmp_path / "odd"), tmp_path / "no", Target(3, 1), "megasnn")

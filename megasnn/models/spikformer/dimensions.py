@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megasnn.config.checks import above, at_least
-from megasnn.config.pretrain import LayerName, PretrainConfig
+from megasnn.config.pretrain import SAME_FUNCTION, LayerName, PretrainConfig
 
 LARGEST_COUNT = 255  # the stream between blocks travels as uint8
 STEM_STAGES = 4
@@ -26,7 +26,9 @@ FROM_VARIANT: Any = None  # stands for the variant's value until the object is m
 class SpikformerConfig:
     """Spikformer's dimensions (arXiv 2209.15425). What is not given is taken from the variant."""
 
-    variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = None
+    variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = field(
+        default=None, metadata=SAME_FUNCTION
+    )
     """A model of SpikingJelly 2.0.0 to take the dimensions from. Dimensions given as flags win over it."""
     embed_dim: int = FROM_VARIANT
     """Channels of the blocks; the four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
