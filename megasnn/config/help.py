@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-# Parts as they are shown, and after them all those flags of any part that few runs need. Of a model, its fields tell.
+# Parts as they are shown, and after them all those flags of any part that few runs need.
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 RARELY_USED = {
     "data": (
@@ -39,6 +39,7 @@ def flag_groups(defaults: Any) -> type:
     for name in sorted((part.name for part in fields(defaults)), key=ORDER.index):
         part = getattr(defaults, name)
         flags = _flags(part)
+        # Of a model, its fields tell.
         rare = RARELY_USED.get(name) or tuple(e.name for e in fields(part) if e.metadata.get("listed_last"))
         group = _group(name, [flag for flag in flags if flag[0] not in rare], type(part).__doc__)
         often.append((name, group, field(default_factory=group)))

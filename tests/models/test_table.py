@@ -112,13 +112,6 @@ def test_a_marker_is_of_its_model_alone(name):
         assert dialect.marker not in tensors
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_layers_that_are_built_are_those_of_the_configuration(name):
-    config = MODELS[name].config()
-    built = MODELS[name].describe(config.model, neuron_spec(config)).layers
-    assert [(layer.name, layer.unit) for layer in built] == [(each.name, each.unit) for each in config.model.layers()]
-
-
 def test_an_unknown_name_is_refused_with_those_that_are_known(tmp_path):
     expected = "unknown model 'spikfromer'; known: spikformer, vgg_dvs"
     for look_up in (lambda: model_named("spikfromer"), lambda: pretrain("spikfromer", [])):
