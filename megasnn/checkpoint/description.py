@@ -45,8 +45,8 @@ def _tensor_name(name: str) -> str:
     return name
 
 
-_MODEL_NAME = "^[A-Za-z][A-Za-z0-9_]{0,63}$"
-ModelName = Annotated[str, Field(pattern=_MODEL_NAME)]
+_MODEL_NAME = "[A-Za-z][A-Za-z0-9_]{0,63}"
+ModelName = Annotated[str, Field(pattern=f"^{_MODEL_NAME}$")]
 GlobalName = Annotated[TensorName, AfterValidator(_tensor_name)]
 
 
@@ -104,7 +104,7 @@ class Metadata:
 
 def require_model_name(name: str | None) -> None:
     """Raises CheckpointError for a name that could be written but not read."""
-    if name is not None and not re.match(_MODEL_NAME, name):
+    if name is not None and not re.fullmatch(_MODEL_NAME, name):
         raise CheckpointError(f"model {name!r}: should be a letter, and up to 63 letters, digits and _ behind it")
 
 

@@ -40,7 +40,7 @@ def describe_spikformer(config: SpikformerConfig, neuron: NeuronSpec) -> ModelDe
         "positional_encoding": (partial(_positional_encoding, dim, neuron), Wire.COUNTS),
         "attention": (partial(_attention, dim, config.num_heads, neuron), Wire.COUNTS),
         "mlp": (partial(_mlp, dim, hidden, neuron), Wire.COUNTS),
-        "": (partial(Head, dim, config.num_classes), Wire.DENSE),
+        "": (partial(Head, dim, config.num_classes), Wire.DENSE),  # the head, the only part of its unit
     }
     for stage in range(STEM_STAGES):
         builders[f"stages.{stage}"] = partial(_stem_stage, config, neuron, stage), Wire.SPIKES
