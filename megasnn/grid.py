@@ -4,16 +4,21 @@ The order is Megatron's ``tp-cp-ep-dp-pp`` without the two axes in the middle: n
 tensor parallel group, then come the data parallel replicas, and the pipeline stages are furthest apart,
 because that is also how much they talk to each other. With tensor 2, data 4 and pipeline 2 over 16 ranks,
 [0, 1] is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
+
+An axis has its name in `Axis`, a field in `Coordinates` and in `Grid`, and its flag; nothing else here names one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Literal, get_args
 
 Axis = Literal["pipeline", "data", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)  # slowest to fastest
+HOLDING_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis != "pipeline")
+"""Ranks along these hold the same layers, whole or cut; along the pipeline they hold other layers."""
 
 FLAG_OF_AXIS: dict[Axis, str] = {
     "pipeline": "--pipeline-model-parallel-size",
@@ -26,14 +31,14 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 class Coordinates:
     """A rank's index along each axis of the grid."""
 
-    pipeline: int
-    data: int
-    tensor: int
+    pipeline: int = 0
+    data: int = 0
+    tensor: int = 0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes of the three axes. Raises ValueError when one is smaller than 1."""
+    """The sizes of the axes. Raises ValueError when one is smaller than 1."""
 
     pipeline: int = 1
     data: int = 1
@@ -66,7 +71,7 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        return self.pipeline * self.data * self.tensor
+        return prod(self.size(axis) for axis in AXES)
 
     def size(self, axis: Axis) -> int:
         return int(getattr(self, axis))
@@ -75,16 +80,20 @@ class Grid:
         """Raises ValueError for a rank outside the grid."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks ({self})")
-        rest, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(rest, self.data)
-        return Coordinates(pipeline=pipeline, data=data, tensor=tensor)
+        indices: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, indices[axis] = divmod(rank, self.size(axis))
+        return Coordinates(**indices)
 
-    def rank(self, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
+    def rank(self, coordinates: Coordinates) -> int:
         """Raises ValueError for coordinates outside the grid."""
-        for axis, index in zip(AXES, (pipeline, data, tensor), strict=True):
+        rank = 0
+        for axis in AXES:
+            index = getattr(coordinates, axis)
             if not 0 <= index < self.size(axis):
                 raise ValueError(f"{axis} index {index} is outside a grid of {self}")
-        return (pipeline * self.data + data) * self.tensor + tensor
+            rank = rank * self.size(axis) + index
+        return rank
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along `axes` only, each in ascending order.
@@ -98,9 +107,23 @@ class Grid:
         fixed = [range(self.size(axis)) if axis not in axes else range(1) for axis in AXES]
         varying = [range(self.size(axis)) if axis in axes else range(1) for axis in AXES]
         return [
-            [self.rank(*(a + b for a, b in zip(start, step, strict=True))) for step in product(*varying)]
+            [self.rank(Coordinates(*map(sum, zip(start, step, strict=True)))) for step in product(*varying)]
             for start in product(*fixed)
         ]
 
     def __str__(self) -> str:
-        return f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank in a grid: its index along each axis, and how many ranks there are along it."""
+
+    grid: Grid = Grid()
+    coordinates: Coordinates = Coordinates()
+
+    def size(self, axis: Axis) -> int:
+        return self.grid.size(axis)
+
+    def index(self, axis: Axis) -> int:
+        return int(getattr(self.coordinates, axis))

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group
+from megasnn.grid import HOLDING_AXES
 from megasnn.sharding import ShardedTensor
 
 if TYPE_CHECKING:
     from megasnn.config.optimizer import OptimizerConfig
+
+_MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis != "data")
 
 
 def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -63,13 +66,13 @@ class GradientNorm:
     Args:
         names: the parameters of the whole model, in order.
         tensors: those of this rank.
-        model: the group that together holds one model.
+        model: the group that together holds one model: no two of its ranks differ along the data axis.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[ShardedTensor], model: Group) -> None:
         slots = {name: slot for slot, name in enumerate(names)}
         self._count, self._model = len(names), model
-        self._mine = [(slots[e.name], e.tensor, e.shard.is_primary) for e in tensors if e.is_parameter]
+        self._mine = [(slots[e.name], e.tensor, e.shard.is_primary(_MODEL_AXES)) for e in tensors if e.is_parameter]
 
     def __call__(self) -> float:
         """Collective over the model group. NaN and infinity come out as such."""

@@ -54,6 +54,11 @@ class ParallelState:
     def rank(self) -> int:
         return self.world.rank
 
+    def group(self, axis: Axis) -> Group:
+        """The group along one axis."""
+        group: Group = getattr(self, axis)
+        return group
+
     @property
     def is_first_stage(self) -> bool:
         return self.coordinates.pipeline == 0

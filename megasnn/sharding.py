@@ -7,13 +7,14 @@ matches on names. The idea of a tensor that knows its global shape and offset is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from megasnn.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Place
 from megasnn.random import keyed_generator
 
 Initialiser = Callable[[Tensor, torch.Generator], object]
@@ -41,71 +42,104 @@ def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Ten
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How the ranks along one axis of the grid divide a tensor.
+
+    Attributes:
+        dim: the dimension that is cut into equal parts.
+        blocks: that dimension consists of so many equal blocks, and each is cut by itself (3 for fused q, k, v).
+    """
+
+    dim: int
+    blocks: int = 1
+
+    def part(self, length: int, size: int) -> int:
+        """Of a dimension of this length: how much of each block a rank holds, of `size`."""
+        return length // (self.blocks * size)
+
+
+@dataclass(frozen=True)
 class Shard:
-    """Which part of a global tensor one tensor-parallel rank holds.
+    """Which part of a global tensor one rank holds, and which other ranks hold the same.
 
     Attributes:
         global_shape: shape of the whole tensor.
-        dim: the dimension that is cut over the tensor-parallel ranks; None when every rank holds the whole.
-        blocks: the cut dimension consists of this many equal blocks, and each is cut by itself (3 for fused q, k, v).
-        rank, size: this rank's place among the tensor-parallel ranks.
-        partial_gradient: a whole (uncut) parameter whose gradient on a rank covers only that rank's channels, so
-            that gradients must be summed over the tensor-parallel group (the time constant of a PLIF neuron).
+        cuts: by axis of the grid; along an axis without a cut all ranks hold the same. A later cut divides what the
+            ones before it leave.
+        place: the rank in the grid.
+        partial_gradient: axes along which a rank's gradient covers only a share of a parameter that all hold, so that
+            gradients must be summed over them (the time constant of a PLIF neuron, whose channels are cut).
         initialise: fills the *global* tensor from a generator keyed by the parameter's name.
     """
 
     global_shape: tuple[int, ...]
-    dim: int | None = None
-    blocks: int = 1
-    rank: int = 0
-    size: int = 1
-    partial_gradient: bool = False
+    cuts: tuple[tuple[Axis, Cut], ...] = ()
+    place: Place = Place()
+    partial_gradient: tuple[Axis, ...] = ()
     initialise: Initialiser | None = None
 
     def __post_init__(self) -> None:
-        if self.dim is None:
-            return
-        length = self.global_shape[self.dim]
-        if length % (self.blocks * self.size):
-            raise ValueError(
-                f"dimension {self.dim} of shape {list(self.global_shape)}, {self.blocks} block(s) of "
-                f"{length // self.blocks}, cannot be cut into {self.size} equal parts; "
-                f"choose a --tensor-model-parallel-size that divides it"
-            )
-        if self.partial_gradient:
-            raise ValueError("partial_gradient is for parameters that every rank holds whole")
+        shape = self.global_shape
+        for axis, cut in self.cuts:
+            size, length = self.place.size(axis), shape[cut.dim]
+            if length % (cut.blocks * size):
+                raise ValueError(
+                    f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of "
+                    f"{length // cut.blocks}, cannot be cut into {size} equal parts; "
+                    f"choose a {FLAG_OF_AXIS[axis]} that divides it"
+                )
+            if axis in self.partial_gradient:
+                raise ValueError("partial_gradient is for parameters that every rank along the axis holds whole")
+            shape = _replaced(shape, cut.dim, cut.blocks * cut.part(length, size))
+
+    def is_cut(self, axis: Axis) -> bool:
+        """Whether the ranks along an axis hold different parts."""
+        return self.place.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
-    def is_cut(self) -> bool:
-        return self.dim is not None and self.size > 1
+    def shared_axes(self) -> tuple[Axis, ...]:
+        """The axes along which all ranks hold what this one holds: the answer to who shares a tensor."""
+        return tuple(axis for axis in HOLDING_AXES if not self.is_cut(axis))
+
+    def is_primary(self, axes: Sequence[Axis] = HOLDING_AXES) -> bool:
+        """True on exactly one of the ranks that hold the same and differ along `axes` only.
+
+        What is counted or written once goes by this.
+        """
+        return all(self.place.index(axis) == 0 for axis in self.shared_axes if axis in axes)
+
+    @property
+    def part(self) -> tuple[tuple[Axis, int], ...]:
+        """Which of the different parts this is, by axis; the same on all ranks that hold the same."""
+        return tuple((axis, self.place.index(axis)) for axis in HOLDING_AXES if self.is_cut(axis))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        if self.dim is None:
-            return self.global_shape
-        return tuple(n // self.size if d == self.dim else n for d, n in enumerate(self.global_shape))
-
-    @property
-    def is_primary(self) -> bool:
-        """True on exactly one tensor-parallel rank for every element: what is counted or written once goes by this."""
-        return self.is_cut or self.rank == 0
+        shape = self.global_shape
+        for axis, cut in self.cuts:
+            shape = _replaced(shape, cut.dim, cut.blocks * cut.part(shape[cut.dim], self.place.size(axis)))
+        return shape
 
     def pieces(self) -> list[Piece]:
         """The boxes that make up the local tensor: one per block."""
         zeros = (0,) * len(self.global_shape)
-        if self.dim is None:
-            return [Piece(zeros, zeros, self.global_shape)]
-        block = self.global_shape[self.dim] // self.blocks
-        part = block // self.size
-        sizes = _replaced(self.global_shape, self.dim, part)
-        return [
-            Piece(
-                _replaced(zeros, self.dim, index * part),
-                _replaced(zeros, self.dim, index * block + self.rank * part),
-                sizes,
-            )
-            for index in range(self.blocks)
-        ]
+        pieces, shape = [Piece(zeros, zeros, self.global_shape)], self.global_shape
+        for axis, cut in self.cuts:
+            length = cut.part(shape[cut.dim], self.place.size(axis))
+            block = shape[cut.dim] // cut.blocks
+            starts = [number * block + self.place.index(axis) * length for number in range(cut.blocks)]
+            pieces = [
+                box
+                for number, start in enumerate(starts)
+                for piece in pieces
+                for box in _within(piece, cut.dim, start, length, number * length)
+            ]
+            shape = _replaced(shape, cut.dim, cut.blocks * length)
+        return pieces
+
+    def whole(self, global_shape: tuple[int, ...] = ()) -> Shard:
+        """Of another tensor at the same place, which every rank holds whole."""
+        return Shard(global_shape, place=self.place)
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a global tensor, as a copy of its own. Raises ValueError on another global shape."""
@@ -115,6 +149,18 @@ class Shard:
         for piece in self.pieces():
             piece.of_local(local).copy_(piece.of_global(full))
         return local
+
+
+def _within(piece: Piece, dim: int, start: int, length: int, goes_to: int) -> Iterator[Piece]:
+    """What of a piece lies in `length` from `start` along a dimension of the local tensor; it moves to `goes_to`."""
+    offset, size = piece.local_offset[dim], piece.sizes[dim]
+    first, last = max(start, offset), min(start + length, offset + size)
+    if first < last or not length:
+        yield Piece(
+            _replaced(piece.local_offset, dim, goes_to + first - start),
+            _replaced(piece.global_offset, dim, piece.global_offset[dim] + first - offset),
+            _replaced(piece.sizes, dim, last - first),
+        )
 
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

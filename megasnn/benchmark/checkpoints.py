@@ -151,7 +151,6 @@ class _Run:
         self._at_once, self._aside = (
             Saver(
                 folder / name,
-                is_writer=True,
                 process_group=None,
                 background=name == "aside",
                 report=lambda text: None,

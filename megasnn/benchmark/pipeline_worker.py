@@ -65,7 +65,7 @@ class PipelineWorker:
             dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.stages)
         self._state = initialize_model_parallel(1, task.stages, self._device)
         self._model = describe(task.model)
-        self._context = build_context(self._state.tensor, "fp32", "auto")
+        self._context = build_context(self._state, "fp32", "auto")
         self._rows: dict[str, _Row] = {}
         self._costs: PipelineCosts | None = None
 

@@ -43,7 +43,7 @@ def measure_waiting(benchmark: LoadingBenchmark, data: DataConfig, workers: int)
     print(f"training with {workers} workers", file=sys.stderr)
     config, model = _configuration(benchmark, replace(data, num_workers=workers))
     state = initialize_model_parallel(device=torch.device("cpu"))
-    context = build_context(state.tensor, "fp32", config.neuron.neuron_backend)
+    context = build_context(state, "fp32", config.neuron.neuron_backend)
     engine = Engine(model, state, context, [range(len(model.layers))])
     step = TrainingStep(config, engine, state, Timers())
     waited = spent = 0.0

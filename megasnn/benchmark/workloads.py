@@ -90,7 +90,7 @@ class MegaSNNStep:
         neuron_backend: str,
         schedule: ScheduleName,
     ) -> None:
-        context = build_context(state.tensor, precision, neuron_backend)
+        context = build_context(state, precision, neuron_backend)
         description = describe(model)
         parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule)
         sizes = micro_batch_sizes(samples, micro_batch_size)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -109,9 +109,9 @@ def require_model_name(name: str | None) -> None:
 
 
 def to_text(metadata: Metadata) -> str:
-    values = asdict(metadata)
+    values = dict(vars(metadata))
     first = {name: values.pop(name) for name in ("format", "serial", "model")}  # `serial_of` reads no further
-    text = json.dumps(first | values, indent=2).removesuffix("\n}")
+    text = json.dumps(first | values, indent=2, default=vars).removesuffix("\n}")
     return text + _ending(text.encode())
 
 

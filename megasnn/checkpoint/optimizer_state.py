@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.description import PREFIX, TensorFacts
 from megasnn.checkpoint.errors import CheckpointError
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharding import ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
 
@@ -42,8 +42,7 @@ def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTenso
     if isinstance(value, Tensor) and value.shape == entry.tensor.shape:
         return ShardedTensor(name, value, entry.shard, is_parameter=False)
     if isinstance(value, Tensor) and value.dim() == 0:
-        whole = Shard((), rank=entry.shard.rank, size=entry.shard.size)
-        return ShardedTensor(name, value, whole, is_parameter=False)
+        return ShardedTensor(name, value, entry.shard.whole(), is_parameter=False)
     raise CheckpointError(
         f"{name}: only tensors of the parameter's shape {list(entry.tensor.shape)} and single-number tensors "
         f"can be saved, found {list(value.shape) if isinstance(value, Tensor) else repr(value)}"

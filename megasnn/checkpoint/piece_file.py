@@ -22,7 +22,7 @@ from megasnn.checkpoint.checksum import BLOCK
 from megasnn.checkpoint.pieces import values_at
 from megasnn.checkpoint.raw import bytes_of
 
-_BYTES_A_CALL = 32 * BLOCK
+_BYTES_A_CALL = 4 * BLOCK  # a converter has them in memory for this call only
 _BUFFERS_A_CALL = 999  # POSIX systems take 1024 (IOV_MAX), and a piece has three
 
 

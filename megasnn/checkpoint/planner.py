@@ -39,7 +39,8 @@ def copy_name(entry: ShardedTensor) -> str:
 
     A checkpoint laid out for certain ranks may hold such copies, so that each rank finds all it needs in one file.
     """
-    return f"{COPY}{entry.shard.rank}/{entry.shard.size}.{entry.name}"
+    place = entry.shard.place
+    return f"{COPY}{place.index('tensor')}/{place.size('tensor')}.{entry.name}"
 
 
 def boxes_of(entry: ShardedTensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, Tensor]]:
@@ -50,10 +51,10 @@ def boxes_of(entry: ShardedTensor) -> Iterator[tuple[MetadataIndex, ChunkStorage
 
 
 class PieceSavePlanner(SavePlanner):
-    """Writes the given tensors' pieces, from the one tensor-parallel rank that answers for each element.
+    """Writes the given tensors' pieces, from the one rank that answers for each element.
 
     Args:
-        entries: what this rank writes; empty on the replicas that do not.
+        entries: what this rank holds.
         names: every tensor that the ranks together must write.
     """
 
@@ -62,7 +63,7 @@ class PieceSavePlanner(SavePlanner):
         self._views: dict[MetadataIndex, Tensor] = {}
         self._items: list[WriteItem] = []
         for entry in entries:
-            if entry.shard.is_primary:
+            if entry.shard.is_primary():
                 self._add(entry)
 
     def _add(self, entry: ShardedTensor) -> None:
@@ -132,7 +133,7 @@ def plan_reading(entries: Iterable[ShardedTensor], saved: Mapping[str, SavedTens
     problems = []
     for entry in entries:
         name = entry.name
-        if not entry.shard.is_primary and copy_name(entry) in saved:
+        if not entry.shard.is_primary(["tensor"]) and copy_name(entry) in saved:
             name = copy_name(entry)
         tensor = saved.get(name)
         if tensor is None or tensor.shape != entry.shard.global_shape:

@@ -32,7 +32,7 @@ class Saver:
     """One rank's part in saving a run's checkpoints. Making one, `save` and `finish` are collective.
 
     Args:
-        is_writer, process_group: as for `save_checkpoint`.
+        process_group: as for `save_checkpoint`.
         background: write while training goes on; a group of its own lets the ranks agree beside it.
         report: where the user is told, in lines; may be called from another thread. Only the first rank tells.
     Attributes:
@@ -44,13 +44,12 @@ class Saver:
         self,
         folder: Path,
         *,
-        is_writer: bool,
         process_group: Group,
         background: bool = False,
         retention: Retention | None = None,
         report: Callable[[str], None] = print,
     ) -> None:
-        self._folder, self._is_writer, self._retention = folder, is_writer, retention or Retention()
+        self._folder, self._retention = folder, retention or Retention()
         self._group = process_group
         self._snapshot = Snapshot() if background else None
         self._watched: torch.optim.Optimizer | None = None
@@ -66,7 +65,7 @@ class Saver:
     def prepare(self, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> None:
         """Gets ready for the first save in the background, once the optimizer has its state; otherwise does nothing."""
         if self._snapshot is not None:
-            self._snapshot.prepare(self._written_here(_entries(tensors, optimizer)))
+            self._snapshot.prepare(_written_here(_entries(tensors, optimizer)))
 
     def save(
         self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
@@ -88,7 +87,7 @@ class Saver:
         if self._snapshot is None:
             self._write(progress, entries, kind)
             return
-        mine = self._written_here(entries)
+        mine = _written_here(entries)
         copies = {copy.name: copy for copy in self._snapshot.take(mine, _stays_until_update)}
         self._settle_before_updates_of(optimizer)
         entries = [copies.get(entry.name, entry) for entry in entries]
@@ -119,9 +118,6 @@ class Saver:
             optimizer.register_step_pre_hook(lambda *_: self.settle())
             self._watched = optimizer
 
-    def _written_here(self, entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-        return [entry for entry in entries if self._is_writer and entry.shard.is_primary]
-
     def _write_aside(self, progress: Progress, entries: Sequence[ShardedTensor], kind: str | None) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own: training comes first
             with suppress(OSError):
@@ -133,7 +129,7 @@ class Saver:
         try:
             if self._snapshot is not None:
                 all_do(self._group, self._snapshot.wait, "the tensors could not be copied:")
-            path = write_checkpoint(self._folder, progress, entries, kind, self._is_writer, self._group)
+            path = write_checkpoint(self._folder, progress, entries, kind, self._group)
         except Exception as error:
             self.failed = True
             self._tell(
@@ -157,6 +153,10 @@ class Saver:
     def _tell(self, text: str) -> None:
         if is_first(self._group):
             self.report(text)
+
+
+def _written_here(entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
+    return [entry for entry in entries if entry.shard.is_primary()]
 
 
 def _stays_until_update(entry: ShardedTensor) -> bool:

@@ -71,7 +71,6 @@ def save_checkpoint(
     config: dict[str, Any] | None,
     layout: dict[str, Any] | None,
     model: str | None = None,
-    is_writer: bool = True,
     process_group: Group = None,
 ) -> Path:
     """Writes `<folder>/iter_<iteration>` and makes it the latest; an older one of this iteration is replaced.
@@ -82,7 +81,6 @@ def save_checkpoint(
         extra, config, layout: JSON-able. `config` is what defines the model and must be equal when it is
             loaded; `layout` is for the reader only. Those of the group's first rank are written.
         model: name of the model, which must be the same when it is loaded; None where it is not known.
-        is_writer: True on the data-parallel replica that writes (rank 0 of each data-parallel group).
 
     Raises:
         CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
@@ -96,7 +94,7 @@ def save_checkpoint(
 
     entries = all_do(process_group, everything, "this run cannot be saved:")
     kind = type(optimizer).__name__ if optimizer is not None else None
-    return write_checkpoint(folder, progress, entries, kind, is_writer, process_group)
+    return write_checkpoint(folder, progress, entries, kind, process_group)
 
 
 def write_checkpoint(
@@ -104,7 +102,6 @@ def write_checkpoint(
     progress: Progress,
     entries: Sequence[ShardedTensor],
     optimizer: str | None,
-    is_writer: bool,
     process_group: Group,
 ) -> Path:
     """`save_checkpoint` of tensors that are all described, the optimizer's state (of this kind) among them."""
@@ -120,7 +117,7 @@ def write_checkpoint(
     names = set[str]().union(*gather(process_group, mine))
     aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
     try:
-        planner = PieceSavePlanner(entries if is_writer else [], names)
+        planner = PieceSavePlanner(entries, names)
         written = _write(aside, planner, process_group)
         return first_decides(
             process_group, lambda: folders.commit(root, describe_written(progress, optimizer, aside, written))

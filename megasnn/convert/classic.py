@@ -34,7 +34,8 @@ from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
 from megasnn.convert.target import TargetRank
 from megasnn.convert.torch_file import new_torch_file
 from megasnn.files.described import STRICT, Count, DescriptionError, Shape, described_object
-from megasnn.sharding import Shard
+from megasnn.grid import Axis, Coordinates, Grid, Place
+from megasnn.sharding import Cut, Shard
 
 FILE = "model_optim_rng.pt"
 VERSION = 3.0  # of Megatron's layout of a file
@@ -82,7 +83,8 @@ class _Cut:
         """Raises ValueError when it cannot be cut so."""
         if self.rank >= self.size or (self.dim is not None and self.dim >= len(self.global_shape)):
             raise ValueError(f"there is no rank {self.rank} of {self.size} for dimension {self.dim}")
-        return Shard(self.global_shape, self.dim, self.blocks, self.rank, self.size)
+        cuts: tuple[tuple[Axis, Cut], ...] = () if self.dim is None else (("tensor", Cut(self.dim, self.blocks)),)
+        return Shard(self.global_shape, cuts, Place(Grid(tensor=self.size), Coordinates(tensor=self.rank)))
 
 
 _Cuts: Any = dict[GlobalName, _Cut]
@@ -156,7 +158,7 @@ class ClassicSource(TensorSource):
 
     def _describe(self, name: str, parts: Sequence[_Part]) -> TensorInfo:
         shape = parts[0].shard.global_shape
-        written = [part for part in parts if part.shard.is_primary]
+        written = [part for part in parts if part.shard.is_primary()]
         elements = sum(part.lazy.numel() for part in written)
         if any(part.shard.global_shape != shape for part in parts) or elements != torch.Size(shape).numel():
             raise CheckpointError(f"{self.path}: the files hold {elements} elements of {name} {list(shape)}")
@@ -171,7 +173,7 @@ class ClassicSource(TensorSource):
         info = self.tensors[name]
         value = torch.empty(info.shape, dtype=info.dtype)
         for part in self._parts[name]:
-            if part.shard.is_primary:
+            if part.shard.is_primary():
                 local = part.archive.read(name, part.lazy)
                 for piece in part.shard.pieces():
                     piece.of_global(value).copy_(piece.of_local(local))
@@ -237,4 +239,6 @@ def _content(facts: Facts, rank: TargetRank) -> dict[str, Any]:
 
 
 def _cut(shard: Shard) -> _Cut:
-    return _Cut(shard.global_shape, shard.dim, shard.blocks, shard.rank, shard.size)
+    cut = dict(shard.cuts).get("tensor")
+    dim, blocks = (cut.dim, cut.blocks) if cut else (None, 1)
+    return _Cut(shard.global_shape, dim, blocks, shard.place.index("tensor"), shard.place.size("tensor"))

@@ -91,7 +91,7 @@ def write_rank_files(
 
 def _with_copies(entry: ShardedTensor, copied: dict[str, str]) -> ShardedTensor:
     """The entry itself where its rank answers for it; otherwise a tensor of its own that is noted in `copied`."""
-    if entry.shard.is_primary:
+    if entry.shard.is_primary():
         return entry
     name = copy_name(entry)
     copied[name] = entry.name

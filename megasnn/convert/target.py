@@ -78,8 +78,7 @@ def _saved(entry: ShardedTensor, tensors: Mapping[str, TensorInfo], problems: li
         state = tensors.get(f"{PREFIX}{kind}.{entry.name}")
         if state is not None:
             name = f"{PREFIX}{kind}.{entry.name}"
-            whole = Shard((), rank=entry.shard.rank, size=entry.shard.size)
-            yield without_memory(name, entry.shard if state.shape == info.shape else whole, state)
+            yield without_memory(name, entry.shard if state.shape == info.shape else entry.shard.whole(), state)
 
 
 def optimizer_kinds(tensors: Mapping[str, TensorInfo]) -> list[str]:

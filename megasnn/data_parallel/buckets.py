@@ -73,8 +73,8 @@ class BucketedDataParallel:
         self._next = 0
         for chunk, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
-            whole = [e.tensor for e in trained if not e.shard.partial_gradient]
-            partial = [e.tensor for e in trained if e.shard.partial_gradient]
+            whole = [e.tensor for e in trained if "tensor" not in e.shard.partial_gradient]
+            partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
             self._buckets += [_Bucket(chunk, group, False) for group in _packed(whole, bucket_bytes)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
             self._buckets += [_Bucket(chunk, partial, True)] if partial else []

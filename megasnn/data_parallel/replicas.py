@@ -7,7 +7,7 @@ the replicas, and all of them go on from the sum. So nothing else notices it, an
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megasnn.comm.group import Group
 from megasnn.data_parallel.checksum import checksum, in_memory_order
+from megasnn.grid import Axis
 from megasnn.sharding import ShardedTensor
 
-Key = tuple[str, int | None]
+Key = tuple[str, tuple[tuple[Axis, int], ...]]
 NAMED = 10  # tensors that an error lists
 
 
@@ -32,12 +33,12 @@ class Holders:
 
     Attributes:
         name: the global name.
-        part: which of its parts, by tensor-parallel rank; None where every rank holds the whole.
+        part: which of its parts, by axis; empty where every rank holds the whole.
         ranks: global ranks by checksum.
     """
 
     name: str
-    part: int | None
+    part: tuple[tuple[Axis, int], ...]
     ranks: dict[int, list[int]] = field(default_factory=dict)
 
     @property
@@ -53,7 +54,7 @@ class Holders:
         return sorted(rank for ranks in self.ranks.values() if ranks is not majority for rank in ranks)
 
     def describe(self, hosts: Sequence[str]) -> str:
-        part = "" if self.part is None else f", part {self.part} by tensor parallelism"
+        part = "".join(f", part {index} by {axis} parallelism" for axis, index in self.part)
         values = sorted(self.ranks.items(), key=lambda item: -len(item[1]))
         held = "; ".join(f"{_ranks(ranks)} {value & (2**64 - 1):016x}" for value, ranks in values)
         where = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in self.minority[:NAMED])
@@ -64,13 +65,14 @@ class Holders:
 class ReplicaCheck:
     """Compares what this rank holds with all other ranks that hold the same.
 
-    All ranks of a data-parallel group hold the same tensors, and all ranks of a tensor-parallel group the same of
-    those that are not cut. Each tensor has one checksum; equal checksums count as equal tensors.
+    Ranks along an axis that a tensor is not cut over hold the same of it. Each tensor has one checksum; equal checksums
+    count as equal tensors.
 
     Args:
-        entries: gives parameters, buffers and optimizer state as they are now, in the same order on each rank of the
-            data-parallel group, and those that are not cut also on each of the tensor-parallel group.
-        data, tensor, world: the groups.
+        entries: gives parameters, buffers and optimizer state as they are now; those that ranks share in the same order
+            on each of them.
+        groups: this rank's group along each axis along which ranks can hold the same.
+        world: the group of all ranks.
         device: of the messages.
         mends: give the minority the majority's bits instead of raising an error.
 
@@ -81,20 +83,19 @@ class ReplicaCheck:
     def __init__(
         self,
         entries: Callable[[], Sequence[ShardedTensor]],
-        data: Group,
-        tensor: Group,
+        groups: Mapping[Axis, Group],
         world: Group,
         device: torch.device,
         mends: bool = False,
     ) -> None:
-        self._entries, self._data, self._tensor, self._world = entries, data, tensor, world
+        self._entries, self._groups, self._world = entries, groups, world
         self._device, self._mends = device, mends
         self.agreed: int | None = None
 
     @property
     def compares(self) -> bool:
         """Whether there are ranks that hold the same; the same answer on every rank."""
-        return self._data.size * self._tensor.size > 1
+        return any(group.size > 1 for group in self._groups.values())
 
     def __call__(self, iteration: int) -> str:
         """Compares; collective over all ranks, with one wait for the device.
@@ -127,12 +128,11 @@ class ReplicaCheck:
         sums = torch.stack(own) if own else torch.empty(0, dtype=torch.int64, device=self._device)
         # The largest of all, and the complement of the smallest: one reduction for both.
         bounds = torch.stack([sums, ~sums])
-        _reduce_max(bounds, self._data)
-        whole = [index for index, entry in enumerate(entries) if not entry.shard.is_cut]
-        if whole and self._tensor.size > 1:
-            shared = bounds[:, whole]
-            _reduce_max(shared, self._tensor)
-            bounds[:, whole] = shared
+        for axis, group in self._groups.items():
+            shared = [index for index, entry in enumerate(entries) if axis in entry.shard.shared_axes]
+            values = bounds[:, shared]
+            _reduce_max(values, group)
+            bounds[:, shared] = values
         differs = bounds[0] != ~bounds[1]
         anywhere = differs.any().long().reshape(1)
         _reduce_max(anywhere, self._world)
@@ -176,7 +176,7 @@ class ReplicaCheck:
 
 def _key(entry: ShardedTensor) -> Key:
     """The same on all ranks that hold the same."""
-    return entry.name, entry.shard.rank if entry.shard.is_cut else None
+    return entry.name, entry.shard.part
 
 
 def _reduce_max(values: Tensor, group: Group) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.layers.context import BuildContext
-from megasnn.sharding import Initialiser, Shard, declare_buffer, declare_parameter
+from megasnn.sharding import declare_buffer, declare_parameter
 
 
 class ParallelBatchNorm(nn.Module):
@@ -45,23 +47,18 @@ class ParallelBatchNorm(nn.Module):
         self.eps, self.momentum = eps, momentum
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int]] = []
-        group = context.tensor
-
-        def shard(initialise: Initialiser) -> Shard:
-            return Shard((channels,), 0, blocks, group.rank, group.size, initialise=initialise)
-
+        shard = partial(context.shard, (channels,), 0, blocks)
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
         for name in ("running_mean", "running_var"):
             self.register_buffer(name, None)
         if affine:
-            declare_parameter(self, "weight", shard(_ones), context.dtype)
-            declare_parameter(self, "bias", shard(_zeros), context.dtype)
+            declare_parameter(self, "weight", shard(initialise=_ones), context.dtype)
+            declare_parameter(self, "bias", shard(initialise=_zeros), context.dtype)
         if track_running_stats:
-            declare_buffer(self, "running_mean", shard(_zeros), context.dtype)
-            declare_buffer(self, "running_var", shard(_ones), context.dtype)
-            count = Shard((), rank=group.rank, size=group.size, initialise=_zeros)
-            declare_buffer(self, "num_batches_tracked", count, torch.int64)
+            declare_buffer(self, "running_mean", shard(initialise=_zeros), context.dtype)
+            declare_buffer(self, "running_var", shard(initialise=_ones), context.dtype)
+            declare_buffer(self, "num_batches_tracked", context.shard((), initialise=_zeros), torch.int64)
 
     @property
     def uses_batch_statistics(self) -> bool:

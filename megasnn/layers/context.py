@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megasnn.comm.group import Group, alone
+from megasnn.grid import Axis, Coordinates, Grid, Place
 from megasnn.layers.weight_gradients import WeightGradients
+from megasnn.sharding import Cut, Initialiser, Shard
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class BuildContext:
     """
     Attributes:
         tensor: the tensor-parallel group the layers are cut over.
+        data: the ranks that hold the same layers for other samples.
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: "auto", "torch" or "fused" (see megasnn.kernels).
@@ -28,3 +31,33 @@ class BuildContext:
     neuron_backend: str = "auto"
     seed: int = 0
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    data: Group = field(default_factory=lambda: alone("data"))
+
+    @property
+    def place(self) -> Place:
+        """This rank among those that hold the same layers, whole or cut."""
+        sizes, indices = (
+            Grid(data=self.data.size, tensor=self.tensor.size),
+            Coordinates(0, self.data.rank, self.tensor.rank),
+        )
+        return Place(sizes, indices)
+
+    def shard(
+        self,
+        global_shape: tuple[int, ...],
+        dim: int | None = None,
+        blocks: int = 1,
+        *,
+        initialise: Initialiser,
+        partial_gradient: bool = False,
+    ) -> Shard:
+        """Describes a parameter or buffer.
+
+        Args:
+            dim: the dimension that the tensor-parallel ranks cut; None where each of them holds the whole.
+            blocks: see `megasnn.sharding.Cut`.
+            partial_gradient: each tensor-parallel rank sees only its own channels' share of the gradient.
+        """
+        cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tensor", Cut(dim, blocks)),)
+        partial: tuple[Axis, ...] = ("tensor",) if partial_gradient and self.tensor.size > 1 else ()
+        return Shard(global_shape, cuts, self.place, partial, initialise)

@@ -32,7 +32,7 @@ from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve,
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Leave
-from megasnn.sharding import Initialiser, Shard, declare_parameter
+from megasnn.sharding import Initialiser, declare_parameter
 
 Style = Literal["column", "row"]
 SLICE_BYTES = 4 * 1024 * 1024
@@ -98,11 +98,11 @@ class ParallelConv(nn.Module):
         _check(in_channels, out_channels, kernel_size, groups, group, style, padding_mode, pointwise, whole_input)
         shape = (out_channels, in_channels // groups, *((1,) if pointwise else (kernel_size, kernel_size)))
         cut = 1 if style == "row" and groups == 1 else 0
-        weight = Shard(shape, cut, blocks if cut == 0 else 1, group.rank, group.size, initialise=initialise)
+        weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise)
         declare_parameter(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias:
-            shard = Shard((out_channels,), 0, blocks, group.rank, group.size, initialise=initialise_bias or _zeros)
+            shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or _zeros)
             declare_parameter(self, "bias", shard, context.dtype)
         self.padding, self.padding_mode = padding, padding_mode
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients

@@ -16,7 +16,7 @@ from megasnn.comm.group import Group
 from megasnn.kernels.convolution import add_product
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Leave
-from megasnn.sharding import Initialiser, Shard, declare_parameter
+from megasnn.sharding import Initialiser, declare_parameter
 
 
 class ParallelLinear(nn.Module):
@@ -58,12 +58,12 @@ class ParallelLinear(nn.Module):
         self.plan, self.gather_output = _Plan(group, style, wire), gather_output
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
-        shard = Shard((out_features, in_features), cut, rank=group.rank, size=group.size, initialise=initialise)
+        shard = context.shard((out_features, in_features), cut, initialise=initialise)
         declare_parameter(self, "weight", shard, context.dtype)
         self.register_parameter("bias", None)
         if bias:
             dim = None if style == "row" else 0
-            shard = Shard((out_features,), dim, rank=group.rank, size=group.size, initialise=initialise_bias or _zeros)
+            shard = context.shard((out_features,), dim, initialise=initialise_bias or _zeros)
             declare_parameter(self, "bias", shard, context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec, neuron_multi_step
 from megasnn.layers.context import BuildContext
-from megasnn.sharding import Shard, declare_parameter
+from megasnn.sharding import declare_parameter
 
 SpikeObserver = Callable[[Tensor], None]
 
@@ -92,9 +92,7 @@ class ParallelPLIF(ParallelNeuron):
         def fill(tensor: Tensor, generator: torch.Generator) -> None:
             tensor.fill_(start)
 
-        group = context.tensor
-        shard = Shard((), rank=group.rank, size=group.size, partial_gradient=group.size > 1, initialise=fill)
-        declare_parameter(self, "w", shard, context.dtype)
+        declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=fill), context.dtype)
 
     @property
     def time_constant(self) -> Tensor:

@@ -12,6 +12,7 @@ from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, GlobalBatch, epoch_samples, open_datasets, order_identity
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
+from megasnn.grid import HOLDING_AXES
 from megasnn.models.entry import ModelEntry
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
@@ -64,7 +65,7 @@ class TrainingRun:
         with placed("while opening the data"):
             self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
-        context = build_context(state.tensor, training.precision, config.neuron.neuron_backend, training.seed)
+        context = build_context(state, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
         profiles = config.logging.profile_pipeline
         with placed("while planning the pipeline"):
@@ -84,8 +85,7 @@ class TrainingRun:
         self.saves = Saves(config, entry, self.engine, self.step.optimizer, state, dataset, layout)
         self.replicas = ReplicaCheck(
             self.saves.entries,
-            state.data,
-            state.tensor,
+            {axis: state.group(axis) for axis in HOLDING_AXES},
             state.world,
             state.device,
             mends=parallel.replica_mismatch == "majority",

@@ -127,7 +127,6 @@ class Saves:
         resumes, notice, others = checkpoint.first_decides(world, claim)
         self._saver = checkpoint.Saver(
             folder,
-            is_writer=self._state.data.rank == 0,
             process_group=world,
             background=options.async_save,
             retention=checkpoint.Retention(options.keep_last, options.keep_every, others),

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from megasnn.batching import micro_batches_of
-from megasnn.comm.group import Group
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
@@ -42,17 +41,18 @@ def sample_loss(training: TrainingConfig) -> SampleLoss:
     return partial(mse_sum if training.loss == "mse" else cross_entropy_sum, label_smoothing=smoothing)
 
 
-def build_context(tensor: Group, precision: str, neuron_backend: str, seed: int = 0) -> BuildContext:
+def build_context(state: ParallelState, precision: str, neuron_backend: str, seed: int = 0) -> BuildContext:
     """What layers are built with.
 
     Args:
-        tensor: the tensor-parallel group.
+        state: whose groups the layers are cut over, or held again by.
         precision: "fp32", "fp64", or "bf16": then weights stay in fp32 and products are taken in bfloat16.
         neuron_backend: as in `--neuron-backend`.
         seed: of dropout.
     """
     dtype = DTYPES[precision]
-    return BuildContext(tensor, dtype, torch.bfloat16 if precision == "bf16" else dtype, neuron_backend, seed)
+    compute = torch.bfloat16 if precision == "bf16" else dtype
+    return BuildContext(state.tensor, dtype, compute, neuron_backend, seed, data=state.data)
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:

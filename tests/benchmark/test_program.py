@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 TINY = "--embed-dim 32 --num-heads 2 --depth 1 --image-size 16 --time-steps 2 --global-batch-size 4".split()
-SHORT = "--rounds 2 --steps 2 --warmup 1".split()
+SHORT = "--rounds 2 --steps 2 --warmup 1 --pipeline-schedule 1f1b".split()
 
 
 @pytest.mark.slow

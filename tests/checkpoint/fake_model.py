@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn.checkpoint.optimizer_state import describe
+from megasnn.grid import Grid, Place
 from megasnn.random import keyed_generator
 from megasnn.sharding import (
+    Cut,
+    Initialiser,
     Shard,
     ShardedTensor,
     declare_buffer,
@@ -48,32 +51,33 @@ def _zero(tensor: Tensor, generator: torch.Generator) -> None:
     tensor.zero_()
 
 
+def _cut(shape: tuple[int, ...], place: Place, dim: int, blocks: int = 1, *, initialise: Initialiser) -> Shard:
+    return Shard(shape, (("tensor", Cut(dim, blocks)),), place, initialise=initialise)
+
+
 class Stem(nn.Module):
-    def __init__(self, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        cut = {"rank": rank, "size": size}
-        declare_parameter(self, "weight", Shard((8, 3, 3, 3), dim=0, initialise=_draw, **cut), dtype)
-        declare_buffer(self, "running_mean", Shard((8,), dim=0, initialise=_zero, **cut), dtype)
-        declare_buffer(self, "batches", Shard((), initialise=_zero, **cut), torch.int64)
+        declare_parameter(self, "weight", _cut((8, 3, 3, 3), place, 0, initialise=_draw), dtype)
+        declare_buffer(self, "running_mean", _cut((8,), place, 0, initialise=_zero), dtype)
+        declare_buffer(self, "batches", Shard((), place=place, initialise=_zero), torch.int64)
 
 
 class Attention(nn.Module):
-    def __init__(self, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        cut = {"rank": rank, "size": size}
-        qkv = Shard((48, 16, 1), dim=0, blocks=3, initialise=_draw, **cut)
+        qkv = _cut((48, 16, 1), place, 0, 3, initialise=_draw)
         declare_parameter(self, "qkv", qkv, dtype)
-        declare_parameter(self, "projection", Shard((16, 16, 1), dim=1, initialise=_draw, **cut), dtype)
-        w = Shard((), partial_gradient=True, initialise=_zero, **cut)
+        declare_parameter(self, "projection", _cut((16, 16, 1), place, 1, initialise=_draw), dtype)
+        w = Shard((), (), place, ("tensor",), _zero)
         declare_parameter(self, "w", w, dtype)
 
 
 class Head(nn.Module):
-    def __init__(self, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        cut = {"rank": rank, "size": size}
-        declare_parameter(self, "weight", Shard((5, 16), dim=1, initialise=_draw, **cut), dtype)
-        declare_parameter(self, "bias", Shard((5,), initialise=_zero, **cut), dtype)
+        declare_parameter(self, "weight", _cut((5, 16), place, 1, initialise=_draw), dtype)
+        declare_parameter(self, "bias", Shard((5,), place=place, initialise=_zero), dtype)
 
 
 LAYERS = {"stem": Stem, "blocks.0": Attention, "blocks.1": Attention, "head": Head}
@@ -84,12 +88,12 @@ class Rank:
 
     def __init__(self, layout: Layout, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         rank = dist.get_rank() if layout.world_size > 1 else 0
-        tensor, rest = rank % layout.tensor, rank // layout.tensor
+        grid = Grid(layout.pipeline, layout.data, layout.tensor)
+        at = grid.coordinates(rank)
         self.group = dist.group.WORLD if layout.world_size > 1 else None
-        self.is_writer = rest % layout.data == 0
-        stage, per_stage = rest // layout.data, len(LAYERS) // layout.pipeline
-        chosen = list(LAYERS.items())[stage * per_stage : (stage + 1) * per_stage]
-        self.layers = [(name, kind(tensor, layout.tensor, dtype)) for name, kind in chosen]
+        per_stage = len(LAYERS) // layout.pipeline
+        chosen = list(LAYERS.items())[at.pipeline * per_stage : (at.pipeline + 1) * per_stage]
+        self.layers = [(name, kind(Place(grid, at), dtype)) for name, kind in chosen]
         materialise(self.layers, CPU, seed)
         self.tensors = list(sharded_tensors(self.layers))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)

@@ -30,7 +30,8 @@ from megasnn.checkpoint.checksum import BLOCK
 from megasnn.checkpoint.description import FileFacts
 from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.pieces import values_at
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.grid import Coordinates, Grid, Place
+from megasnn.sharding import Cut, Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
 
@@ -227,7 +228,7 @@ def test_a_course_that_was_given_up_is_not_taken_up_again(tmp_path):
 
 
 def large(rank: int = 0, size: int = 1, dim: int = 0) -> ShardedTensor:
-    shard = Shard((1000, 700), dim, rank=rank, size=size)
+    shard = Shard((1000, 700), (("tensor", Cut(dim)),), Place(Grid(tensor=size), Coordinates(tensor=rank)))
     return ShardedTensor("large", torch.zeros(shard.local_shape), shard, False)
 
 

@@ -36,7 +36,6 @@ def save_known(layout: Layout, folder: Path) -> None:
         extra=EXTRA,
         config=CONFIG,
         layout={"tensor": layout.tensor},
-        is_writer=rank.is_writer,
         process_group=rank.group,
     )
 

@@ -8,6 +8,7 @@ import torch
 from megasnn.checkpoint import load_checkpoint, save_checkpoint
 from megasnn.checkpoint.description import TensorFacts
 from megasnn.checkpoint.optimizer_state import allocate
+from megasnn.grid import Place
 from megasnn.sharding import sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, Stem
 
@@ -87,7 +88,7 @@ def test_without_an_optimizer_only_the_model_is_loaded(tmp_path):
 @pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
 def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device):
     """The meta device stands for an accelerator: nothing is computed here."""
-    tensors = list(sharded_tensors([("stem", Stem(0, 1))]))
+    tensors = list(sharded_tensors([("stem", Stem(Place()))]))
     optimizer = torch.optim.AdamW([tensors[0].tensor], capturable=capturable)
     saved = {
         "stem.weight": TensorFacts((8, 3, 3, 3), "float32"),

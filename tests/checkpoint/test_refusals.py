@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megasnn.checkpoint import CheckpointError, NoCheckpointError, load_checkpoint, read_metadata, save_checkpoint
 from megasnn.checkpoint.description import TensorFacts, to_text
 from megasnn.checkpoint.folder import LATEST
+from megasnn.grid import Grid, Place
 from megasnn.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank
 
@@ -29,7 +30,6 @@ def save(folder: Path, rank: Rank, iteration: int = 100, **changed) -> None:
         "extra": {},
         "config": CONFIG,
         "layout": None,
-        "is_writer": rank.is_writer,
         "process_group": rank.group,
     }
     save_checkpoint(folder, **(arguments | changed))
@@ -211,9 +211,14 @@ def test_what_cannot_be_saved(tmp_path):
 def save_shards_that_do_not_add_up(folder: Path) -> list[str]:
     texts = []
     first = dist.get_rank() == 0
-    for layout, is_writer in ((Layout(data=2), True), (Layout(tensor=2), first), (Layout(pipeline=2), first)):
+    for layout, answers in ((Layout(data=2), True), (Layout(tensor=2), first), (Layout(pipeline=2), first)):
+        rank = Rank(layout)
+        for index, entry in enumerate(rank.tensors):
+            at = entry.shard.place.coordinates
+            place = Place(Grid(layout.pipeline, 2, layout.tensor), replace(at, data=0 if answers else 1))
+            rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
         with pytest.raises(CheckpointError) as raised:
-            save(folder, Rank(layout), is_writer=is_writer)
+            save(folder, rank)
         texts.append(str(raised.value))
     return texts
 

@@ -45,7 +45,6 @@ class Session:
         self.rank.fill()
         self.saver = Saver(
             folder,
-            is_writer=self.rank.is_writer,
             process_group=self.rank.group,
             background=background,
             retention=retention,

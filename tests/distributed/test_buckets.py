@@ -22,7 +22,7 @@ def _parameters(**partial: bool) -> dict[str, ShardedTensor]:
         name: ShardedTensor(
             name,
             nn.Parameter(random(*shape, seed=seed)),
-            Shard(shape, size=2 if partial.get(name) else 1, partial_gradient=partial.get(name, False)),
+            Shard(shape, partial_gradient=("tensor",) if partial.get(name) else ()),
             True,
         )
         for seed, (name, shape) in enumerate(SHAPES.items())

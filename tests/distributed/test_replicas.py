@@ -11,6 +11,7 @@ from megasnn.checkpoint import describe
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.data_parallel.checksum import in_memory_order
+from megasnn.grid import HOLDING_AXES
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.parity.ranks import build_engine
@@ -34,7 +35,9 @@ def compare(tensor: int, pipeline: int, flips: list[Flip], mends: bool, stepped:
         def entries():
             return [*engine.tensors, *describe(engine.tensors, optimizer.state)]
 
-        check = ReplicaCheck(entries, state.data, state.tensor, state.world, state.device, mends)
+        check = ReplicaCheck(
+            entries, {axis: state.group(axis) for axis in HOLDING_AXES}, state.world, state.device, mends
+        )
         assert check(3) == "" and check.agreed == 3
         for rank, name in flips:
             if rank == state.rank:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def record_step(
 
 def _plain(shard: Shard) -> Shard:
     """Without the initialiser, which does not travel between processes."""
-    return Shard(shard.global_shape, shard.dim, shard.blocks, shard.rank, shard.size)
+    return replace(shard, initialise=None)
 
 
 def assemble(steps: list[RankStep], what: str) -> dict[str, Tensor]:

@@ -1,13 +1,11 @@
 """Every schedule, on every placement, gives the bits of one rank: losses, gradients, norm, statistics, evaluation.
 
-With MEGASNN_TEST_EVERYTHING set, for every number of micro-batches up to twelve on every number of ranks (minutes);
-otherwise for all of them on two ranks, and for some on others.
+The suite takes some numbers of micro-batches; `pytest -m matrix` takes all up to twelve, on every number of ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -40,7 +38,7 @@ SCHEDULES = (
 MOST = 12
 ALL = range(1, MOST + 1)
 # Of micro-batches, for each number of ranks.
-NUMBERS = {1: (1, 12), 2: ALL, 3: (2, 7), 4: (5, 8), 8: (3,)}
+NUMBERS = {1: (1, 12), 2: (1, 2, 7, 12), 3: (2, 7), 4: (5,), 8: (3,)}
 
 
 def samples_of(micro_batches: int) -> int:
@@ -112,9 +110,11 @@ def one_rank(ranks) -> dict[int, Bits]:
     return {count: whole(found, ("1f1b", 1, count)) for count in ALL}
 
 
-@pytest.mark.parametrize("size", NUMBERS)
-def test_every_schedule_gives_the_bits_of_one_rank(ranks, one_rank, size) -> None:
-    numbers = ALL if "MEGASNN_TEST_EVERYTHING" in os.environ else NUMBERS[size]
+@pytest.mark.parametrize(
+    ("size", "numbers"),
+    [*NUMBERS.items(), *(pytest.param(size, ALL, marks=pytest.mark.matrix) for size in NUMBERS)],
+)
+def test_every_schedule_gives_the_bits_of_one_rank(ranks, one_rank, size, numbers) -> None:
     found = ranks(size, steps, list(SCHEDULES), list(numbers))
     for name, chunks in SCHEDULES:
         for count in numbers:

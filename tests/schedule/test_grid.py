@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.grid import Grid
+from megasnn.grid import Coordinates, Grid
 
 sizes = st.integers(1, 5)
 
@@ -22,7 +22,7 @@ def test_ranks_and_coordinates_are_inverse(pipeline: int, data: int, tensor: int
     grid = Grid(pipeline, data, tensor)
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
-        assert grid.rank(at.pipeline, at.data, at.tensor) == rank
+        assert grid.rank(at) == rank
 
 
 @given(sizes, sizes, sizes, st.sets(st.sampled_from(["pipeline", "data", "tensor"])))
@@ -52,7 +52,7 @@ def test_impossible_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="rank 4 is outside"):
         Grid(2, 2, 1).coordinates(4)
     with pytest.raises(ValueError, match="data index 2"):
-        Grid(2, 2, 1).rank(data=2)
+        Grid(2, 2, 1).rank(Coordinates(data=2))
     with pytest.raises(ValueError, match="unknown axis 'expert'"):
         Grid().groups("expert")  # type: ignore[arg-type]
 

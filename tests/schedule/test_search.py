@@ -155,7 +155,7 @@ def test_large_schedules_are_found_in_seconds() -> None:
     assert seconds("auto", 32, 256, uneven(32, moves=True)) < 25
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*NAMES, "auto"])
 def test_64_stages_and_512_micro_batches(name: str) -> None:
     assert seconds(name, 64, 512, uneven(64, moves=True)) < (90 if name == "auto" else 15)

@@ -2,7 +2,8 @@
 
 Each layout trains three steps without a stop and saves after two. Then each layout goes on from what each layout saved:
 to the very bits of its own uninterrupted run where it is the same layout, and otherwise to what float64 promises. The
-samples, their order, dropout and the learning rate's schedule must go on with it, or the ends could not agree.
+samples, their order, dropout and the learning rate's schedule must go on with it, or the ends could not agree. The
+suite takes three sources for each layout, itself and two others; `pytest -m matrix` takes all of them.
 """
 
 from __future__ import annotations
@@ -71,15 +72,23 @@ def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp_min(1e-30)).item() for n in a)
 
 
+def sources_of(name: str, count: int) -> list[str]:
+    """The layout itself and those after it, round and round."""
+    names = [*LAYOUTS, *LAYOUTS]
+    return names[names.index(name) :][:count]
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(len(LAYOUTS), marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("model", ["spikformer", "vgg"])
-def test_every_layout_goes_on_from_every_other(ranks, cache, frames, tmp_path: Path, model: str) -> None:
+def test_every_layout_goes_on_from_others(ranks, cache, frames, tmp_path: Path, model: str, count: int) -> None:
     data = frames if model == "vgg" else ""
     ends: dict[str, dict[str, Tensor]] = {}
     for name, (size, flags) in LAYOUTS.items():
         ends[name] = whole(ranks(size, straight, cache, data, flags, str(tmp_path / name)))
     for name, (size, flags) in LAYOUTS.items():
-        of_ranks = ranks(size, continued, cache, data, flags, [str(tmp_path / source) for source in LAYOUTS])
-        for source, outcomes in zip(LAYOUTS, zip(*of_ranks, strict=True), strict=True):
+        sources = sources_of(name, count)
+        of_ranks = ranks(size, continued, cache, data, flags, [str(tmp_path / source) for source in sources])
+        for source, outcomes in zip(sources, zip(*of_ranks, strict=True), strict=True):
             assert {(one.iteration, one.consumed_samples) for one in outcomes} == {(STEPS, 8 * STEPS)}
             end = whole(list(outcomes))
             assert relative_difference(end, ends["one"]) < 1e-9, (source, name)

@@ -1,0 +1,67 @@
+"""Every element of a tensor is held, and is one rank's to write, whichever axes cut it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasnn.grid import AXES, HOLDING_AXES, Grid, Place
+from megasnn.sharding import Cut, Shard
+
+
+@st.composite
+def cut_tensors(draw) -> tuple[Grid, tuple[int, ...], tuple]:
+    """A grid, the shape of a tensor and its cuts, none, one, or both along any dimensions."""
+    sizes = {axis: draw(st.integers(1, 3)) for axis in AXES}
+    axes = draw(st.permutations(HOLDING_AXES))[: draw(st.integers(0, len(HOLDING_AXES)))]
+    cuts = tuple((axis, Cut(draw(st.integers(0, 1)), draw(st.integers(1, 3)))) for axis in axes)
+    shape = [draw(st.integers(1, 2)), draw(st.integers(1, 2))]
+    for axis, cut in cuts:
+        shape[cut.dim] *= cut.blocks * sizes[axis]
+    return Grid(**sizes), tuple(shape), cuts
+
+
+@settings(deadline=None, max_examples=200)
+@given(cut_tensors())
+def test_primary_ranks_hold_each_element_once_and_sharers_hold_the_same(described) -> None:
+    grid, shape, cuts = described
+    full = torch.arange(shape[0] * shape[1]).reshape(shape)
+    written = torch.zeros(shape, dtype=torch.int64)
+    parts: dict[object, torch.Tensor] = {}
+    for rank in grid.groups(*HOLDING_AXES)[0]:
+        shard = Shard(shape, cuts, Place(grid, grid.coordinates(rank)))
+        local = shard.cut(full)
+        assert tuple(local.shape) == shard.local_shape
+        assert sum(torch.Size(piece.sizes).numel() for piece in shard.pieces()) == local.numel()
+        assert torch.equal(parts.setdefault(shard.part, local), local)
+        if shard.is_primary():
+            for piece in shard.pieces():
+                piece.of_global(written).add_(1)
+    assert bool((written == 1).all())
+    assert sum(part.numel() for part in parts.values()) == full.numel()
+
+
+def test_a_block_is_cut_by_itself_and_a_later_cut_divides_what_is_left() -> None:
+    grid, full = Grid(data=2, tensor=2), torch.arange(24)
+    first = Shard((24,), (("tensor", Cut(0, 3)),), Place(grid, grid.coordinates(1)))
+    assert first.cut(full).tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
+    both = Shard((24,), (*first.cuts, ("data", Cut(0))), Place(grid, grid.coordinates(3)))
+    assert both.cut(full).tolist() == [14, 15, 20, 21, 22, 23]
+    assert (first.shared_axes, both.shared_axes) == (("data",), ())
+    assert first.part == (("tensor", 1),) and both.part == (("data", 1), ("tensor", 1))
+
+
+def test_who_answers_for_a_whole_tensor() -> None:
+    grid = Grid(data=2, tensor=2)
+    shards = [Shard((4,), place=Place(grid, grid.coordinates(rank))) for rank in range(4)]
+    assert [shard.is_primary() for shard in shards] == [True, False, False, False]
+    assert [shard.is_primary(["tensor"]) for shard in shards] == [True, False, True, False]
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"6, cannot be cut into 4 equal parts; choose a --tensor-model-parallel-size"):
+        Shard((18,), (("tensor", Cut(0, 3)),), Place(Grid(tensor=4)))
+    with pytest.raises(ValueError, match="partial_gradient"):
+        Shard((4,), (("tensor", Cut(0)),), Place(Grid(tensor=2)), ("tensor",))
