@@ -10,24 +10,11 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
-from megasnn.process.launch import launch
-
-
-def train(config: PretrainSpikformerConfig) -> int:
-    from megasnn import training
-    from megasnn.models.spikformer.model import describe_spikformer
-    from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-
-    provider = training.ModelProvider(
-        description=describe_spikformer(config.model, training.neuron_spec(config)),
-        from_spikingjelly=lambda weights: from_spikingjelly(weights, config.model.depth),
-    )
-    return training.run(config, config.model, provider)
+from megasnn import pretrain
 
 
 def main(argv: list[str]) -> int:
-    return launch(PretrainSpikformerConfig, train, argv)
+    return pretrain("spikformer", argv)
 
 
 if __name__ == "__main__":

@@ -12,25 +12,11 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
-from megasnn.process.launch import launch
-
-
-def train(config: PretrainVggDvsConfig) -> int:
-    from megasnn import training
-    from megasnn.models.vgg_dvs.model import describe_vgg_dvs
-    from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
-
-    pools = [block.pool for block in config.model.blocks]
-    provider = training.ModelProvider(
-        description=describe_vgg_dvs(config.model, training.neuron_spec(config)),
-        from_spikingjelly=lambda weights: vgg_from_spikingjelly(weights, pools),
-    )
-    return training.run(config, config.model, provider)
+from megasnn import pretrain
 
 
 def main(argv: list[str]) -> int:
-    return launch(PretrainVggDvsConfig, train, argv)
+    return pretrain("vgg_dvs", argv)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,70 @@
-"""MegaSNN: training of spiking neural networks with data, tensor and pipeline parallelism in one design."""
+"""MegaSNN: training of spiking neural networks with data, tensor and pipeline parallelism in one design.
+
+The names below are loaded when they are first used, so that what needs no torch starts without it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # where each name comes from, for type checkers and for `_MODULE`
+    from megasnn.checkpoint import CheckpointError as CheckpointError
+    from megasnn.checkpoint import load_checkpoint as load_checkpoint
+    from megasnn.checkpoint import load_global_tensors as load_global_tensors
+    from megasnn.checkpoint import save_checkpoint as save_checkpoint
+    from megasnn.checkpoint import save_global_tensors as save_global_tensors
+    from megasnn.comm.codec import Wire as Wire
+    from megasnn.config import ConfigError as ConfigError
+    from megasnn.config import PretrainConfig as PretrainConfig
+    from megasnn.config import parse as parse
+    from megasnn.config import validate as validate
+    from megasnn.engine import Engine as Engine
+    from megasnn.kernels import NeuronSpec as NeuronSpec
+    from megasnn.layers import BuildContext as BuildContext
+    from megasnn.layers import ConvNormNeuron as ConvNormNeuron
+    from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
+    from megasnn.layers import ParallelConv as ParallelConv
+    from megasnn.layers import ParallelDropout as ParallelDropout
+    from megasnn.layers import ParallelIF as ParallelIF
+    from megasnn.layers import ParallelLIF as ParallelLIF
+    from megasnn.layers import ParallelLinear as ParallelLinear
+    from megasnn.layers import ParallelNeuron as ParallelNeuron
+    from megasnn.layers import ParallelPLIF as ParallelPLIF
+    from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
+    from megasnn.models.description import LayerDescription as LayerDescription
+    from megasnn.models.description import ModelDescription as ModelDescription
+    from megasnn.models.entry import ModelEntry as ModelEntry
+    from megasnn.models.table import MODELS as MODELS
+    from megasnn.parallel_state import ParallelState as ParallelState
+    from megasnn.parallel_state import destroy_model_parallel as destroy_model_parallel
+    from megasnn.parallel_state import get_parallel_state as get_parallel_state
+    from megasnn.parallel_state import initialize_model_parallel as initialize_model_parallel
+    from megasnn.pipeline.chunk import PipelineChunk as PipelineChunk
+    from megasnn.pretraining import pretrain as pretrain
+    from megasnn.sharding import Shard as Shard
+    from megasnn.sharding import ShardedTensor as ShardedTensor
 
 __version__ = "0.1.0"
+
+# The imports above, read as text: name -> module.
+_MODULE = {
+    alias.name: node.module
+    for node in ast.walk(ast.parse(Path(__file__).read_text()))
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("megasnn.")
+    for alias in node.names
+}
+__all__ = sorted(_MODULE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'megasnn' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -26,7 +26,7 @@ LAYERS = [
     ["pipeline"],
     ["engine"],
     ["training"],
-    ["benchmark", "convert"],
+    ["benchmark", "convert", "pretraining"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PACKAGE = Path(__file__).parent.parent / "megasnn"

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megasnn.checkpoint import CheckpointError, find_checkpoint, verify_checkpoint
+from megasnn.checkpoint import CheckpointError, find_checkpoint, read_metadata, verify_checkpoint
 from megasnn.config.cli import subcommands
 from megasnn.convert.differences import differences
 from megasnn.convert.exchange import Names, export_weights, import_weights
@@ -63,7 +63,9 @@ def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
     for count, problem in verify_checkpoint(found):
         total += count
         problems += [problem] if problem else []
-    print("\n".join([*problems, f"{found}: {size_text(total)} read, {len(problems) or 'no'} problem(s)"]))
+    model = read_metadata(found).model
+    title = f"{found}, of the model {model}" if model else str(found)
+    print("\n".join([*problems, f"{title}: {size_text(total)} read, {len(problems) or 'no'} problem(s)"]))
     return bool(problems)
 
 

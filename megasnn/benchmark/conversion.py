@@ -38,7 +38,7 @@ class _Converter:
         """Seconds, MB of peak memory above what the process had before, and MB of the largest tensor."""
         task, cpu = self._task, torch.device("cpu")
         source = open_source(task.load)
-        layers = len(saved_model(source.facts.config, task.load).description.layers)
+        layers = len(saved_model(source).description.layers)
         ends = [layers * stage // task.pipeline for stage in range(task.pipeline + 1)]
         layout = "|".join(str(end - start) for start, end in pairwise(ends))
         target = Target(task.tensor, task.pipeline, layout=layout)

@@ -1,7 +1,8 @@
 """Checkpoints of global tensors that any layout can load."""
 
 from megasnn.checkpoint.agreement import first_decides
-from megasnn.checkpoint.choice import find_checkpoint
+from megasnn.checkpoint.choice import find_checkpoint, first_legible
+from megasnn.checkpoint.compare import other_model
 from megasnn.checkpoint.description import Metadata, read_metadata
 from megasnn.checkpoint.errors import CheckpointError, DamagedError, NoCheckpointError
 from megasnn.checkpoint.folder import list_checkpoints
@@ -26,10 +27,12 @@ __all__ = [
     "describe",
     "find_checkpoint",
     "first_decides",
+    "first_legible",
     "list_checkpoints",
     "load_checkpoint",
     "load_global_tensors",
     "load_globals_into",
+    "other_model",
     "read_metadata",
     "read_state_dict",
     "save_checkpoint",

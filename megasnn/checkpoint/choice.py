@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasnn.checkpoint.description import METADATA, serial_of
+from megasnn.checkpoint.description import METADATA, Metadata, read_metadata, serial_of
 from megasnn.checkpoint.errors import CheckpointError, DamagedError, NoCheckpointError
 from megasnn.checkpoint.folder import LATEST, checkpoints, read_latest
 from megasnn.files.described import DescriptionError
@@ -56,6 +57,15 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
     for remark in choice.remarks:
         warnings.warn(remark, stacklevel=2)
     return choice.paths[0]
+
+
+def first_legible(folder: Path, step: int | None) -> Metadata | None:
+    """What the first checkpoint to try says of itself, or the next one that can be read; None when none can."""
+    with suppress(CheckpointError):
+        for path in choose(folder, step).paths:
+            with suppress(CheckpointError):
+                return read_metadata(path)
+    return None
 
 
 def _latest_first(folder: Path, found: dict[int, Path]) -> Choice:

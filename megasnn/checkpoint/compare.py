@@ -14,10 +14,21 @@ from megasnn.files.described import in_message
 from megasnn.sharding import ShardedTensor
 
 
+def other_model(saved: str | None, now: str) -> str:
+    """What is told of a checkpoint of another model."""
+    return f"it is a checkpoint of the model {saved}, and this run trains {now}"
+
+
 def model_differences(
-    metadata: Metadata, config: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None
+    metadata: Metadata,
+    model: str | None,
+    config: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None,
 ) -> Iterator[str]:
-    """Where the saved model configuration and kind of optimizer are not those of this run."""
+    """Where the saved model, its configuration and the kind of optimizer are not those of this run."""
+    if model is not None and metadata.model not in (None, model):
+        yield other_model(metadata.model, model)
+        return
     if config is not None and metadata.config is None:
         yield "it holds weights without a model configuration; load it with --finetune"
     elif config is not None and metadata.config is not None:

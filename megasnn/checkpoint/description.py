@@ -47,6 +47,8 @@ def _tensor_name(name: str) -> str:
 
 
 Progressed = Annotated[int, Field(ge=0, le=10**15)]
+_MODEL_NAME = "[A-Za-z][A-Za-z0-9_]{0,63}"
+ModelName = Annotated[str, Field(pattern=f"^{_MODEL_NAME}$")]
 GlobalName = Annotated[TensorName, AfterValidator(_tensor_name)]
 
 
@@ -78,6 +80,8 @@ class Metadata:
         tensors: by global name; the optimizer's are called `optimizer.<state>.<name of the parameter>`.
         files: by name; where the tensors lie in them, and the checksums of blocks, is in `pieces.json`.
         versions: of the programs that wrote it.
+        model: name of the model in the table of models; None where the writer did not know it, and in checkpoints from
+            before it was kept.
         serial: counts the checkpoints saved in this folder, so that their order is known where a run went back.
         format: version of this description. Format 2 has no `pieces.json`, but torch's `.metadata` alone.
     """
@@ -91,6 +95,7 @@ class Metadata:
     tensors: dict[GlobalName, TensorFacts]
     files: dict[PlainName, FileFacts]
     versions: dict[str, str]
+    model: ModelName | None = None
     serial: Annotated[int, Field(ge=0, le=LAST_SERIAL)] = 1
     format: Annotated[int, Field(ge=_READ[0], le=FORMAT)] = FORMAT
 
@@ -99,9 +104,15 @@ class Metadata:
         return self.format > 2
 
 
+def require_model_name(name: str | None) -> None:
+    """Raises CheckpointError for a name that could be written but not read."""
+    if name is not None and not re.fullmatch(_MODEL_NAME, name):
+        raise CheckpointError(f"model {name!r}: should be a letter, and up to 63 letters, digits and _ behind it")
+
+
 def to_text(metadata: Metadata) -> str:
     values = dict(vars(metadata))
-    first = {name: values.pop(name) for name in ("format", "serial")}  # `serial_of` reads no further
+    first = {name: values.pop(name) for name in ("format", "serial", "model")}  # `serial_of` reads no further
     text = json.dumps(first | values, indent=2, default=vars).removesuffix("\n}")
     return text + _ending(text.encode())
 

@@ -52,6 +52,7 @@ def load_checkpoint(
     *,
     tensors: Sequence[ShardedTensor],
     optimizer: torch.optim.Optimizer | None = None,
+    model: str | None = None,
     config: dict[str, Any] | None = None,
     step: int | None = None,
     process_group: Group = None,
@@ -65,6 +66,7 @@ def load_checkpoint(
 
     Args:
         optimizer: None leaves the saved optimizer state aside (--finetune, --no-load-optim).
+        model: name of the model, which must be the saved one where a checkpoint says it; None accepts any.
         config: must equal the saved one; None accepts any model whose tensors fit (--finetune).
         refuse: problems that the caller sees with this checkpoint.
         leave: a layer whose tensors stay as they are, whatever the checkpoint holds of them (--reset-head).
@@ -73,9 +75,10 @@ def load_checkpoint(
         NoCheckpointError: on every rank, when there is no checkpoint at all.
         DamagedError: on every rank, when files are missing, cut or altered, of the checkpoint of this step or of all
             that there are. The tensors may then hold part of what was read.
-        CheckpointError: on every rank, when this step does not exist, the configuration differs (lists the
-            fields), tensors are missing, unexpected, of another shape or of a precision that would be lost,
-            or the optimizer is of another kind or has no saved state. Nothing has changed then.
+        CheckpointError: on every rank, when this step does not exist, the model is another one (names both), its
+            configuration differs (lists the fields), tensors are missing, unexpected, of another shape or of a
+            precision that would be lost, or the optimizer is of another kind or has no saved state. Nothing has
+            changed then.
     """
     wanted = [entry for entry in tensors if not _of_layer(entry.name, leave)]
 
@@ -85,7 +88,7 @@ def load_checkpoint(
 
         def prepare() -> tuple[list[ShardedTensor], States]:
             require_names(tensors)
-            if problems := [*model_differences(metadata, config, optimizer), *refuse(metadata)]:
+            if problems := [*model_differences(metadata, model, config, optimizer), *refuse(metadata)]:
                 raise CheckpointError(*problems)
             states = allocate(wanted, optimizer, metadata.tensors) if optimizer is not None else {}
             return [*wanted, *describe(wanted, states)], states

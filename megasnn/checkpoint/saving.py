@@ -24,7 +24,7 @@ import megasnn
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.agreement import all_do, first_decides, gather, is_first
 from megasnn.checkpoint.checksum import file_checksum
-from megasnn.checkpoint.description import FileFacts, Metadata
+from megasnn.checkpoint.description import FileFacts, Metadata, require_model_name
 from megasnn.checkpoint.errors import CheckpointError, problem_list
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
@@ -49,6 +49,7 @@ class Progress:
         extra: whatever the training loop keeps.
         config: what defines the model and must be equal when it is loaded.
         layout: for the reader only.
+        model: name of the model; None where it is not known.
     """
 
     iteration: int
@@ -56,6 +57,7 @@ class Progress:
     extra: dict[str, Any]
     config: dict[str, Any] | None
     layout: dict[str, Any] | None
+    model: str | None = None
 
 
 def save_checkpoint(
@@ -68,6 +70,7 @@ def save_checkpoint(
     extra: dict[str, Any],
     config: dict[str, Any] | None,
     layout: dict[str, Any] | None,
+    model: str | None = None,
     process_group: Group = None,
 ) -> Path:
     """Writes `<folder>/iter_<iteration>` and makes it the latest; an older one of this iteration is replaced.
@@ -77,12 +80,13 @@ def save_checkpoint(
         optimizer: whose state is saved; None for weights only.
         extra, config, layout: JSON-able. `config` is what defines the model and must be equal when it is
             loaded; `layout` is for the reader only. Those of the group's first rank are written.
+        model: name of the model, which must be the same when it is loaded; None where it is not known.
 
     Raises:
         CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
             element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
     """
-    progress = Progress(iteration, consumed_samples, extra, config, layout)
+    progress = Progress(iteration, consumed_samples, extra, config, layout, model)
 
     def everything() -> list[ShardedTensor]:
         require_names(tensors)
@@ -106,6 +110,7 @@ def write_checkpoint(
     def names_of_all() -> list[str]:
         for label in ("extra", "config", "layout"):
             _require_json(label, getattr(progress, label))
+        require_model_name(progress.model)
         return [entry.name for entry in entries]
 
     mine = all_do(process_group, names_of_all, "this run cannot be saved:")
@@ -143,6 +148,7 @@ def describe_written(
             name: FileFacts((aside / name).stat().st_size, f"{checksum:08x}") for name, checksum in sorted(sums.items())
         },
         versions=_versions(),
+        model=progress.model,
     )
 
 

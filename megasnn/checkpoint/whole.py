@@ -57,6 +57,7 @@ def save_global_tensors(
     tensors: Mapping[str, Tensor],
     *,
     iteration: int = 0,
+    model: str | None = None,
     config: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
 ) -> Path:
@@ -70,6 +71,7 @@ def save_global_tensors(
         extra=extra or {},
         config=config,
         layout=None,
+        model=model,
     )
 
 

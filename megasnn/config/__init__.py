@@ -8,7 +8,7 @@ from megasnn.config.logging import LoggingConfig
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.pretrain import ModelConfig, PretrainConfig
+from megasnn.config.pretrain import LayerName, ModelConfig, PretrainConfig
 from megasnn.config.serialise import changed_flags, comparable_flags, describe, from_dict, from_json, to_dict, to_json
 from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import validate
@@ -17,6 +17,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "LayerName",
     "LoggingConfig",
     "ModelConfig",
     "NeuronConfig",

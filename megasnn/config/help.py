@@ -15,7 +15,6 @@ from megasnn.config.names import summaries, table_of
 # Parts as they are shown, and after them all those flags of any part that few runs need.
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 RARELY_USED = {
-    "model": ("tensor_parallel_style",),
     "data": (
         *("last_batch", "split_by", "frame_duration", "normalize_frames"),
         *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),
@@ -42,7 +41,8 @@ def flag_groups(defaults: Any) -> type:
     for name in sorted((part.name for part in fields(defaults)), key=ORDER.index):
         part = getattr(defaults, name)
         flags = _flags(part)
-        rare = RARELY_USED[name]
+        # Of a model, its fields tell.
+        rare = RARELY_USED.get(name) or tuple(e.name for e in fields(part) if e.metadata.get("listed_last"))
         group = _group(name, [flag for flag in flags if flag[0] not in rare], type(part).__doc__)
         often.append((name, group, field(default_factory=group)))
         rarely += [flag for flag in flags if flag[0] in rare]

@@ -36,7 +36,14 @@ class CheckpointSource(TensorSource):
         self._saved = read_pieces(path, told)
         self._reader = PieceReader(path)
         self.facts = Facts(
-            told.iteration, told.consumed_samples, told.config, told.extra, told.optimizer, told.layout, told.versions
+            told.iteration,
+            told.consumed_samples,
+            told.config,
+            told.extra,
+            told.optimizer,
+            told.layout,
+            told.versions,
+            told.model,
         )
         self.files = {name: file.bytes for name, file in told.files.items()}
         self.files |= {METADATA: (path / METADATA).stat().st_size}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megasnn.checkpoint import CheckpointError
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.checkpoint.saving import Progress
 from megasnn.convert.opening import in_our_names
@@ -15,11 +14,15 @@ from megasnn.convert.safetensors_file import new_safetensors_file
 from megasnn.convert.source import DerivedSource, TensorSource
 from megasnn.convert.target import without_memory
 from megasnn.convert.torch_file import new_torch_file
-from megasnn.models.dialects import dialect_for, dialect_of, is_ours
+from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, entry_of, is_ours
 from megasnn.models.names import renamed
 from megasnn.sharding import Shard
 
-Names = Literal["spikingjelly", "published", "published-cifar10", "published-imagenet", "megasnn"]
+if TYPE_CHECKING:
+    Names = str
+else:  # so that the command line lists them
+    Names = Literal[(*dict.fromkeys(dialect.name for dialect in all_dialects()), "megasnn")]
+"""Whose names tensors get: those of a program that some model in the table has names for, or ours."""
 
 
 def weights_as(source: TensorSource, names: Names) -> TensorSource:
@@ -32,18 +35,8 @@ def weights_as(source: TensorSource, names: Names) -> TensorSource:
     weights = [name for name in ours.tensors if not name.startswith(PREFIX)]
     if names == "megasnn":
         return DerivedSource(ours, renamed({name: name for name in weights}))
-    model = ours.facts.model
-    program = _published_variant(model) if names == "published" else names
-    return DerivedSource(ours, dialect_for(program, weights).from_ours(weights, model))
-
-
-def _published_variant(model: dict[str, object] | None) -> str:
-    if model is None or "patch_size" not in model:
-        raise CheckpointError(
-            "which of the published models this is cannot be told without its configuration; name it: "
-            "--names published-cifar10 or published-imagenet"
-        )
-    return "published-cifar10" if model["patch_size"] == 4 else "published-imagenet"
+    dialect = dialect_for(names, weights, ours.facts.model)
+    return DerivedSource(ours, dialect.from_ours(weights, ours.facts.dimensions))
 
 
 def export_weights(source: TensorSource, output: Path, names: Names, safetensors: bool) -> TensorSource:
@@ -79,5 +72,7 @@ def import_weights(source: TensorSource, save: Path) -> tuple[Path, str]:
     title = "MegaSNN" if is_ours(source.tensors) else dialect_of(source.tensors).title
     weights = weights_as(source, "megasnn")
     entries = [without_memory(name, Shard(info.shape), info) for name, info in weights.tensors.items()]
-    progress = Progress(0, 0, {"source": str(source.path)}, None, None)
+    entry = entry_of(source.facts.model, weights.tensors)
+    model = None if entry is None else entry.name
+    progress = Progress(0, 0, {"source": str(source.path)}, None, None, model)
     return write_rank_files(save, progress, None, [entries], weights), title

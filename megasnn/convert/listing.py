@@ -15,7 +15,7 @@ Tree = dict[str, "Tree | TensorInfo"]
 def as_text(source: TensorSource) -> str:
     """What it is, the tree of tensors with type, size, shape and where they lie, and totals."""
     facts = source.facts
-    lines = [f"{source.path}: {source.kind}"]
+    lines = [f"{source.path}: {source.kind}" + (f" of the model {facts.model}" if facts.model else "")]
     if facts.versions:
         lines.append(f"iteration {facts.iteration}, {facts.consumed_samples} samples consumed")
         lines.append(f"written by {_pairs(facts.versions)}; layout: {_pairs(facts.layout or {}) or 'one process'}")
@@ -35,6 +35,7 @@ def as_json(source: TensorSource) -> dict[str, Any]:
         "kind": source.kind,
         "iteration": facts.iteration,
         "consumed_samples": facts.consumed_samples,
+        "model": facts.model,
         "config": facts.config,
         "layout": facts.layout,
         "optimizer": facts.optimizer,

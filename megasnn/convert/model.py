@@ -7,55 +7,56 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasnn.checkpoint.errors import CheckpointError
-from megasnn.config.checks import ConfigError
-from megasnn.config.neuron import NeuronConfig
-from megasnn.config.pretrain import ModelConfig, PretrainConfig
-from megasnn.config.serialise import from_dict
+from megasnn.config import ModelConfig, PretrainConfig, from_dict
+from megasnn.convert.source import TensorSource
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
-from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+from megasnn.models.dialects import entry_of
+from megasnn.models.entry import ModelEntry
+from megasnn.models.table import MODELS
 from megasnn.training.setup import neuron_spec
-
-_DEEPEST = 10_000
 
 
 @dataclass(frozen=True)
 class SavedModel:
     """
     Attributes:
+        name: in the table of models.
         config: the dimensions.
         description: the layers.
     """
 
+    name: str
     config: ModelConfig
     description: ModelDescription
 
 
-def saved_model(config: Mapping[str, Any] | None, path: object) -> SavedModel:
-    """The model of a checkpoint's configuration {"model": ..., "neuron": ...}.
+def saved_model(source: TensorSource) -> SavedModel:
+    """The model that a source's weights are of.
 
     Raises:
-        CheckpointError: there is none (weights from elsewhere), or it is of no model known here.
+        CheckpointError: it is none of the table of models, or there is no configuration of it (weights from elsewhere).
     """
+    config, entry = source.facts.config, entry_of(source.facts.model, source.tensors)
     if config is None:
         raise CheckpointError(
-            f"{path} holds weights without a model configuration, so how its tensors are cut is not known; "
+            f"{source.path} holds weights without a model configuration, so how its tensors are cut is not known; "
             "start a run from it with --load ... --finetune: what that run saves can be laid out"
         )
+    if entry is None:
+        raise CheckpointError(f"{source.path} is of a model that is unknown here; known: {', '.join(MODELS)}")
+    return configured_model(entry, config, source.path)
+
+
+def configured_model(entry: ModelEntry[Any], config: Mapping[str, Any], path: object) -> SavedModel:
+    """The model of a saved configuration {"model": ..., "neuron": ...}.
+
+    Raises:
+        CheckpointError: it is no configuration of this model, or one that cannot be.
+    """
     try:
-        neuron = from_dict(NeuronConfig, config["neuron"])
-        values = config["model"]
-        model: SpikformerConfig | VggDvsConfig = (
-            from_dict(VggDvsConfig, values) if "channels" in values else from_dict(SpikformerConfig, values)
-        )
-    except (ConfigError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is of a model that is unknown here: {error}") from None
-    if isinstance(model, SpikformerConfig) and model.depth > _DEEPEST:
-        raise CheckpointError(
-            f"{path}: config.model.depth: up to {_DEEPEST} blocks can be laid out, found {model.depth}"
-        )
-    spec = neuron_spec(PretrainConfig(model, neuron))
-    layers = describe_vgg_dvs(model, spec) if isinstance(model, VggDvsConfig) else describe_spikformer(model, spec)
-    return SavedModel(model, layers)
+        run: PretrainConfig = from_dict(entry.config, {part: config[part] for part in ("model", "neuron")})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not of the model {entry.name} as it is here: {error}") from None
+    if problems := run.model.problems(tensor_parallel=1):  # before its layers are counted out
+        raise CheckpointError(f"{path}: there is no model {entry.name} like this:", *problems)
+    return SavedModel(entry.name, run.model, entry.describe(run.model, neuron_spec(run)))

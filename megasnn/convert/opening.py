@@ -43,6 +43,6 @@ def open_source(path: Path, step: int | None = None) -> TensorSource:
 
 def in_our_names(source: TensorSource) -> TensorSource:
     """The same tensors under our global names. Raises CheckpointError for names of no program known here."""
-    if source.facts.config is not None or is_ours(source.tensors):
+    if source.facts.model or source.facts.config is not None or is_ours(source.tensors):
         return source
     return DerivedSource(source, dialect_of(source.tensors).to_ours(source.tensors))

@@ -26,17 +26,18 @@ def reshard(
     Returns:
         the new checkpoint, and what each rank holds of it.
     Raises:
-        CheckpointError: the source does not say of which model it is, the model cannot be cut like this, there is a
+        CheckpointError: the source is of no model known here, the model cannot be cut like this, there is a
             checkpoint of this iteration in `save`, or the source is damaged.
     """
     source = in_our_names(source)
     facts = source.facts
     if save.resolve() in (source.path.resolve(), source.path.resolve().parent):
         raise CheckpointError(f"--save {save} is where the checkpoint is read from; give another folder")
-    laid_out = lay_out(target, saved_model(facts.config, source.path), facts, source.tensors)
+    model = saved_model(source)
+    laid_out = lay_out(target, model, facts, source.tensors)
+    facts = replace(facts, layout=laid_out.layout, model=model.name)
     if format == "classic":
-        path = write_classic(save, replace(facts, layout=laid_out.layout), laid_out.ranks, source)
-        return path, laid_out
-    progress = Progress(facts.iteration, facts.consumed_samples, facts.extra, facts.config, laid_out.layout)
+        return write_classic(save, facts, laid_out.ranks, source), laid_out
+    progress = Progress(facts.iteration, facts.consumed_samples, facts.extra, facts.config, facts.layout, facts.model)
     path = write_rank_files(save, progress, facts.optimizer, [rank.entries for rank in laid_out.ranks], source)
     return path, laid_out

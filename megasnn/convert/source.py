@@ -12,6 +12,7 @@ import torch
 from pydantic import with_config
 from torch import Tensor
 
+from megasnn.checkpoint.description import ModelName
 from megasnn.files.described import STRICT, Count, FreeForm
 from megasnn.models.names import Recipe
 from megasnn.sharding import Shard
@@ -57,6 +58,7 @@ class Facts:
         config: what defines the model: {"model": {...}, "neuron": {...}}; None when unknown.
         extra, optimizer, layout: see megasnn.checkpoint.Metadata.
         versions: of the programs that wrote it.
+        model: name of the model; None when it does not say it.
     """
 
     iteration: Count = 0
@@ -66,12 +68,13 @@ class Facts:
     optimizer: str | None = None
     layout: FreeForm | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    model: ModelName | None = None
 
     @property
-    def model(self) -> dict[str, Any] | None:
+    def dimensions(self) -> dict[str, Any] | None:
         """The model's dimensions; None when unknown."""
-        model = (self.config or {}).get("model")
-        return model if isinstance(model, dict) else None
+        found = (self.config or {}).get("model")
+        return found if isinstance(found, dict) else None
 
 
 class TensorSource(ABC):

@@ -1,41 +1,72 @@
-"""All dialects, and which of them some names are in."""
+"""Of which model and program weights are, by what they say and by the names of their tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from megasnn.checkpoint.errors import CheckpointError
+from megasnn.models.entry import ModelEntry
 from megasnn.models.names import Dialect
-from megasnn.models.spikformer import spikingjelly_names as spikformer
-from megasnn.models.spikformer.published_names import published
-from megasnn.models.vgg_dvs import spikingjelly_names as vgg_dvs
+from megasnn.models.table import MODELS, guess_model, model_named
 
-DIALECTS = (spikformer.SPIKINGJELLY, vgg_dvs.SPIKINGJELLY, published("cifar10"), published("imagenet"))
+
+def all_dialects() -> list[Dialect]:
+    """Of every model in the table."""
+    return [dialect for entry in MODELS.values() for dialect in entry.dialects()]
 
 
 def is_ours(names: Collection[str]) -> bool:
     """Whether these are our own global names of some model."""
-    return any(dialect.our_marker in names for dialect in DIALECTS)
+    return guess_model(names) is not None
+
+
+def entry_of(model: str | None, ours: Collection[str]) -> ModelEntry[Any] | None:
+    """The model that weights are of; None when it is none in the table.
+
+    Args:
+        model: name of the model; None where the weights do not say it, so that the names of their tensors tell.
+        ours: our global names of their tensors.
+    Raises:
+        CheckpointError: the table does not know the name.
+    """
+    if model is None:
+        return guess_model(ours)
+    try:
+        return model_named(model)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def dialect_of(names: Collection[str]) -> Dialect:
     """The dialect of other programs' names. Raises CheckpointError when it is none of those known."""
-    for dialect in DIALECTS:
+    dialects = all_dialects()
+    for dialect in dialects:
         if dialect.marker in names:
             return dialect
-    known = ", ".join(f"{dialect.marker} ({dialect.title})" for dialect in DIALECTS)
+    known = _listed(f"{dialect.marker} ({dialect.title})" for dialect in dialects)
     raise CheckpointError(
         f"names like {', '.join(sorted(names)[:3]) or '(none)'} belong to no program known here; looked for {known}"
     )
 
 
-def dialect_for(name: str, ours: Collection[str]) -> Dialect:
-    """The dialect called `name` for the model whose tensors have our names `ours`.
+def dialect_for(program: str, ours: Collection[str], model: str | None = None) -> Dialect:
+    """The dialect of a program for a model of ours.
 
-    Raises CheckpointError when that program has no such model.
+    Args:
+        program: name of the dialect.
+        ours, model: as for `entry_of`.
+    Raises:
+        CheckpointError: the program has no such model, or the table of models does not know it.
     """
-    for dialect in DIALECTS:
-        if dialect.name == name and dialect.our_marker in ours:
+    entry = entry_of(model, ours)
+    for dialect in entry.dialects() if entry is not None else ():
+        if dialect.name == program:
             return dialect
-    known = ", ".join(dialect.title for dialect in DIALECTS)
-    raise CheckpointError(f"there is no model of {name} with tensors like {sorted(ours)[0]}; known: {known}")
+    what = f"tensors like {sorted(ours)[0]}" if entry is None else f"the tensors of {entry.name}"
+    known = _listed(f"{dialect.name} ({dialect.title})" for dialect in all_dialects())
+    raise CheckpointError(f"there is no model of {program} with {what}; known: {known}")
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(texts))

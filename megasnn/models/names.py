@@ -50,7 +50,6 @@ class Dialect:
         name: of the program, as on the command line.
         title: of program and model, for messages.
         marker: a name that only this dialect has, in models of every size.
-        our_marker: likewise among our own names of this model.
         incoming: their names -> how each of ours is made.
         outgoing: our names, and the model's configuration where it is known -> how each of theirs is made.
         is_unused: whether their model holds a tensor of this name without computing anything from it.
@@ -59,7 +58,6 @@ class Dialect:
     name: str
     title: str
     marker: str
-    our_marker: str
     incoming: Callable[[Collection[str]], Recipe]
     outgoing: Callable[[Collection[str], ModelValues | None], Recipe]
     is_unused: Callable[[str], bool] = lambda name: False
@@ -75,6 +73,8 @@ class Dialect:
         """Raises CheckpointError that lists what is missing and unexpected, in our names."""
         try:
             recipe = self.outgoing(names, model)
+        except CheckpointError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"config.model: {self.title} has no such model: {error}") from None
         require_equal(sources(recipe), names, f"these are not the tensors of a model that is {self.title}:")

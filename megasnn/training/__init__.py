@@ -5,11 +5,10 @@ loop.py       iterations, exit conditions, evaluation, log
 step.py       one optimizer step
 setup.py      what the configuration makes of a model: types, cut into chunks
 saving.py     where a run starts from and what it saves
-job.py        the folder it saves in: lock, restarts
 watch.py      what is measured for the log and TensorBoard
 """
 
-from megasnn.training.program import pretrain, run
-from megasnn.training.setup import ModelProvider, neuron_spec
+from megasnn.training.program import run
+from megasnn.training.setup import neuron_spec
 
-__all__ = ["ModelProvider", "neuron_spec", "pretrain", "run"]
+__all__ = ["neuron_spec", "run"]

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.data_parallel import ReplicaError
+from megasnn.models.entry import ModelEntry
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
 from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
 from megasnn.process.signals import StopSignals
 from megasnn.process.torchrun import tell_torchrun
 from megasnn.training.loop import TrainingRun
-from megasnn.training.setup import ModelProvider
 
 SAVE_FAILED = 3
 
 
-def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -> int:
-    """`pretrain` as a program: the exit status, with the error named on this rank's standard error.
+def run(config: PretrainConfig, entry: ModelEntry[Any]) -> int:
+    """A whole run as a program: the exit status, with the error named on this rank's standard error.
 
     0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
     3: it has come to its end, but the last checkpoint could not be written. Mistakes in flags, data and checkpoints and
     replicas that differ are told without a traceback; anything else with it.
+
+    Args:
+        config: validated (megasnn.config.validate).
+        entry: the model whose configuration this is.
     """
     try:
-        return 0 if pretrain(config, model_config, provider) else SAVE_FAILED
+        return 0 if _train(config, entry) else SAVE_FAILED
     except Exception as error:
         cause, _ = cause_and_place(error)
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
@@ -41,12 +46,9 @@ def run(config: PretrainConfig, model_config: object, provider: ModelProvider) -
     return 1
 
 
-def pretrain(config: PretrainConfig, model_config: object, provider: ModelProvider) -> bool:
+def _train(config: PretrainConfig, entry: ModelEntry[Any]) -> bool:
     """A whole run: joins the ranks, builds, loads, trains, evaluates, saves.
 
-    Args:
-        config: validated (megasnn.config.validate).
-        model_config: the model's part of the configuration, kept with checkpoints.
     Returns:
         False when the last checkpoint could not be written.
     Raises:
@@ -64,7 +66,7 @@ def pretrain(config: PretrainConfig, model_config: object, provider: ModelProvid
             )
         stage = f"pipeline stage {state.pipeline.rank}"
         with placed(f"on {stage}"):
-            run = TrainingRun(config, model_config, provider, state, stop)
+            run = TrainingRun(config, entry, state, stop)
 
         def step() -> str:
             return f"{stage}, after iteration {run.iteration}"

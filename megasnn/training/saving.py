@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megasnn import checkpoint
-from megasnn.config import PretrainConfig, to_dict
+from megasnn.config import CheckpointConfig, PretrainConfig, to_dict
 from megasnn.config.checks import flag
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.losses import LOSSES
+from megasnn.models.entry import ModelEntry
+from megasnn.models.table import guess_model
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
 from megasnn.sharding import ShardedTensor
-from megasnn.training.setup import ModelProvider
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,32 @@ class StartingPoint:
     notice: str = ""
 
 
+@placed("while looking at the checkpoint of --load")
+def refuse_other_model(options: CheckpointConfig, model: str, state: ParallelState) -> None:
+    """Raises CheckpointError on every rank when --load names a checkpoint of another model, --finetune or not.
+
+    Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
+    """
+
+    def refuse() -> None:
+        metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
+        if metadata is None:
+            return
+        saved = metadata.model
+        if saved is None and (guess := guess_model(metadata.tensors)) is not None:
+            saved = guess.name
+        if saved not in (None, model):
+            raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
+
+    if options.load:
+        checkpoint.first_decides(state.world.handle, refuse)
+
+
 class Saves:
     """Checkpoints of one run.
 
     Args:
-        model_config: the model's part of the configuration, which later runs are compared with.
+        entry: the model, whose name and configuration later runs are compared with.
         dataset: fingerprint of the training data.
         layout: layers of each chunk, for people who read the checkpoint.
     """
@@ -46,17 +69,17 @@ class Saves:
     def __init__(
         self,
         config: PretrainConfig,
-        model_config: object,
-        provider: ModelProvider,
+        entry: ModelEntry[Any],
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         state: ParallelState,
         dataset: object,
         layout: str,
     ) -> None:
-        self._options, self._provider, self._engine, self._state = config.checkpoint, provider, engine, state
+        self._options, self._entry, self._engine, self._state = config.checkpoint, entry, engine, state
+        self._dimensions = config.model
         self._optimizer, self._layout = optimizer, layout
-        self._identity = _identity(config, model_config)
+        self._identity = _identity(config)
         self._data_identity = _data_identity(config, dataset)
         self._recipe = _recipe(config)
         self._job: JobFolder | None = None
@@ -75,7 +98,8 @@ class Saves:
             if resumes:
                 begin = self._continue(str(options.save), restarted=True)
             elif options.load_spikingjelly:
-                weights = self._provider.from_spikingjelly(checkpoint.read_state_dict(options.load_spikingjelly))
+                theirs = checkpoint.read_state_dict(options.load_spikingjelly)
+                weights = self._entry.from_spikingjelly(self._dimensions, theirs)
                 checkpoint.load_globals_into(self._engine.tensors, weights, self._state.world.handle)
                 begin = StartingPoint()
             elif options.load:
@@ -121,6 +145,7 @@ class Saves:
                 folder,
                 tensors=self._engine.tensors,
                 optimizer=None if options.no_load_optim and not restarted else self._optimizer,
+                model=self._entry.name,
                 config=self._identity,
                 step=None if restarted else options.ckpt_step,
                 process_group=self._state.world.handle,
@@ -154,10 +179,11 @@ class Saves:
 
     def _take_weights(self, folder: str) -> StartingPoint:
         """Only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
-        head = self._provider.description.layers[-1].name
+        head = self._engine.model.layers[-1].name
         loaded = checkpoint.load_checkpoint(
             folder,
             tensors=self._engine.tensors,
+            model=self._entry.name,
             step=self._options.ckpt_step,
             process_group=self._state.world.handle,
             leave=head if self._options.reset_head else None,
@@ -198,7 +224,7 @@ class Saves:
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
         extra = {**self._data_identity, "recipe": self._recipe}
-        progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout)
+        progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout, self._entry.name)
         self._saver.save(progress, self._engine.tensors, self._optimizer)
 
     def finish(self) -> bool:
@@ -240,11 +266,13 @@ def _recipe(config: PretrainConfig) -> dict[str, object]:
     return flags | {flag(name): getattr(training, name) for name in LOSSES[training.loss].flags}
 
 
-def _identity(config: PretrainConfig, model_config: object) -> dict[str, dict[str, object]]:
+def _identity(config: PretrainConfig) -> dict[str, dict[str, object]]:
     """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
     neuron, whatever its backend."""
-    model, neuron = dict(to_dict(model_config)), dict(to_dict(config.neuron))
-    for choice in ("variant", "tensor_parallel_style"):
-        model.pop(choice, None)
-    neuron.pop("neuron_backend")
+    dimensions: Any = config.model
+    same = [entry.name for entry in fields(dimensions) if entry.metadata.get("same_function")]
+    model, neuron = to_dict(dimensions), to_dict(config.neuron)
+    for name in same:
+        del model[name]
+    del neuron["neuron_backend"]
     return {"model": model, "neuron": neuron}

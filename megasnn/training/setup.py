@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
@@ -25,20 +23,6 @@ from megasnn.schedule.partition import layout_to_bounds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ImportWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class ModelProvider:
-    """What a pretrain script hands to `pretrain`.
-
-    Attributes:
-        description: the layers.
-        from_spikingjelly: a state_dict of SpikingJelly's model -> global tensors by name.
-    """
-
-    description: ModelDescription
-    from_spikingjelly: ImportWeights
 
 
 def neuron_spec(config: PretrainConfig) -> NeuronSpec:

@@ -79,6 +79,7 @@ def put_format_2(path: Path, dcp_metadata: bytes) -> None:
     (path / PIECES).unlink(missing_ok=True)
     values = values_of(path)
     values["format"] = 2
+    values.pop("model", None)  # came later
     values["files"].pop(PIECES, None)
     seal(path, json.dumps(values, indent=2).encode())
     put(path, DCP_METADATA, dcp_metadata)

@@ -47,4 +47,4 @@ def test_the_neurons_defaults_are_those_of_its_description() -> None:
 def test_the_layers_that_are_counted_are_those_that_are_built() -> None:
     config = SpikformerConfig(depth=3)
     built = describe_spikformer(config, NeuronSpec()).layers
-    assert config.unit_of_layer() == [layer.unit for layer in built]
+    assert [(each.name, each.unit) for each in config.layers()] == [(layer.name, layer.unit) for layer in built]

@@ -29,7 +29,7 @@ def test_channels() -> None:
     assert [block.channels for block in default.blocks] == [64, 128, 256, 256, 512, 512, 512, 512]
     assert [block.pool for block in default.blocks] == [False, False, True, False, True, False, True, False]
     assert default.final_pool and default.final_size == 3
-    assert default.unit_of_layer() == [*(f"features.{i}" for i in range(8)), "classifier"]
+    assert [layer.unit for layer in default.layers()] == [*(f"features.{i}" for i in range(8)), "classifier"]
 
 
 @pytest.mark.parametrize("text", ["", "P", "8,,16", "8,P,P,16", "8,Q", "0", "-8", "8.5"])

@@ -164,7 +164,8 @@ def all_readers(cases: Cases, title: str, names: tuple[str, ...], path: Path) ->
 
 
 def checkpoints(cases: Cases) -> None:
-    path = save_global_tensors(cases.folder / "run", TENSORS, iteration=100, config={"model": {"depth": 2}})
+    config = {"model": {"depth": 2}}
+    path = save_global_tensors(cases.folder / "run", TENSORS, iteration=100, model="spikformer", config=config)
     os.symlink(cases.folder / "decoys" / "secret", path / "link")
     os.mkfifo(path / "pipe")
     metadata, pieces = (path / "metadata.json").read_bytes(), (path / PIECES).read_bytes()

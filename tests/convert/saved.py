@@ -12,9 +12,10 @@ import torch
 from megasnn.checkpoint import save_checkpoint
 from megasnn.comm.group import Group
 from megasnn.config.neuron import NeuronConfig
-from megasnn.convert.model import SavedModel, saved_model
+from megasnn.convert.model import SavedModel, configured_model
 from megasnn.layers import BuildContext
 from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.table import MODELS as TABLE
 from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.random import keyed_generator
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
@@ -26,6 +27,7 @@ MODELS: dict[str, SpikformerConfig | VggDvsConfig] = {
     ),
     "vgg": VggDvsConfig(channels="8,P,8,16", image_size=8, time_steps=2, num_classes=5),
 }
+ENTRIES = {SpikformerConfig: TABLE["spikformer"], VggDvsConfig: TABLE["vgg_dvs"]}
 EXTRA = {"dataset": "digits", "seed": 3}
 
 
@@ -37,6 +39,10 @@ def identity(model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> di
     neurons = asdict(NeuronConfig(neuron=neuron))  # type: ignore[arg-type]
     neurons.pop("neuron_backend")
     return {"model": dimensions, "neuron": neurons}
+
+
+def model_like(model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> SavedModel:
+    return configured_model(ENTRIES[type(model)], identity(model, neuron), "a test")
 
 
 @dataclass
@@ -60,8 +66,8 @@ def build(
 
 def save_whole(folder: Path, model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> Path:
     """Saves as one rank, after one step with gradients that follow from the tensors' names."""
-    config = identity(model, neuron)
-    rank = build(saved_model(config, folder))
+    described = model_like(model, neuron)
+    rank = build(described)
     for entry in rank.tensors:
         if entry.is_parameter:
             entry.tensor.grad = torch.randn(entry.tensor.shape, generator=keyed_generator(entry.name))
@@ -75,6 +81,7 @@ def save_whole(folder: Path, model: SpikformerConfig | VggDvsConfig, neuron: str
         tensors=rank.tensors,
         optimizer=rank.optimizer,
         extra=EXTRA,
-        config=config,
+        config=identity(model, neuron),
         layout={"tensor": 1, "pipeline": 1, "data": 1},
+        model=described.name,
     )

@@ -43,7 +43,7 @@ def as_the_page_says(cache: str, folder: Path, flags: list[str]) -> None:
     source = open_source(folder / "one")
     facts = replace(source.facts, iteration=200, consumed_samples=200 * 64)
     target = Target(2, 2, layout="5|5")
-    ranks = [rank.entries for rank in lay_out(target, saved_model(facts.config, folder), facts, source.tensors).ranks]
+    ranks = [rank.entries for rank in lay_out(target, saved_model(source), facts, source.tensors).ranks]
     progress = Progress(200, facts.consumed_samples, facts.extra, facts.config, {"tensor": 2, "pipeline": 2})
     write_rank_files(folder / "runs/spikformer_tp2_pp2/checkpoints", progress, facts.optimizer, ranks, source)
 

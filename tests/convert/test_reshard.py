@@ -56,7 +56,7 @@ def test_each_rank_opens_its_own_file_only(checkpoint, tmp_path, name):
     assert_same(tensors_of(tmp_path / "new"), tensors_of(folder))
     metadata = read_metadata(path)
     saved = read_pieces(path, metadata)
-    model = saved_model(metadata.config, path)
+    model = saved_model(open_source(path))
     bounds = layout_to_bounds(parse_layout(laid_out.layout["bounds"]), [str(n) for n in range(layers_of(model))])
     files = set()
     for number, place in enumerate(laid_out.ranks):
@@ -93,7 +93,7 @@ def test_a_run_of_any_layout_loads_it(checkpoint, tmp_path):
     """Copies for two tensor-parallel ranks serve nobody else, and disturb nobody."""
     kind, folder = checkpoint
     reshard(open_source(folder), tmp_path, Target(2, 2, layout="2|2"), "megasnn")
-    ranks = [build(saved_model(identity(MODELS[kind]), folder), seed=7) for _ in range(2)]
+    ranks = [build(saved_model(open_source(folder)), seed=7) for _ in range(2)]
     for rank, source in zip(ranks, (folder, tmp_path), strict=True):
         state = load_checkpoint(source, tensors=rank.tensors, optimizer=rank.optimizer, config=identity(MODELS[kind]))
         assert (state.iteration, state.extra) == (100, EXTRA)

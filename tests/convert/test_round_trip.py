@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint import load_global_tensors, save_checkpoint
 from megasnn.checkpoint.into_model import load_globals_into
-from megasnn.convert.model import saved_model
 from megasnn.models.spikformer.dimensions import SpikformerConfig
 from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
-from tests.convert.saved import build, identity
+from tests.convert.saved import build, identity, model_like
 from tools.convert_checkpoint import main
 
 SPIKFORMER = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, time_steps=2, num_classes=5)
@@ -54,8 +53,7 @@ def through_ranks(weights: Path, folder: Path, name: str) -> None:
     """On each of four ranks, tensor 2 x pipeline 2: takes its part of the imported weights and saves it."""
     state = initialize_model_parallel(2, 2)
     try:
-        config = identity(CONFIGS[name], neuron="lif")
-        model = saved_model(config, folder)
+        model = model_like(CONFIGS[name], neuron="lif")
         half = len(model.description.layers) // 2
         layers = range(half) if state.pipeline.rank == 0 else range(half, len(model.description.layers))
         rank = build(model, 1, state.tensor.rank, 2, layers)
@@ -67,7 +65,7 @@ def through_ranks(weights: Path, folder: Path, name: str) -> None:
             tensors=rank.tensors,
             optimizer=None,
             extra={},
-            config=config,
+            config=identity(CONFIGS[name], neuron="lif"),
             layout={"tensor": 2, "pipeline": 2},
             process_group=state.world.handle,
         )

@@ -7,21 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from megasnn import training
 from megasnn.config import parse, validate
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
-from megasnn.models.vgg_dvs.model import describe_vgg_dvs
-from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
+from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.link import LinkCost
@@ -49,32 +42,24 @@ class Outcome:
 
 def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
     """On every rank of an initialised world, or in a process by itself."""
-    config = parse(PretrainSpikformerConfig, [*TINY, *flags])
-    provider = training.ModelProvider(
-        describe_spikformer(config.model, training.neuron_spec(config)),
-        lambda weights: from_spikingjelly(weights, config.model.depth),
-    )
     os.environ["MEGASNN_CACHE"] = cache
-    return _run(config, provider, only_load)
+    return _run("spikformer", [*TINY, *flags], only_load)
 
 
 def train_vgg(*flags: str) -> Outcome:
     """The same for the VGG, on shards among the flags."""
-    config = parse(PretrainVggDvsConfig, [*TINY_VGG, *flags])
-    provider = training.ModelProvider(
-        describe_vgg_dvs(config.model, training.neuron_spec(config)),
-        lambda weights: vgg_from_spikingjelly(weights, [block.pool for block in config.model.blocks]),
-    )
-    return _run(config, provider)
+    return _run("vgg_dvs", [*TINY_VGG, *flags])
 
 
-def _run(config: Any, provider: training.ModelProvider, only_load: bool = False) -> Outcome:
+def _run(model: str, flags: list[str], only_load: bool = False) -> Outcome:
+    entry = MODELS[model]
+    config = parse(entry.config, flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
     parallel = config.parallel
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
-        run = TrainingRun(config, config.model, provider, state)
+        run = TrainingRun(config, entry, state)
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run.start()
         if not only_load:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megasnn.config.checks import above, at_least
-from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.pretrain import SAME_FUNCTION, LayerName, PretrainConfig
 
 LARGEST_COUNT = 255  # the stream between blocks travels as uint8
 STEM_STAGES = 4
@@ -27,7 +27,9 @@ FROM_VARIANT: Any = None  # stands for the variant's value until the object is m
 class SpikformerConfig:
     """Spikformer's dimensions (arXiv 2209.15425). What is not given is taken from the variant."""
 
-    variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = None
+    variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = field(
+        default=None, metadata=SAME_FUNCTION
+    )
     """A model of SpikingJelly 2.0.0 to take the dimensions from. Dimensions given as flags win over it."""
     embed_dim: int = FROM_VARIANT
     """Channels of the blocks; the four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
@@ -71,11 +73,14 @@ class SpikformerConfig:
         image = (self.in_channels, self.image_size, self.image_size)
         return (self.time_steps, *image) if self.event_frames else image
 
-    def unit_of_layer(self) -> list[str]:
-        """Four stem stages and the positional encoding, the two halves of each block, the head."""
-        stem = ["patch_embed"] * (STEM_STAGES + 1)
-        blocks = [f"blocks.{block}" for block in range(self.depth) for _half in range(2)]
-        return [*stem, *blocks, "head"]
+    def layers(self) -> list[LayerName]:
+        """The stages of the patch stem and the positional encoding, the two halves of each block, the head."""
+        stem = [*(f"stages.{stage}" for stage in range(STEM_STAGES)), "positional_encoding"]
+        return [
+            *(LayerName("patch_embed", part) for part in stem),
+            *(LayerName(f"blocks.{block}", half) for block in range(self.depth) for half in ("attention", "mlp")),
+            LayerName("head"),
+        ]
 
     def problems(self, tensor_parallel: int) -> list[str]:
         sizes = ("embed_dim", "depth", "num_heads", "image_size", "in_channels", "time_steps", "num_classes")

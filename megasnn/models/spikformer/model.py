@@ -34,23 +34,18 @@ ATTENTION_THRESHOLD = 0.5
 
 
 def describe_spikformer(config: SpikformerConfig, neuron: NeuronSpec) -> ModelDescription:
-    """The layers of a resolved configuration: four stem stages, positional encoding, each block's two halves, head."""
+    """The layers of a resolved configuration: how each is built, and what its output holds."""
     dim, hidden = config.embed_dim, config.mlp_dim
-    layers = [
-        LayerDescription(
-            f"patch_embed.stages.{stage}", "patch_embed", partial(_stem_stage, config, neuron, stage), Wire.SPIKES
-        )
-        for stage in range(STEM_STAGES)
-    ]
-    positional = partial(_positional_encoding, dim, neuron)
-    layers.append(LayerDescription("patch_embed.positional_encoding", "patch_embed", positional, Wire.COUNTS))
-    for block in range(config.depth):
-        unit = f"blocks.{block}"
-        attention = partial(_attention, dim, config.num_heads, neuron)
-        layers.append(LayerDescription(f"{unit}.attention", unit, attention, Wire.COUNTS))
-        layers.append(LayerDescription(f"{unit}.mlp", unit, partial(_mlp, dim, hidden, neuron), Wire.COUNTS))
-    layers.append(LayerDescription("head", "head", partial(Head, dim, config.num_classes), Wire.DENSE))
-    return ModelDescription(tuple(layers), config.time_steps, config.input_shape, config.num_classes)
+    builders: dict[str, tuple[Callable[[BuildContext], nn.Module], Wire]] = {
+        "positional_encoding": (partial(_positional_encoding, dim, neuron), Wire.COUNTS),
+        "attention": (partial(_attention, dim, config.num_heads, neuron), Wire.COUNTS),
+        "mlp": (partial(_mlp, dim, hidden, neuron), Wire.COUNTS),
+        "": (partial(Head, dim, config.num_classes), Wire.DENSE),  # the head, the only part of its unit
+    }
+    for stage in range(STEM_STAGES):
+        builders[f"stages.{stage}"] = partial(_stem_stage, config, neuron, stage), Wire.SPIKES
+    layers = tuple(LayerDescription(layer.name, layer.unit, *builders[layer.part]) for layer in config.layers())
+    return ModelDescription(layers, config.time_steps, config.input_shape, config.num_classes)
 
 
 class ImageStage(ConvNormNeuron):

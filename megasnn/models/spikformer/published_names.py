@@ -29,7 +29,7 @@ from torch import Tensor
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.models.names import NORM_TENSORS, Dialect, Made, ModelValues, Recipe
 from megasnn.models.spikformer.dimensions import STEM_STAGES
-from megasnn.models.spikformer.spikingjelly_names import OUR_MARKER, block_count
+from megasnn.models.spikformer.spikingjelly_names import block_count
 
 Variant = Literal["cifar10", "imagenet"]
 PARTS = ("q", "k", "v")
@@ -181,14 +181,30 @@ def _weight_part(index: int, parts: int, spatial: int | None, weight: Tensor) ->
     return part if spatial is None else part.reshape(*part.shape[:2], *(1,) * spatial)
 
 
-def published(variant: Variant) -> Dialect:
-    """The names of one of the two models. Both are understood when weights come in, whichever is asked for."""
+def _outgoing_by_patch_size(names: Collection[str], model: ModelValues | None) -> Recipe:
+    """Which of the two models this is follows from its configuration."""
+    if model is None or "patch_size" not in model:
+        raise CheckpointError(
+            "which of the published models this is cannot be told without its configuration; name it: "
+            "--names published-cifar10 or published-imagenet"
+        )
+    return _outgoing("cifar10" if model["patch_size"] == 4 else "imagenet", names, model)
+
+
+def _dialect(name: str, title: str, outgoing: Callable[[Collection[str], ModelValues | None], Recipe]) -> Dialect:
     return Dialect(
-        name=f"published-{variant}",
-        title=f"the published Spikformer ({variant})",
+        name=name,
+        title=title,
         marker="block.0.attn.q_bn.weight",
-        our_marker=OUR_MARKER,
         incoming=_incoming,
-        outgoing=partial(_outgoing, variant),
+        outgoing=outgoing,
         is_unused=lambda name: name.endswith(UNUSED),
     )
+
+
+def published(variant: Variant) -> Dialect:
+    """The names of one of the two models. Both are understood when weights come in, whichever is asked for."""
+    return _dialect(f"published-{variant}", f"the published Spikformer ({variant})", partial(_outgoing, variant))
+
+
+EITHER = _dialect("published", "the published Spikformer", _outgoing_by_patch_size)

@@ -21,8 +21,6 @@ from torch import Tensor
 from megasnn.models.names import NORM_TENSORS, Dialect, ModelValues, Recipe, renamed, require_equal
 from megasnn.models.spikformer.dimensions import STEM_STAGES
 
-OUR_MARKER = "patch_embed.stages.0.conv.weight"
-
 
 def spikingjelly_names(depth: int, parametric: bool) -> dict[str, str]:
     """Our global name -> SpikingJelly's name, for every tensor of a Spikformer with `depth` blocks.
@@ -102,7 +100,6 @@ SPIKINGJELLY = Dialect(
     name="spikingjelly",
     title="SpikingJelly's Spikformer",
     marker="patch_embed.stages.0.conv_bn.block.0.weight",
-    our_marker=OUR_MARKER,
     incoming=_incoming,
     outgoing=_outgoing,
 )

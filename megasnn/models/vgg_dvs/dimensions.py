@@ -7,7 +7,7 @@ from typing import Literal
 
 from megasnn.config.checks import at_least, from_zero_to_below_one, refusal
 from megasnn.config.neuron import NeuronConfig, Surrogate
-from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.pretrain import LISTED_LAST, SAME_FUNCTION, LayerName, PretrainConfig
 
 POOL = "P"
 CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
@@ -63,7 +63,7 @@ class VggDvsConfig:
     """Number of classes."""
     dropout: float = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
-    tensor_parallel_style: Literal["auto", "alternate"] = "auto"
+    tensor_parallel_style: Literal["auto", "alternate"] = field(default="auto", metadata=LISTED_LAST | SAME_FUNCTION)
     """How convolutions are cut over the tensor parallel ranks: auto takes for each one, by column (its outputs) or by
     row (its inputs), what moves fewer bytes; alternate takes one after the other, as Megatron-LM does."""
 
@@ -82,9 +82,9 @@ class VggDvsConfig:
         """Height and width of what the classifier sees."""
         return self.image_size // 2 ** (sum(block.pool for block in self.blocks) + self.final_pool)
 
-    def unit_of_layer(self) -> list[str]:
+    def layers(self) -> list[LayerName]:
         """Each convolution is a unit of its own, and the classifier."""
-        return [*(f"features.{index}" for index in range(len(self.blocks))), "classifier"]
+        return [*(LayerName(f"features.{index}") for index in range(len(self.blocks))), LayerName("classifier")]
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")

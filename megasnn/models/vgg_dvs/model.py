@@ -38,12 +38,12 @@ POOL = 2
 
 def describe_vgg_dvs(config: VggDvsConfig, neuron: NeuronSpec) -> ModelDescription:
     """The layers of a configuration: each convolution with its norm and neurons, then the classifier."""
-    units = config.unit_of_layer()
+    *convolutions, last = config.layers()
     layers = [
-        LayerDescription(unit, unit, partial(_block, config, neuron, index), Wire.SPIKES)
-        for index, unit in enumerate(units[:-1])
+        LayerDescription(layer.name, layer.unit, partial(_block, config, neuron, index), Wire.SPIKES)
+        for index, layer in enumerate(convolutions)
     ]
-    layers.append(LayerDescription(units[-1], units[-1], partial(_classifier, config), Wire.DENSE))
+    layers.append(LayerDescription(last.name, last.unit, partial(_classifier, config), Wire.DENSE))
     return ModelDescription(tuple(layers), config.time_steps, _input_shape(config), config.num_classes)
 
 

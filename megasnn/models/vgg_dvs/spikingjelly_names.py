@@ -95,7 +95,6 @@ SPIKINGJELLY = Dialect(
     name="spikingjelly",
     title="SpikingJelly's CIFAR10DVSVGG",
     marker="features.0.proj_bn.1.weight",
-    our_marker="classifier.linear.weight",
     incoming=_incoming,
     outgoing=_outgoing,
 )

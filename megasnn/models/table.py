@@ -1,0 +1,26 @@
+"""The table of models. A new model is a folder beside this file and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from megasnn.models import spikformer, vgg_dvs
+from megasnn.models.entry import ModelEntry
+
+MODELS: dict[str, ModelEntry[Any]] = {entry.name: entry for entry in (spikformer.ENTRY, vgg_dvs.ENTRY)}
+
+
+def model_named(name: str) -> ModelEntry[Any]:
+    """The entry of this name. Raises ValueError for a name that the table does not know."""
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def guess_model(tensors: Collection[str]) -> ModelEntry[Any] | None:
+    """The model whose tensors have these global names; None when it is none in the table.
+
+    For files of weights, which do not say of which model they are, and for checkpoints from before they said it.
+    """
+    return next((entry for entry in MODELS.values() if entry.marker in tensors), None)

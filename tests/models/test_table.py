@@ -1,0 +1,158 @@
+"""The table of models: all that is there is in it, and a model that is added to it needs nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import megasnn
+from megasnn.checkpoint import CheckpointError, read_metadata, save_checkpoint
+from megasnn.comm.codec import Wire
+from megasnn.config import LayerName, PretrainConfig, to_dict
+from megasnn.convert.exchange import weights_as
+from megasnn.convert.layout import Target
+from megasnn.convert.model import saved_model
+from megasnn.convert.opening import open_source
+from megasnn.convert.reshard import reshard
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext, ParallelLinear
+from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.models.dialects import dialect_for, dialect_of
+from megasnn.models.entry import ModelEntry
+from megasnn.models.spikformer.model import trunc_normal
+from megasnn.models.table import MODELS, guess_model, model_named
+from megasnn.pretraining import pretrain
+from megasnn.sharding import materialise, sharded_tensors
+from megasnn.training import neuron_spec
+from tests.convert.saved import CPU
+
+
+@dataclass(frozen=True)
+class LineConfig:
+    """A row of linear layers."""
+
+    width: int = 4
+    """Number of channels."""
+    depth: int = 3
+    """Number of layers."""
+
+    def layers(self) -> list[LayerName]:
+        return [LayerName("line", str(index)) for index in range(self.depth)]
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        wrong = self.width % tensor_parallel
+        return [f"--width {self.width} must be a multiple of {tensor_parallel}"] if wrong else []
+
+
+@dataclass(frozen=True)
+class PretrainLineConfig(PretrainConfig):
+    """Pretrain a row of linear layers."""
+
+    model: LineConfig = field(default_factory=LineConfig)
+
+
+class LineEntry(ModelEntry[LineConfig]):
+    name = "line"
+    config = PretrainLineConfig
+    marker = "line.0.weight"
+
+    def describe(self, dimensions: LineConfig, neuron: NeuronSpec) -> ModelDescription:
+        def build(context: BuildContext) -> ParallelLinear:
+            return ParallelLinear(dimensions.width, dimensions.width, context, initialise=trunc_normal)
+
+        layers = tuple(LayerDescription(layer.name, layer.unit, build, Wire.DENSE) for layer in dimensions.layers())
+        return ModelDescription(layers, 1, (dimensions.width,), dimensions.width)
+
+
+@pytest.fixture
+def line(monkeypatch) -> LineEntry:
+    """A model whose only mention outside its own code is its line in the table."""
+    entry = LineEntry()
+    monkeypatch.setitem(MODELS, entry.name, entry)
+    return entry
+
+
+def saved(folder: Path, entry: ModelEntry, **changed) -> Path:
+    """A checkpoint of weights of the model's default configuration."""
+    config = entry.config()
+    layers = [
+        (each.name, each.build(BuildContext())) for each in entry.describe(config.model, neuron_spec(config)).layers
+    ]
+    materialise(layers, CPU, 0)
+    arguments = {
+        "iteration": 3,
+        "consumed_samples": 0,
+        "tensors": list(sharded_tensors(layers)),
+        "optimizer": None,
+        "extra": {},
+        "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)},
+        "layout": None,
+        "model": entry.name,
+    }
+    return save_checkpoint(folder, **(arguments | changed))
+
+
+def test_every_model_is_in_the_table_under_the_name_of_its_folder():
+    folders = {file.parent.name for file in Path(megasnn.__path__[0], "models").glob("*/__init__.py")}
+    assert folders == set(MODELS)
+    for name, entry in MODELS.items():
+        assert entry.name == name and Path(inspect.getfile(type(entry))).parent.name == name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_marker_is_of_its_model_alone(name):
+    config = MODELS[name].config()
+    layers = MODELS[name].describe(config.model, neuron_spec(config)).layers
+    tensors = [entry.name for entry in sharded_tensors((each.name, each.build(BuildContext())) for each in layers)]
+    assert [entry.name for entry in MODELS.values() if entry.marker in tensors] == [name]
+    for dialect in MODELS[name].dialects():
+        assert dialect.marker not in tensors
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known(tmp_path):
+    expected = "unknown model 'spikfromer'; known: spikformer, vgg_dvs"
+    for look_up in (lambda: model_named("spikfromer"), lambda: pretrain("spikfromer", [])):
+        with pytest.raises(ValueError, match=expected):
+            look_up()
+    saved(tmp_path, MODELS["vgg_dvs"], model="spikfromer")
+    source = open_source(tmp_path)
+    for use in (lambda: saved_model(source), lambda: weights_as(source, "spikingjelly")):
+        with pytest.raises(CheckpointError, match=expected):
+            use()
+
+
+def test_a_program_that_has_no_such_model_is_refused_with_those_that_have_one():
+    with pytest.raises(
+        CheckpointError, match=r"no model of published with the tensors of vgg_dvs; known: spikingjelly "
+    ):
+        dialect_for("published", [MODELS["vgg_dvs"].marker])
+    with pytest.raises(CheckpointError, match=r"looked for .*CIFAR10DVSVGG"):
+        dialect_of(["layer1.weight"])
+
+
+def test_the_flags_of_a_new_model_are_explained_and_checked(line, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        pretrain("line", ["--help"])
+    assert ended.value.code == 0 and "--width" in capsys.readouterr().out
+    argv = ["--train-iters", "1", "--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "1"]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("megasnn.process.launch.OTHERS_SPEAK_S", 0)
+    assert pretrain("line", argv) == 2
+    assert "the model's 3 layers" in capsys.readouterr().err
+
+
+def test_a_new_model_is_known_to_the_converter(line, tmp_path):
+    path = saved(tmp_path / "saved", line)
+    assert read_metadata(path).model == "line" and guess_model(open_source(path).tensors) is line
+    new, laid_out = reshard(open_source(path), tmp_path / "new", Target(2, 1), "megasnn")
+    assert read_metadata(new).model == "line" and len(laid_out.ranks) == 2
+    with pytest.raises(CheckpointError, match="no model of spikingjelly with the tensors of line"):
+        weights_as(open_source(path), "spikingjelly")
+    with pytest.raises(ValueError, match="SpikingJelly has no model line; leave --load-spikingjelly out"):
+        line.from_spikingjelly(LineConfig(), {})
+    with pytest.raises(CheckpointError, match="--width 4 must be a multiple of 3"):
+        saved(tmp_path / "odd", line)
+        reshard(open_source(tmp_path / "odd"), tmp_path / "no", Target(3, 1), "megasnn")
