@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tools.benchmark.program import main
 
+FOLDER = Path(__file__).parents[2] / "tools" / "benchmark"
 TINY = "--embed-dim 32 --num-heads 2 --depth 1 --image-size 16 --time-steps 2 --global-batch-size 4".split()
 SHORT = "--rounds 2 --steps 2 --warmup 1".split()
 
@@ -57,3 +61,13 @@ def test_a_failing_rank_ends_with_1_and_its_message(
     assert main([*TINY, *SHORT, "--output", str(log), "--device", "cuda", "--rows", "dp2"]) == 1
     assert "--device cuda: row dp2 has 2 rank(s), this machine 0 GPU(s)" in capsys.readouterr().err
     assert not log.exists()
+
+
+def test_the_folder_is_a_program_from_anywhere(tmp_path: Path) -> None:
+    """Without the repository on the path, for itself as for the rank that it starts."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(FOLDER), *TINY, "--device", "cuda", "--rows", "megasnn"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    assert ended.returncode == 1 and "row megasnn has 1 rank(s), this machine 0 GPU(s)" in ended.stderr

@@ -44,7 +44,7 @@ from tools.benchmark.training_steps import megasnn_step
 FIGURES = ("save", "load", "cp", "stall", "save_call", "memcpy", "after_call", "cp_stall", "step")
 PARTS_OF_A_SAVE = ("stall", "after_call", "save_call", "memcpy", "cp_stall")
 NOT_COPIED = ("after_call", "step")  # seconds in which no bytes of a checkpoint are moved
-HEADINGS = (("",), ("s",), ("GB/s",), ("",), ("change",))
+HEADINGS = ("", "s", "GB/s", "", "change")
 _IDLE = ("nice", "-n", "19")
 
 

@@ -18,21 +18,21 @@ from tools.benchmark.ranks import RankProcesses, start_row
 from tools.benchmark.table import change, table
 
 HEADINGS = (
-    ("", "row"),
-    ("ranks x", "threads"),
-    ("step", "ms"),
-    ("", "quartiles"),
-    ("samples", "per s"),
-    ("x one", "rank"),
-    ("x Spiking", "Jelly"),
-    ("peak", "MB"),
-    ("x one", "rank"),
-    ("", "calls"),
-    ("MB", "sent"),
-    ("fwd+bwd", "ms"),
-    ("optimizer", "ms"),
-    ("step,", "change"),
-    ("peak,", "change"),
+    "row",
+    "ranks x\nthreads",
+    "step\nms",
+    "quartiles",
+    "samples\nper s",
+    "x one\nrank",
+    "x Spiking\nJelly",
+    "peak\nMB",
+    "x one\nrank",
+    "calls",
+    "MB\nsent",
+    "fwd+bwd\nms",
+    "optimizer\nms",
+    "step,\nchange",
+    "peak,\nchange",
 )
 NOTES = """\
 x: throughput against the row megasnn (one rank, one thread) or spikingjelly, median of the rounds, each compared with

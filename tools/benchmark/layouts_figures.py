@@ -55,9 +55,9 @@ def step_times(turn: Sequence[Turn]) -> list[float]:
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def figures(config: LayoutBenchmark, measured: Mapping[Row, Measurements]) -> list[Figures]:
+def figures(flags: LayoutBenchmark, measured: Mapping[Row, Measurements]) -> list[Figures]:
     """The figures of every row, as they are logged."""
-    results = [_own_figures(config, row, data) for row, data in measured.items()]
+    results = [_own_figures(flags, row, data) for row, data in measured.items()]
     by_name = {result["row"]: result for result in results}
     for result in results:
         result["throughput_ratio"] = {
@@ -71,10 +71,10 @@ def figures(config: LayoutBenchmark, measured: Mapping[Row, Measurements]) -> li
     return results
 
 
-def _own_figures(config: LayoutBenchmark, row: Row, measured: Measurements) -> Figures:
+def _own_figures(flags: LayoutBenchmark, row: Row, measured: Measurements) -> Figures:
     rounds = [[1e3 * seconds for seconds in step_times(turn)] for turn in measured.turns]
     step_ms = summary([ms for turn in rounds for ms in turn])
-    samples, first = config.samples(row), measured.preparations[0]
+    samples, first = flags.samples(row), measured.preparations[0]
     rate = 1e3 * samples / step_ms["median"]
     peaks = [max(memory.peak - memory.baseline, 0.0) for memory in measured.memory]
     return {
@@ -84,7 +84,7 @@ def _own_figures(config: LayoutBenchmark, row: Row, measured: Measurements) -> F
         "samples": samples,
         "samples_per_replica": samples / row.data,
         "micro_batches_per_replica": row.micro_batches,
-        "micro_batch_size": config.micro_batch_size(row),
+        "micro_batch_size": flags.micro_batch_size(row),
         "pipeline_layout": first.layout,
         "step_ms": step_ms,
         "round_ms": [median(turn) for turn in rounds],
@@ -103,8 +103,8 @@ def _own_figures(config: LayoutBenchmark, row: Row, measured: Measurements) -> F
         "loss": first.loss,
         "rounds": len(rounds),
         "steps": len(rounds[0]),
-        "configuration": config.identity(row),
-        "flags": {name: value for name, value in asdict(config).items() if name != "output"},
+        "configuration": flags.identity(row),
+        "flags": {name: value for name, value in asdict(flags).items() if name != "output"},
     }
 
 

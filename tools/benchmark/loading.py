@@ -35,16 +35,7 @@ from tools.benchmark.table import change, table
 from tools.benchmark.waiting import Waiting, measure_waiting, one_rank_loader
 
 WORKERS = (0, 1, 2)
-HEADINGS = (
-    ("",),
-    ("samples/s",),
-    ("quartiles",),
-    ("DataLoader",),
-    ("ratio",),
-    ("training step, ms",),
-    ("of it waiting",),
-    ("change",),
-)
+HEADINGS = ("", "samples/s", "quartiles", "DataLoader", "ratio", "training step, ms", "of it waiting", "change")
 
 Batches = Generator[int, None, None]  # the size of each
 

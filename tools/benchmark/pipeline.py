@@ -29,20 +29,20 @@ from tools.benchmark.ranks import RankProcesses, start_row
 from tools.benchmark.table import change, table
 
 HEADINGS = (
-    ("", "schedule"),
-    ("", "that is"),
-    ("", "layers"),
-    ("step", "ms"),
-    ("schedule", "ms"),
-    ("simu-", "lated"),
-    ("measured/", "simulated"),
-    ("", "bubble"),
-    ("x one", "rank"),
-    ("x one", "batch"),
-    ("peak", "MB"),
-    ("simu-", "lated"),
-    ("forward", "bytes"),
-    ("step,", "change"),
+    "schedule",
+    "that is",
+    "layers",
+    "step\nms",
+    "schedule\nms",
+    "simu-\nlated",
+    "measured/\nsimulated",
+    "bubble",
+    "x one\nrank",
+    "x one\nbatch",
+    "peak\nMB",
+    "simu-\nlated",
+    "forward\nbytes",
+    "step,\nchange",
 )
 NOTES = """\
 schedule ms: from the first to the last action, up to the reduced gradients; the step adds norm, clipping and AdamW

@@ -22,7 +22,7 @@ from tools.benchmark.spikingjelly_events import cifar10_dvs, utils
 from tools.benchmark.table import change, table
 
 SENSOR = SensorSize(128, 128)
-HEADINGS = (("",), ("million events/s",), ("quartiles",), ("SpikingJelly",), ("ratio",), ("change",))
+HEADINGS = ("", "million events/s", "quartiles", "SpikingJelly", "ratio", "change")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from typing import Any
 from tools.benchmark.log import Line
 
 
-def table(headings: Sequence[tuple[str, ...]], rows: Sequence[Sequence[str]]) -> str:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     Args:
-        headings: for each column the lines above it, of which all columns have as many.
+        headings: of each column, of one or more lines.
         rows: the cells; the first column is flush left, the others are flush right.
     """
-    cells = [*zip(*headings, strict=True), *rows]
+    lines = [heading.split("\n") for heading in headings]
+    highest = max(map(len, lines))
+    cells = [*zip(*([""] * (highest - len(each)) + each for each in lines), strict=True), *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
