@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[1]
 EVERYTHING = """
 import importlib, pkgutil, megasnn, pretrain_spikformer, pretrain_vgg_dvs
 for module in pkgutil.walk_packages(megasnn.__path__, "megasnn."):
-    if not module.name.startswith("megasnn.benchmark"):  # measures beside SpikingJelly's own models
-        importlib.import_module(module.name)
+    importlib.import_module(module.name)
 """
 NMS = "operator torchvision::nms does not exist"
 

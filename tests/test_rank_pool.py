@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import RankError
+from tools.benchmark.ranks import RankError
 
 
 def _sum_of_ranks() -> float:

@@ -1,8 +1,10 @@
-"""Imports go downward only: each part of the house may use those listed before it."""
+"""Imports go downward only: between the parts of the house by their level, between files without circles."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -26,10 +28,11 @@ LAYERS = [
     ["pipeline"],
     ["engine"],
     ["training"],
-    ["benchmark", "convert", "pretraining"],
+    ["convert", "pretraining"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-PACKAGE = Path(__file__).parent.parent / "megasnn"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megasnn"
 
 
 def part_of(module: str) -> str | None:
@@ -37,21 +40,93 @@ def part_of(module: str) -> str | None:
     return names[1] if names[0] == "megasnn" and len(names) > 1 else None
 
 
-def imports(file: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"megasnn.{alias.name}" for alias in node.names] if node.module == "megasnn" else [node.module]
-            found.update(part for name in names if (part := part_of(name)))
-        elif isinstance(node, ast.Import):
-            found.update(part for alias in node.names if (part := part_of(alias.name)))
-    return found
+def named(node: ast.AST) -> list[str]:
+    """What an import statement names: modules, or `module.name` for each name taken from one."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
 def test_imports_go_downward(file: Path) -> None:
+    imports = [name for node in ast.walk(ast.parse(file.read_text())) for name in named(node)]
+    assert not [name for name in imports if name.split(".")[0] in ("tools", "tests")]
     mine = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
     if mine == "__init__":
         return
-    upward = {other for other in imports(file) - {mine} if LEVEL[other] > LEVEL[mine]}
+    upward = {other for name in imports if (other := part_of(name)) and LEVEL[other] > LEVEL[mine]}
     assert not upward, f"{mine} (level {LEVEL[mine]}) imports {upward}"
+
+
+def run_on_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: not those in functions, nor those for the type checker."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            child = ast.Module(child.orelse, [])
+        yield child
+        yield from run_on_import(child)
+
+
+def import_graph(folder: Path, root: Path) -> dict[str, set[str]]:
+    """For each file under `folder`, as a module seen from `root`, the others that importing it imports first."""
+    files = {".".join(file.relative_to(root).with_suffix("").parts): file for file in folder.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): file for name, file in files.items()}
+    graph: dict[str, set[str]] = {}
+    for importer, file in files.items():
+        graph[importer] = set()
+        for node in run_on_import(ast.parse(file.read_text())):
+            for name in named(node):
+                module = name if name in files else name.rpartition(".")[0]
+                # The packages around the module come first; those around the importer have begun already.
+                around = [module[:dot] for dot, letter in enumerate(module) if letter == "."]
+                first = {package for package in around if not importer.startswith(f"{package}.")}
+                graph[importer] |= ({module} | first) & files.keys() - {importer}
+    return graph
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next one, ending with the first again; empty where there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+@pytest.mark.parametrize("folder", ["megasnn", "tools/benchmark"])
+def test_no_circles_between_files(folder: str) -> None:
+    graph = import_graph(ROOT / folder, ROOT)
+    assert sum(map(len, graph.values())) > len(graph)  # imports were found
+    assert not circle(graph), f"a circle of imports: {' imports '.join(circle(graph))}"
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"top": {"left", "right"}, "left": {"bottom"}, "right": {"bottom"}, "bottom": set()}) == []
+    found = circle({"top": {"a"}, "a": {"b", "bottom"}, "b": {"c"}, "c": {"a"}, "bottom": set()})
+    assert found[0] == found[-1] and "".join(found) in ("abca", "bcab", "cabc")
+
+
+def test_what_counts_as_an_import(tmp_path: Path) -> None:
+    """Two packages; `part.a` and `other.b` import each other through the name that other/__init__.py hands on."""
+    files = {
+        "house/__init__.py": "",
+        "house/part/__init__.py": "from house.part.a import A",
+        "house/part/a.py": "import os\nfrom house.other import B\nfrom house.part import c\nclass A: pass",
+        "house/part/c.py": "def f():\n    from house.part.a import A",
+        "house/other/__init__.py": "from house.other.b import B",
+        "house/other/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.part.a import A",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    graph = import_graph(tmp_path / "house", tmp_path)
+    assert graph["house.part.a"] == {"house.other", "house.part.c"}
+    assert graph["house.part.c"] == graph["house.other.b"] == set() and circle(graph) == []
+    (tmp_path / "house/other/b.py").write_text("import house.part.c")
+    graph = import_graph(tmp_path / "house", tmp_path)
+    assert graph["house.other.b"] == {"house.part", "house.part.c"}
+    assert set(circle(graph)) == {"house.part", "house.part.a", "house.other", "house.other.b"}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tools.benchmark.program import main
 
-def test_a_run(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, log = tmp_path / "folder", tmp_path / "log.jsonl"
     folder.mkdir()
     small = "--embed-dim 32 --depth 1 --num-heads 2 --rounds 2 --steps 1 --tensor 2 --pipeline 2".split()
     arguments = ["--checkpoint", *small, "--folder", str(folder), "--output", str(log)]
-    assert program.main(arguments) == 0
+    assert main(arguments) == 0
     (line,) = map(json.loads, log.read_text().splitlines())
     assert line["configuration"]["layout"] == "tp2pp2"
     assert all(
@@ -31,8 +32,6 @@ def test_a_run(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixtur
     "flags, reason",
     [(["--rounds", "0"], "--rounds"), (["--tensor", "5"], "--num-heads 12"), (["--folder", "/none"], "no folder")],
 )
-def test_what_cannot_be_measured_is_refused(
-    program: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
-) -> None:
-    assert program.main(["--checkpoint", *flags]) == 2
+def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], flags: list[str], reason: str) -> None:
+    assert main(["--checkpoint", *flags]) == 2
     assert reason in capsys.readouterr().err

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megasnn.benchmark.loading import Samples
 from megasnn.config import DataConfig
 from megasnn.data import open_datasets
 from tests.data.shard_files import loader, write_shard
 from tests.data.test_events import as_events
+from tools.benchmark.loading import Samples
+from tools.benchmark.program import main
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def test_the_other_side_gives_the_same_batches(shard: Path) -> None:
         assert torch.equal(micro_batch.images, frames) and torch.equal(micro_batch.labels, labels)
 
 
-def test_a_run(program: ModuleType, shard: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run(shard: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.jsonl"
     small = "--image-size 16 --time-steps 2 --channels 4,P --batch-size 3 --samples 6 --rounds 1 --steps 1".split()
     arguments = ["--data", "--data-path", str(shard), *small, "--workers", "0", "1", "--output", str(log)]
-    assert program.main([*arguments, "--augment", "dvs"]) == 0
-    assert program.main([*arguments, "--augment", "dvs", "--steps", "0", "--workers", "1"]) == 0
+    assert main([*arguments, "--augment", "dvs"]) == 0
+    assert main([*arguments, "--augment", "dvs", "--steps", "0", "--workers", "1"]) == 0
     told = capfd.readouterr()
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["row"] for line in lines] == ["events, 0 workers", "events, 1 workers", "events, 1 workers"]
@@ -56,6 +56,6 @@ def test_a_run(program: ModuleType, shard: Path, tmp_path: Path, capfd: pytest.C
         (["--data-path", "nowhere.tar"], "do not exist"),
     ],
 )
-def test_flags_without_sense(program: ModuleType, flags: list[str], problem: str, capsys) -> None:
-    assert program.main(["--data", *flags]) == 2
+def test_flags_without_sense(flags: list[str], problem: str, capsys) -> None:
+    assert main(["--data", *flags]) == 2
     assert problem in capsys.readouterr().err

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasnn.benchmark.config import BenchmarkConfig
-from megasnn.benchmark.models import describe, spikingjelly_model, tiny
-from megasnn.benchmark.workloads import MegaSNNStep, SpikingJellyStep
 from megasnn.layers import BuildContext
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
+from tools.benchmark.layouts_flags import LayoutBenchmark
+from tools.benchmark.models import describe, spikingjelly_model, tiny
+from tools.benchmark.training_steps import SpikingJellyStep, megasnn_step
 
 
 @pytest.mark.parametrize("name, parameters", [("spikformer_cifar10", 9_310_906), ("cifar10_dvs_vgg", 9_271_498)])
 def test_tensors_correspond(name: str, parameters: int) -> None:
-    model = BenchmarkConfig(model=name).dimensions()  # type: ignore[arg-type]
+    model = LayoutBenchmark(model=name).dimensions()  # type: ignore[arg-type]
     theirs = spikingjelly_model(model).state_dict()
     if isinstance(model, VggDvsConfig):
         expected = vgg_from_spikingjelly(theirs, [block.pool for block in model.blocks])
@@ -31,12 +31,12 @@ def test_tensors_correspond(name: str, parameters: int) -> None:
 
 @pytest.mark.parametrize("name", ["spikformer_ti", "cifar10_dvs_vgg"])
 def test_a_step_of_each_library(name: str) -> None:
-    model = tiny(BenchmarkConfig(model=name, time_steps=2).dimensions())  # type: ignore[arg-type]
+    model = tiny(LayoutBenchmark(model=name, time_steps=2).dimensions())  # type: ignore[arg-type]
     state = initialize_model_parallel(device=torch.device("cpu"))
     try:
         works = (
             SpikingJellyStep(model, 4, "fp32", state.device),
-            MegaSNNStep(model, state, 4, 2, "fp32", "auto", "auto"),
+            megasnn_step(model, state, 4, 2, "fp32", "auto", "auto"),
         )
         for work in works:
             loss = work.forward_backward()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.benchmark.pipeline import Measured, PipelineBenchmark, _figures, _table
-from megasnn.benchmark.pipeline_worker import PipelineTurn
 from megasnn.config.checks import ConfigError
-from tools.benchmark import main
+from tools.benchmark.pipeline import figures, table_of
+from tools.benchmark.pipeline_flags import Measured, PipelineBenchmark, PipelineTurn
+from tools.benchmark.program import main
 
 FACTS = {"schedule": "1f1b", "layout": "5|9", "forward_bytes_ratio": None}
 
@@ -28,11 +28,11 @@ def test_ratios_are_taken_round_by_round() -> None:
         "one rank": Measured([FACTS], [turn(3.6, 3.5, 50), turn(7.2, 7.0, 50)]),
         "zbv": Measured([staged] * 2, [turn(2.0, 1.9, 30, 25), turn(4.0, 3.8, 30, 35)], [1.8, 3.6]),
     }
-    *_, zbv = lines = _figures(config, "vgg_dvs", measured)
+    *_, zbv = lines = figures(config, "vgg_dvs", measured)
     assert zbv["ratio_to_simulated"]["median"] == pytest.approx(1.9 / 1.8)
     assert zbv["throughput_ratio"]["one rank"]["min"] == zbv["throughput_ratio"]["one rank"]["max"] == 1.8
     assert zbv["peak_mb"] == [30, 35] and zbv["simulated_ms"]["max"] == 3600
-    row = _table(lines, [None] * 3).splitlines()[-1].split()
+    row = table_of(lines, [None] * 3).splitlines()[-1].split()
     assert row == "zbv zbv 5|9 3000.0 2850.0 2700.0 1.056 5.0% 1.80 2.00 30|35 20|10 1/32.0 -".split()
 
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tools.benchmark.program import main
+
+FOLDER = Path(__file__).parents[2] / "tools" / "benchmark"
 TINY = "--embed-dim 32 --num-heads 2 --depth 1 --image-size 16 --time-steps 2 --global-batch-size 4".split()
 SHORT = "--rounds 2 --steps 2 --warmup 1 --pipeline-schedule 1f1b".split()
 
 
 @pytest.mark.slow
-def test_a_short_run(program: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log" / "benchmark.jsonl"
     rows = ["spikingjelly", "megasnn", "pp2"]
-    arguments = [*TINY, *SHORT, "--micro-batches", "2", "--output", str(log), "--rows", *rows]
-    assert program.main(arguments) == 0
+    pipeline = "--micro-batches 2 --pipeline-schedule 1f1b".split()  # auto may choose more chunks, which send more
+    arguments = [*TINY, *SHORT, *pipeline, "--output", str(log), "--rows", *rows]
+    assert main(arguments) == 0
     told = capfd.readouterr()
     assert "round 2/2" in told.err
     assert [line.split()[0] for line in told.out.splitlines() if " x 1 " in line] == rows
@@ -39,20 +45,30 @@ def test_a_short_run(program: ModuleType, tmp_path: Path, capfd: pytest.CaptureF
     assert sum(map(int, pp2["pipeline_layout"].split("|"))) == 8
 
 
-def test_wrong_flags_end_with_2_and_a_message(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_end_with_2_and_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        program.main(["--pipeline-schedule", "2f2b"])
+        main(["--pipeline-schedule", "2f2b"])
     assert "2f2b" in capsys.readouterr().err
-    assert program.main(["--rows", "tp5"]) == 2
+    assert main(["--rows", "tp5"]) == 2
     told = capsys.readouterr().err
     assert "--num-heads 12 must be a multiple of --tensor-model-parallel-size 5" in told
 
 
 def test_a_failing_rank_ends_with_1_and_its_message(
-    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     log = tmp_path / "log.jsonl"
-    assert program.main([*TINY, *SHORT, "--output", str(log), "--device", "cuda", "--rows", "dp2"]) == 1
+    assert main([*TINY, *SHORT, "--output", str(log), "--device", "cuda", "--rows", "dp2"]) == 1
     assert "--device cuda: row dp2 has 2 rank(s), this machine 0 GPU(s)" in capsys.readouterr().err
     assert not log.exists()
+
+
+def test_the_folder_is_a_program_from_anywhere(tmp_path: Path) -> None:
+    """Without the repository on the path, for itself as for the rank that it starts."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(FOLDER), *TINY, "--device", "cuda", "--rows", "megasnn"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
+    assert ended.returncode == 1 and "row megasnn has 1 rank(s), this machine 0 GPU(s)" in ended.stderr

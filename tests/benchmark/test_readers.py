@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from megasnn.benchmark.recordings import random_events, write_files
 from megasnn.events import SensorSize, read_recording
 from tests.events import files
+from tools.benchmark.program import main
+from tools.benchmark.recordings import random_events, write_files
 
 
 def test_the_files_hold_the_events(tmp_path: Path) -> None:
@@ -26,12 +26,12 @@ def test_the_files_hold_the_events(tmp_path: Path) -> None:
         assert all(np.array_equal(getattr(read, field), getattr(events, field)) for field in fields), name
 
 
-def test_a_run(program: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     own = files.write(tmp_path, "own.bin", files.atis(random_events(50, SensorSize(34, 34))))
     log = tmp_path / "log.jsonl"
     arguments = ["--readers", "--events", "5000", "--rounds", "2", "--output", str(log), "--files", str(own)]
-    assert program.main(arguments) == 0
-    assert program.main(arguments) == 0
+    assert main(arguments) == 0
+    assert main(arguments) == 0
     told = capfd.readouterr()
     assert "round 2/2" in told.err
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -49,8 +49,6 @@ def test_a_run(program: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture
         (["--files", "/missing.aedat"], "/missing.aedat is no file"),
     ],
 )
-def test_flags_without_sense(
-    program: ModuleType, flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert program.main(["--readers", *flags]) == 2
+def test_flags_without_sense(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--readers", *flags]) == 2
     assert problem in capsys.readouterr().err

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megasnn.benchmark.config import BenchmarkConfig
-from megasnn.benchmark.rows import Row, parse_row
 from megasnn.config.checks import ConfigError
+from tools.benchmark.layouts_flags import LayoutBenchmark
+from tools.benchmark.layouts_rows import Row, parse_row
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ def test_what_is_no_row_is_refused(name: str) -> None:
 
 def test_regimes_differ_in_the_batch_of_data_parallel_rows() -> None:
     dp2, pp2 = parse_row("dp2", 4, 1), parse_row("pp2", 4, 1)
-    strong, weak = BenchmarkConfig(global_batch_size=8), BenchmarkConfig(regime="weak", global_batch_size=8)
+    strong, weak = LayoutBenchmark(global_batch_size=8), LayoutBenchmark(regime="weak", global_batch_size=8)
     assert (strong.samples(dp2), strong.micro_batch_size(dp2)) == (8, 4)
     assert (weak.samples(dp2), weak.micro_batch_size(dp2)) == (16, 8)
     assert (weak.samples(pp2), weak.micro_batch_size(pp2)) == (8, 2)
 
 
 def test_everything_wrong_is_told_at_once() -> None:
-    config = BenchmarkConfig(rows=("tp5", "pp2"), global_batch_size=4)
+    config = LayoutBenchmark(rows=("tp5", "pp2"), global_batch_size=4)
     with pytest.raises(ConfigError) as caught:
         config.check()
     assert "row tp5: --num-heads 12 must be a multiple of" in str(caught.value)
     assert "row pp2: 4 samples cannot be cut into 8 micro-batches" in str(caught.value)
     with pytest.raises(ConfigError, match="--depth 2, --patch-size 4: --model cifar10_dvs_vgg has no such dimension"):
-        BenchmarkConfig(model="cifar10_dvs_vgg", depth=2, patch_size=4).check()
+        LayoutBenchmark(model="cifar10_dvs_vgg", depth=2, patch_size=4).check()
     with pytest.raises(ConfigError, match="--rounds must be at least 1, got 0"):
-        BenchmarkConfig(rounds=0).check()
+        LayoutBenchmark(rounds=0).check()

@@ -111,7 +111,7 @@ def test_every_flag_has_a_text_on_one_line() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["draw_schedule", "show_data", "benchmark", "convert_checkpoint inspect", "preprocess_data n-mnist"],
+    ["draw_schedule", "show_data", "benchmark.program", "convert_checkpoint inspect", "preprocess_data n-mnist"],
 )
 def test_the_tools_say_int_too(capsys: pytest.CaptureFixture[str], command: str) -> None:
     tool, *subcommand = command.split()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megasnn.benchmark.checkpoints import CheckpointBenchmark
-from megasnn.benchmark.conversion import ConversionTask, measure_conversion
 from megasnn.checkpoint import read_metadata
 from tests.convert.saved import save_whole
+from tools.benchmark.checkpoints import CheckpointBenchmark
+from tools.benchmark.conversion import ConversionTask, measure_conversion
 
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:

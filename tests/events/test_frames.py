@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.benchmark.spikingjelly_events import utils
 from megasnn.events import (
     Events,
     FrameOptions,
@@ -20,6 +19,7 @@ from megasnn.events import (
     resize_frames,
 )
 from tests.events.files import event_lists, random_events
+from tools.benchmark.spikingjelly_events import utils
 
 SENSOR = SensorSize(5, 7)
 quick = settings(max_examples=150, deadline=None)

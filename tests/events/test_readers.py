@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.benchmark.spikingjelly_events import cifar10_dvs, utils
 from megasnn.events import Events, RecordingError, decode_recording, read_recording
 from megasnn.events.aedat3 import PACKET_HEADER
 from tests.events import files
 from tests.events.files import equal, event_lists, random_events, write
+from tools.benchmark.spikingjelly_events import cifar10_dvs, utils
 
 quick = settings(max_examples=40, deadline=None)
 

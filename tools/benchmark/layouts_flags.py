@@ -1,27 +1,25 @@
-"""The command line of the benchmark, and what follows from it for each row."""
+"""The command line of the benchmark of layouts, and what follows from it for each row."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from megasnn.benchmark.rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
-from megasnn.config.checks import ConfigError, above, at_least, flag, refusal
+from megasnn.config.checks import above, at_least, flag, refusal
 from megasnn.config.names import name_in
 from megasnn.config.parallel import ScheduleName
 from megasnn.kernels import BACKENDS
 from megasnn.models.spikformer.dimensions import SpikformerConfig
 from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.schedule.build import chunks_of_schedule
-
-VGG = "cifar10_dvs_vgg"
-IMAGE_SIZES = {"spikformer_cifar10": 32, VGG: 48}
+from tools.benchmark.harness import Flags
+from tools.benchmark.layouts_rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
+from tools.benchmark.models import IMAGE_SIZES
 
 
 @dataclass(frozen=True)
-class BenchmarkConfig:
+class LayoutBenchmark(Flags):
     """The same model, batch and optimizer in every row; `check` says whether they go together."""
 
     model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "cifar10_dvs_vgg"] = "spikformer_cifar10"
@@ -75,35 +73,22 @@ class BenchmarkConfig:
     """Untimed steps of each row before the first round."""
     timeout: float = 300.0
     """Seconds that a row may take for its preparation or for one turn before the benchmark gives up."""
-    output: Path = Path("benchmark.jsonl")
-    """File to append one JSON line per row to; earlier lines in it are compared with."""
 
     def dimensions(self) -> SpikformerConfig | VggDvsConfig:
         """Raises ValueError for a flag that is not of this model."""
-        image_size = IMAGE_SIZES.get(self.model, 64) if self.image_size is None else self.image_size
-        if self.model == VGG:
+        shared = self._given("num_classes", "image_size", "time_steps")
+        if self.model == "cifar10_dvs_vgg":
             self._refuse("embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size")
-            return VggDvsConfig(
-                self.channels or VggDvsConfig.channels,
-                image_size=image_size,
-                time_steps=10 if self.time_steps is None else self.time_steps,
-                num_classes=self.num_classes,
-            )
+            return VggDvsConfig(**shared, **self._given("channels"))
         self._refuse("channels")
-        return SpikformerConfig(
-            variant=self.model,  # type: ignore[arg-type]  # not the VGG
-            embed_dim=self.embed_dim,  # type: ignore[arg-type]  # None is completed from the variant
-            depth=self.depth,  # type: ignore[arg-type]
-            num_heads=self.num_heads,  # type: ignore[arg-type]
-            mlp_ratio=self.mlp_ratio,
-            patch_size=self.patch_size,  # type: ignore[arg-type]
-            image_size=image_size,
-            time_steps=4 if self.time_steps is None else self.time_steps,
-            num_classes=self.num_classes,
-        )
+        of_blocks = self._given("embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size")
+        return SpikformerConfig(self.model, **{"image_size": IMAGE_SIZES[self.model], **shared, **of_blocks})
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def _refuse(self, *names: str) -> None:
-        given = [name for name in names if getattr(self, name) != getattr(BenchmarkConfig, name)]
+        given = [name for name in names if getattr(self, name) != getattr(LayoutBenchmark, name)]
         if given:
             flags = ", ".join(f"{flag(name)} {getattr(self, name)}" for name in given)
             raise ValueError(f"{flags}: --model {self.model} has no such dimension")
@@ -142,13 +127,10 @@ class BenchmarkConfig:
             identity["pipeline_schedule"] = self.pipeline_schedule
         return identity
 
-    def check(self) -> None:
-        """Raises ConfigError with everything that cannot be run."""
+    def problems(self) -> list[str]:
         sizes = ("global_batch_size", "micro_batches", "rounds", "steps", "warmup", "threads_all")
         wrong = at_least(self, 1, *sizes) + above(self, 0, "timeout") + refusal(self.table_rows)
-        wrong = wrong or self._row_problems()
-        if wrong:
-            raise ConfigError(wrong)
+        return wrong or self._row_problems()
 
     def _row_problems(self) -> list[str]:
         wrong = refusal(self.dimensions)

@@ -1,30 +1,40 @@
-"""The models that the benchmark compares: SpikingJelly's own, and ours of the same configuration."""
+"""The models that the benchmark measures: ours, and SpikingJelly's own of the same dimensions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from spikingjelly.activation_based import functional, layer, surrogate
 from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.config import NeuronConfig
-from megasnn.kernels import NeuronSpec
+from megasnn.config import PretrainConfig
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
 from megasnn.models.spikformer.model import describe_spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig, VggNeuronConfig
+from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig, VggDvsConfig
 from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+from megasnn.training.setup import neuron_spec
 
 Dimensions = SpikformerConfig | VggDvsConfig
 
+# Smaller images than those of the Spikformers for ImageNet: a step takes seconds on one core.
+IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32}
+
+
+def configuration(model: Dimensions, **parts: Any) -> PretrainConfig:
+    """A run of this model, with the neurons that SpikingJelly's has."""
+    if isinstance(model, VggDvsConfig):
+        return PretrainVggDvsConfig(model=model, **parts)
+    return PretrainSpikformerConfig(model=model, **parts)
+
 
 def describe(model: Dimensions) -> ModelDescription:
-    """Ours, with the neurons that SpikingJelly's has."""
-    if isinstance(model, VggDvsConfig):
-        return describe_vgg_dvs(model, _neuron(VggNeuronConfig()))
-    return describe_spikformer(model, _neuron(NeuronConfig()))
+    """Our layers, with the neurons that SpikingJelly's model has."""
+    neuron = neuron_spec(configuration(model))
+    return describe_vgg_dvs(model, neuron) if isinstance(model, VggDvsConfig) else describe_spikformer(model, neuron)
 
 
 def spikingjelly_model(model: Dimensions) -> nn.Module:
@@ -70,7 +80,3 @@ class _Vgg(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         return CIFAR10DVSVGG.forward(self, frames)
-
-
-def _neuron(n: NeuronConfig) -> NeuronSpec:
-    return NeuronSpec(tau=n.tau, decay_input=n.decay_input, surrogate=n.surrogate)

@@ -12,42 +12,44 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
-from megasnn.benchmark.conversion import ConversionTask, measure_conversion
-from megasnn.benchmark.log import append_lines, latest_alike, read_lines, surroundings
-from megasnn.benchmark.results import summary
-from megasnn.benchmark.workloads import MegaSNNStep
 from megasnn.checkpoint import load_checkpoint
 from megasnn.checkpoint.folder import step_folder
 from megasnn.checkpoint.saver import Saver
 from megasnn.checkpoint.saving import Progress
 from megasnn.checkpoint.snapshot import COPYING_THREADS
-from megasnn.config.checks import ConfigError, at_least
+from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.serialise import to_dict
 from megasnn.models.spikformer.dimensions import SpikformerConfig
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from tools.benchmark.conversion import ConversionTask, measure_conversion
+from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, seconds, summary
+from tools.benchmark.log import Line
+from tools.benchmark.table import change, table
+from tools.benchmark.training_steps import megasnn_step
 
 FIGURES = ("save", "load", "cp", "stall", "save_call", "memcpy", "after_call", "cp_stall", "step")
+PARTS_OF_A_SAVE = ("stall", "after_call", "save_call", "memcpy", "cp_stall")
+NOT_COPIED = ("after_call", "step")  # seconds in which no bytes of a checkpoint are moved
+HEADINGS = ("", "s", "GB/s", "", "change")
 _IDLE = ("nice", "-n", "19")
 
 
 @dataclass(frozen=True)
-class CheckpointBenchmark:
+class CheckpointBenchmark(Flags):
     """The default model's checkpoint has 1.1 GB, two thirds of it optimizer state; on disk it takes five times that."""
 
     embed_dim: int = 768
@@ -68,66 +70,47 @@ class CheckpointBenchmark:
     """Threads that train; by default one core is left, as where a GPU trains."""
     folder: Path | None = None
     """Where to write; by default the system's folder for temporary files."""
-    output: Path = Path("benchmark.jsonl")
-    """File to append one JSON line to; earlier lines in it are compared with."""
 
     def model(self) -> SpikformerConfig:
         """Images of 16 tokens: a step is mostly its parameters, as the checkpoint is."""
         return SpikformerConfig(embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, image_size=16)
 
-    def check(self) -> None:
-        """Raises ConfigError with everything that cannot be run."""
+    def problems(self) -> list[str]:
         wrong = at_least(self, 1, "tensor", "pipeline", "rounds", "steps", "threads")
         wrong += self.model().problems(self.tensor)
         if self.folder is not None and not self.folder.is_dir():
             wrong.append(f"--folder {self.folder} is no folder")
-        if wrong:
-            raise ConfigError(wrong)
+        return wrong
 
 
-def run_checkpoints(config: CheckpointBenchmark) -> dict[str, Any]:
-    """Measures, prints the figures, appends them to the log. Returns the line that was appended.
-
-    Raises:
-        ConfigError: values out of range.
-        ValueError: the log holds a line that is not JSON.
-    """
-    config.check()
-    earlier = read_lines(config.output)
-    with _alone(config) as state, tempfile.TemporaryDirectory(prefix="megasnn-benchmark-", dir=config.folder) as folder:
-        run = _Run(config, Path(folder), state)
-        rounds = [run.round(number) for number in range(config.rounds + 1)][1:]
-        _say("laying out for other ranks")
-        task = ConversionTask(run.saved, Path(folder) / "converted", config.tensor, config.pipeline)
+def measure(flags: CheckpointBenchmark) -> Iterator[Part]:
+    """Saving and loading in this process, then the conversion of what was saved in a process of its own."""
+    with _alone(flags) as state, tempfile.TemporaryDirectory(prefix="megasnn-benchmark-", dir=flags.folder) as folder:
+        run = _Run(flags, Path(folder), state)
+        measured = [run.round(number) for number in rounds(flags.rounds, untimed=1)][1:]
+        say("laying out for other ranks")
+        task = ConversionTask(run.saved, Path(folder) / "converted", flags.tensor, flags.pipeline)
         conversion = measure_conversion(task)
-    seconds = {figure: summary([each[figure] for each in rounds]) for figure in FIGURES}
-    sizes = {"embed_dim": config.embed_dim, "depth": config.depth, "layout": f"tp{config.tensor}pp{config.pipeline}"}
-    line = {
-        **surroundings(None),
+    times = {figure: [each[figure] for each in measured] for figure in FIGURES}
+    sizes = {"embed_dim": flags.embed_dim, "depth": flags.depth, "layout": f"tp{flags.tensor}pp{flags.pipeline}"}
+    figures: Figures = {
         "row": "checkpoint",
         "configuration": {"row": "checkpoint", **sizes},
         "gigabytes": run.gigabytes,
-        "seconds": seconds,
-        "save_ratio": summary([each["cp"] / each["save"] for each in rounds]),
-        "load_ratio": summary([each["cp"] / each["load"] for each in rounds]),
-        "stall_ratio": summary([each["stall"] / each["save"] for each in rounds]),
-        "after_call_ratio": summary([each["after_call"] / each["save"] for each in rounds]),
-        "save_call_ratio": summary([each["save_call"] / each["save"] for each in rounds]),
-        "memcpy_ratio": summary([each["memcpy"] / each["save"] for each in rounds]),
-        "cp_stall_ratio": summary([each["cp_stall"] / each["save"] for each in rounds]),
+        "seconds": {figure: summary(values) for figure, values in times.items()},
+        "save_ratio": ratios(times["cp"], times["save"]),
+        "load_ratio": ratios(times["cp"], times["load"]),
+        **{f"{figure}_ratio": ratios(times[figure], times["save"]) for figure in PARTS_OF_A_SAVE},
         "conversion": conversion,
     }
-    append_lines(config.output, [line])
-    print(_text(line, latest_alike(line, earlier)))
-    print(f"\nappended to {config.output}")
-    return line
+    yield Part([figures])
 
 
 @contextmanager
-def _alone(config: CheckpointBenchmark) -> Iterator[ParallelState]:
+def _alone(flags: CheckpointBenchmark) -> Iterator[ParallelState]:
     """The grid of one process, and the threads it trains with."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) - 1))
+    torch.set_num_threads(flags.threads or max(1, (os.cpu_count() or 1) - 1))
     try:
         yield initialize_model_parallel(device=torch.device("cpu"))
     finally:
@@ -142,11 +125,11 @@ class _Run:
         gigabytes: of its files, 10^9 bytes.
     """
 
-    def __init__(self, config: CheckpointBenchmark, folder: Path, state: ParallelState) -> None:
-        self._config, self._folder = config, folder
-        self._work = MegaSNNStep(config.model(), state, 1, 1, "fp32", "auto", "auto")
+    def __init__(self, flags: CheckpointBenchmark, folder: Path, state: ParallelState) -> None:
+        self._flags, self._folder = flags, folder
+        self._work = megasnn_step(flags.model(), state, 1, 1, "fp32", "auto", "auto")
         self._engine, self._optimizer = self._work.engine, self._work.optimizer
-        self._identity = {"model": to_dict(config.model()), "neuron": to_dict(NeuronConfig())}
+        self._identity = {"model": to_dict(flags.model()), "neuron": to_dict(NeuronConfig())}
         self._step()
         self._at_once, self._aside = (
             Saver(
@@ -161,16 +144,15 @@ class _Run:
 
     def round(self, number: int) -> dict[str, float]:
         """Seconds of each of FIGURES."""
-        _say(f"round {number}/{self._config.rounds}")
-        save = _seconds(lambda: self._save(self._at_once, number))
+        save = seconds(lambda: self._save(self._at_once, number))
         self.saved = step_folder(self._folder / "at_once", number)
         files = [path for path in self.saved.iterdir() if path.is_file()]
         self.gigabytes = sum(path.stat().st_size for path in files) / 1e9
         copied = self._folder / "copy"
         copied.mkdir()
-        copy = _seconds(lambda: _copy(files, copied))
+        copy = seconds(lambda: _copy(files, copied))
         shutil.rmtree(copied)
-        load = _seconds(self._load)
+        load = seconds(self._load)
         measured = {"save": save, "cp": copy, "load": load, **self._in_the_background(number, files)}
         for path in (self._folder / "aside", self._folder / "at_once"):
             _remove_all_but(path, number)
@@ -210,10 +192,10 @@ class _Run:
         for _, target in pairs:
             target.fill(1)
         with ThreadPoolExecutor(COPYING_THREADS) as threads:
-            return _seconds(lambda: list(threads.map(lambda pair: np.copyto(pair[1], pair[0]), pairs)))
+            return seconds(lambda: list(threads.map(lambda pair: np.copyto(pair[1], pair[0]), pairs)))
 
     def _quiet_steps(self) -> list[float]:
-        return [_seconds(self._step) for _ in range(self._config.steps)]
+        return [seconds(self._step) for _ in range(self._flags.steps)]
 
     def _train_while(self, began: float, busy: Callable[[], bool]) -> tuple[float, int]:
         """Seconds since then, and steps, when the step ends in which something else has."""
@@ -247,43 +229,36 @@ def _remove_all_but(folder: Path, number: int) -> None:
             shutil.rmtree(path)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+def report(flags: CheckpointBenchmark, lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
+    (line,), (last,) = lines, earlier
+    size, conversion = line["gigabytes"], line["conversion"]
 
+    def row(label: str, figure: str, compared: str = "") -> list[str]:
+        value = line["seconds"][figure]["median"]
+        speed = "" if figure in NOT_COPIED else f"{size / value:.2f}"
+        return [label, f"{value:.2f}", speed, compared, change(line, last, "seconds", figure, "median")]
 
-def _text(line: dict[str, Any], last: Any) -> str:
-    size, seconds, conversion = line["gigabytes"], line["seconds"], line["conversion"]
+    def of_a_save(label: str, figure: str) -> list[str]:
+        return row(label, figure, f"{line[f'{figure}_ratio']['median']:.2f} of a save")
 
-    def row(label: str, figure: str, note: str) -> str:
-        value = seconds[figure]["median"]
-        change = (
-            ""
-            if last is None or figure not in last["seconds"]
-            else f"; before: {last['seconds'][figure]['median']:.2f} s"
-        )
-        return f"{label:<34}{value:>8.2f} s {size / value:>7.2f} GB/s   {note}{change}"
-
-    layout = line["configuration"]["layout"]
-    return "\n".join(
-        [
-            f"\nCheckpoint of {size:.2f} GB, medians of the rounds; {line['machine']['cpu']}\n",
-            row("cp of its files, and sync", "cp", ""),
-            row("save", "save", f"{line['save_ratio']['median']:.2f} x cp"),
-            row("load", "load", f"{line['load_ratio']['median']:.2f} x cp"),
-            row("training lost, in the background", "stall", f"{line['stall_ratio']['median']:.2f} of a save"),
-            row("  of which before the next step", "save_call", f"{line['save_call_ratio']['median']:.2f} of a save"),
-            row("  memcpy of as many bytes", "memcpy", f"{line['memcpy_ratio']['median']:.2f} of a save"),
-            f"{'  of which after that':<34}{seconds['after_call']['median']:>8.2f} s                "
-            f"{line['after_call_ratio']['median']:.2f} of a save",
-            row("training lost to cp with nice 19", "cp_stall", f"{line['cp_stall_ratio']['median']:.2f} of a save"),
-            f"{'a training step':<34}{seconds['step']['median']:>8.2f} s",
-            f"{'reshard to ' + layout:<34}{conversion['seconds']:>8.2f} s {size / conversion['seconds']:>7.2f} GB/s   "
-            f"peak {conversion['peak_mb']:.0f} MB above the start, largest tensor {conversion['largest_mb']:.1f} MB",
-        ]
+    layout, took = line["configuration"]["layout"], conversion["seconds"]
+    rows = [
+        row("cp of its files, and sync", "cp"),
+        row("save", "save", f"{line['save_ratio']['median']:.2f} x cp"),
+        row("load", "load", f"{line['load_ratio']['median']:.2f} x cp"),
+        of_a_save("training lost, in the background", "stall"),
+        of_a_save("  of which before the next step", "save_call"),
+        of_a_save("  memcpy of as many bytes", "memcpy"),
+        of_a_save("  of which after that", "after_call"),
+        of_a_save("training lost to cp with nice 19", "cp_stall"),
+        row("a training step", "step"),
+        [f"reshard to {layout}", f"{took:.2f}", f"{size / took:.2f}", "", change(line, last, "conversion", "seconds")],
+    ]
+    return (
+        f"Checkpoint of {size:.2f} GB, medians of the rounds; {line['machine']['cpu']}\n\n{table(HEADINGS, rows)}\n\n"
+        f"peak of reshard {conversion['peak_mb']:.0f} MB above the start, "
+        f"largest tensor {conversion['largest_mb']:.1f} MB"
     )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+CHECKPOINTS = Case(CheckpointBenchmark, measure, report)

@@ -1,19 +1,43 @@
-"""From the clocks of the ranks to the figures of a row."""
+"""What the ranks of a layout say, and the figures of a row that follow from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
-from megasnn.benchmark.config import BenchmarkConfig
-from megasnn.benchmark.rows import MEGASNN, SPIKINGJELLY, Row
-
-if TYPE_CHECKING:
-    from megasnn.benchmark.worker import Memory, Preparation, Turn
+from tools.benchmark.harness import Figures, ratios, summary
+from tools.benchmark.layouts_flags import LayoutBenchmark
+from tools.benchmark.layouts_rows import MEGASNN, SPIKINGJELLY, Row
 
 REFERENCES = (MEGASNN, SPIKINGJELLY)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Attributes: pipeline layout, the last warm-up step's loss, and calls and bytes sent in one step by group."""
+
+    layout: str
+    loss: float
+    traffic: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Attributes: the clock at the start and after each step in s, and seconds of each step's two parts."""
+
+    clock: list[float]
+    forward_backward: list[float]
+    update: list[float]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """MB before the model was built, and at most since then."""
+
+    baseline: float
+    peak: float
 
 
 @dataclass
@@ -31,15 +55,9 @@ def step_times(turn: Sequence[Turn]) -> list[float]:
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and extremes."""
-    first, _, third = quantiles(values if len(values) > 1 else [*values] * 2, n=4, method="inclusive")
-    return {"median": median(values), "q1": first, "q3": third, "min": min(values), "max": max(values)}
-
-
-def figures(config: BenchmarkConfig, measured: Mapping[Row, Measurements]) -> list[dict[str, Any]]:
+def figures(flags: LayoutBenchmark, measured: Mapping[Row, Measurements]) -> list[Figures]:
     """The figures of every row, as they are logged."""
-    results = [_own_figures(config, row, data) for row, data in measured.items()]
+    results = [_own_figures(flags, row, data) for row, data in measured.items()]
     by_name = {result["row"]: result for result in results}
     for result in results:
         result["throughput_ratio"] = {
@@ -53,10 +71,10 @@ def figures(config: BenchmarkConfig, measured: Mapping[Row, Measurements]) -> li
     return results
 
 
-def _own_figures(config: BenchmarkConfig, row: Row, measured: Measurements) -> dict[str, Any]:
+def _own_figures(flags: LayoutBenchmark, row: Row, measured: Measurements) -> Figures:
     rounds = [[1e3 * seconds for seconds in step_times(turn)] for turn in measured.turns]
     step_ms = summary([ms for turn in rounds for ms in turn])
-    samples, first = config.samples(row), measured.preparations[0]
+    samples, first = flags.samples(row), measured.preparations[0]
     rate = 1e3 * samples / step_ms["median"]
     peaks = [max(memory.peak - memory.baseline, 0.0) for memory in measured.memory]
     return {
@@ -66,7 +84,7 @@ def _own_figures(config: BenchmarkConfig, row: Row, measured: Measurements) -> d
         "samples": samples,
         "samples_per_replica": samples / row.data,
         "micro_batches_per_replica": row.micro_batches,
-        "micro_batch_size": config.micro_batch_size(row),
+        "micro_batch_size": flags.micro_batch_size(row),
         "pipeline_layout": first.layout,
         "step_ms": step_ms,
         "round_ms": [median(turn) for turn in rounds],
@@ -85,8 +103,8 @@ def _own_figures(config: BenchmarkConfig, row: Row, measured: Measurements) -> d
         "loss": first.loss,
         "rounds": len(rounds),
         "steps": len(rounds[0]),
-        "configuration": config.identity(row),
-        "flags": {name: value for name, value in asdict(config).items() if name != "output"},
+        "configuration": flags.identity(row),
+        "flags": {name: value for name, value in asdict(flags).items() if name != "output"},
     }
 
 
@@ -97,12 +115,5 @@ def _phase(measured: Measurements, name: str) -> float:
 
 
 def _throughput_ratio(result: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
-    """Compared round by round: what slows the machine for a while slows both."""
     size = result["samples"] / reference["samples"]
-    pairs = zip(reference["round_ms"], result["round_ms"], strict=True)
-    return summary([size * theirs / ours for theirs, ours in pairs])
-
-
-def total_traffic(traffic: Mapping[str, Mapping[str, float]]) -> tuple[int, float]:
-    """Calls and MB of one rank in one step, all groups together."""
-    return int(sum(t["calls"] for t in traffic.values())), sum(t["mb"] for t in traffic.values())
+    return ratios([size * ms for ms in reference["round_ms"]], result["round_ms"])

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+Line = Mapping[str, Any]
+
 PACKAGES = ("torch", "spikingjelly", "numba", "triton", "megasnn")
 
 
@@ -19,7 +21,7 @@ def surroundings(gpu: str | None) -> dict[str, Any]:
     """When, on what, and with which versions a run was made."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "gpu": gpu},
+        "machine": {"cpu": _cpu_model(), "cores": os.cpu_count(), "gpu": gpu},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "commit": _commit(),
     }
@@ -38,22 +40,27 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+def plain(line: Line) -> dict[str, Any]:
+    """As it comes back from the log, where a tuple is a list: only so is it equal to an earlier line."""
+    return json.loads(json.dumps(line, default=str))
+
+
+def append_lines(path: Path, lines: Sequence[Line]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def latest_alike(line: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def latest_alike(line: Line, earlier: Sequence[Line]) -> Line | None:
     """The last of `earlier` with the same configuration on the same kind of machine."""
 
-    def key(of: Mapping[str, Any]) -> object:
+    def key(of: Line) -> object:
         return of.get("configuration"), of.get("machine")
 
     return next((other for other in reversed(earlier) if key(other) == key(line)), None)
 
 
-def cpu_model() -> str:
+def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megasnn.benchmark.processes import RankProcesses, RowError
+from tools.benchmark.ranks import RankError, RankProcesses
 
 
 class Calm:
@@ -33,13 +33,16 @@ class Calm:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
+    def unsendable(self) -> object:
+        return lambda: None
+
     def sleep(self) -> None:
         time.sleep(60)
 
 
 @pytest.fixture
 def pair():
-    ranks = RankProcesses("pair", Calm, [0, 1], {"OMP_NUM_THREADS": "3"})
+    ranks = RankProcesses("row pair", Calm, [0, 1], {"OMP_NUM_THREADS": "3"}, limit_flag="--timeout")
     yield ranks
     ranks.close()
 
@@ -59,21 +62,38 @@ def test_answers_come_in_rank_order_and_the_environment_is_the_ranks_own(pair: R
 def test_a_failing_rank_is_named_while_the_other_is_stuck(pair: RankProcesses, method: str, told: str) -> None:
     pair.ready(30)
     start = time.monotonic()
-    with pytest.raises(RowError, match=f"(?s)row pair failed in {method}.*{told}"):
+    with pytest.raises(RankError, match=f"(?s)row pair failed in {method}.*{told}"):
         pair.call(method, timeout=50)
     assert time.monotonic() - start < 10
 
 
 def test_silence_ends_with_the_flag_that_allows_more(pair: RankProcesses) -> None:
     pair.ready(30)
-    with pytest.raises(RowError, match=r"no answer from rank 0, 1 within 0.5 s \(--timeout\)"):
+    with pytest.raises(RankError, match=r"no answer from rank 0, 1 within 0.5 s \(--timeout\)"):
         pair.call("sleep", timeout=0.5)
 
 
 def test_a_rank_that_cannot_be_made_is_told() -> None:
-    ranks = RankProcesses("single", Calm, [-1], {})
+    ranks = RankProcesses("single", Calm, [-1])
     try:
-        with pytest.raises(RowError, match="no such task -1"):
+        with pytest.raises(RankError, match="no such task -1"):
             ranks.ready(30)
     finally:
         ranks.close()
+
+
+def test_a_rank_is_added_and_some_are_called() -> None:
+    ranks = RankProcesses("three", Calm, [0, 1])
+    try:
+        ranks.start([2])
+        ranks.ready(30)
+        assert len(ranks) == 3 and ranks.call("answer", 0, timeout=10, ranks=2) == [0, 1]
+        assert ranks.call("answer", 0, timeout=10) == [0, 1, 2]
+    finally:
+        ranks.close()
+
+
+def test_a_result_that_cannot_be_sent_is_told(pair: RankProcesses) -> None:
+    pair.ready(30)
+    with pytest.raises(RankError, match="(?s)failed in unsendable.*rank 0: .*pickle"):
+        pair.call("unsendable", timeout=10)

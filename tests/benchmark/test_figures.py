@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megasnn.benchmark.config import BenchmarkConfig
-from megasnn.benchmark.log import append_lines, latest_alike, read_lines
-from megasnn.benchmark.results import Measurements, figures, step_times
-from megasnn.benchmark.table import brief, table
-from megasnn.benchmark.worker import Memory, Preparation, Turn
+from tools.benchmark.layouts import brief, table_of
+from tools.benchmark.layouts_figures import Measurements, Memory, Preparation, Turn, figures, step_times
+from tools.benchmark.layouts_flags import LayoutBenchmark
+from tools.benchmark.log import append_lines, latest_alike, plain, read_lines
+from tools.benchmark.table import change
 
 TRAFFIC = {"data": {"calls": 3, "mb": 1.5, "dense_mb": 1.5}, "world": {"calls": 1, "mb": 0.25, "dense_mb": 0.25}}
 
@@ -23,7 +23,7 @@ def test_a_step_lasts_until_its_last_rank_has_finished() -> None:
 
 
 def measured() -> dict:
-    config = BenchmarkConfig(rows=("spikingjelly", "megasnn", "dp2"), global_batch_size=8)
+    config = LayoutBenchmark(rows=("spikingjelly", "megasnn", "dp2"), global_batch_size=8)
     sj, one, dp2 = config.table_rows()
     # The machine is half as fast in the second round.
     alone = Preparation("", 2.3, {})
@@ -39,7 +39,7 @@ def measured() -> dict:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    sj, one, dp2 = figures(BenchmarkConfig(global_batch_size=8), measured())
+    sj, one, dp2 = figures(LayoutBenchmark(global_batch_size=8), measured())
     assert one["throughput_ratio"]["spikingjelly"] == pytest.approx(dict(median=1.5, q1=1.5, q3=1.5, min=1.5, max=1.5))
     assert dp2["throughput_ratio"]["megasnn"]["max"] == pytest.approx(2)
     assert dp2["memory_ratio"] == {"megasnn": 0.5, "spikingjelly": 0.25}
@@ -49,13 +49,13 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_weak_scaling_counts_samples_not_steps() -> None:
-    _, _, dp2 = figures(BenchmarkConfig(regime="weak", global_batch_size=8), measured())
+    _, _, dp2 = figures(LayoutBenchmark(regime="weak", global_batch_size=8), measured())
     assert dp2["throughput_ratio"]["megasnn"]["median"] == pytest.approx(4)
 
 
 def test_the_table_shows_the_change_since_the_latest_line_alike(tmp_path) -> None:
     log = tmp_path / "benchmark.jsonl"
-    lines = [{**line, "machine": {"cpu": "a"}} for line in figures(BenchmarkConfig(global_batch_size=8), measured())]
+    lines = [{**line, "machine": {"cpu": "a"}} for line in figures(LayoutBenchmark(global_batch_size=8), measured())]
     older = [{**line, "step_ms": {"median": 10 * line["step_ms"]["median"]}} for line in lines]
     slower = [{**line, "step_ms": {"median": 2 * line["step_ms"]["median"]}} for line in lines]
     elsewhere = [{**line, "machine": {"cpu": "b"}} for line in lines]
@@ -63,15 +63,23 @@ def test_the_table_shows_the_change_since_the_latest_line_alike(tmp_path) -> Non
     append_lines(log, older + slower)
     append_lines(log, elsewhere)
     last = [latest_alike(line, read_lines(log)) for line in lines]
-    text = table(lines, last)
+    text = table_of(lines, last)
     assert text.count("-50.0%") == 3 and text.count("+0.0%") == 3
     row = next(line for line in text.splitlines() if line.startswith("dp2"))
     assert row.split()[:4] == ["dp2", "2", "x", "1"] and row.split()[11:13] == ["4", "1.75"]
-    assert table(lines, [None] * 3).count("%") == 0
+    assert table_of(lines, [None] * 3).count("%") == 0
+
+
+def test_a_line_is_compared_with_what_the_log_gives_back(tmp_path) -> None:
+    line = plain({"configuration": {"models": ("vgg_dvs",), "output": tmp_path}, "step_ms": 2.0})
+    append_lines(tmp_path / "benchmark.jsonl", [line])
+    last = latest_alike({**line, "step_ms": 3.0}, read_lines(tmp_path / "benchmark.jsonl"))
+    assert last == line and change({**line, "step_ms": 3.0}, last, "step_ms") == "+50.0%"
+    assert change(line, {**line, "step_ms": 0.0}, "step_ms") == change(line, {}, "step_ms") == "-"
 
 
 def test_the_summary_compares_one_rank_with_spikingjelly_and_layouts_with_one_rank() -> None:
-    said = brief(figures(BenchmarkConfig(global_batch_size=8), measured())).splitlines()
+    said = brief(figures(LayoutBenchmark(global_batch_size=8), measured())).splitlines()
     assert [line.split(" (")[0] for line in said] == [
         "one rank: 1.50 x the throughput of SpikingJelly in one process",
         "dp2: 2.00 x the throughput of one rank",

@@ -1,67 +1,41 @@
-"""One rank of a row: prepares itself, tells its memory before the model exists, then takes steps when told to."""
+"""One rank of a layout: prepares itself, tells its memory before the model exists, then takes steps when told to."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import time
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from megasnn.benchmark.config import BenchmarkConfig
-from megasnn.benchmark.models import tiny
-from megasnn.benchmark.rows import SPIKINGJELLY
-from megasnn.benchmark.task import RankTask
-from megasnn.benchmark.workloads import MegaSNNStep, SpikingJellyStep, Workload
 from megasnn.comm.codec import Wire, decode_into, encode
 from megasnn.comm.statistics import statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
+from tools.benchmark.layouts_figures import Memory, Preparation, Turn
+from tools.benchmark.layouts_flags import LayoutBenchmark
+from tools.benchmark.layouts_rows import SPIKINGJELLY, Row
+from tools.benchmark.models import tiny
+from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
+from tools.benchmark.training_steps import SpikingJellyStep, TrainingStep, megasnn_step
+
+LayoutTask = RankTask[tuple[LayoutBenchmark, Row]]
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """Attributes: pipeline layout, the last warm-up step's loss, and calls and bytes sent in one step by group."""
-
-    layout: str
-    loss: float
-    traffic: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Attributes: the clock at the start and after each step in s, and seconds of each step's two parts."""
-
-    clock: list[float]
-    forward_backward: list[float]
-    update: list[float]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """MB before the model was built, and at most since then."""
-
-    baseline: float
-    peak: float
-
-
-class Worker:
+class LayoutRank:
     """Imports everything and warms up caches and kernels when made; `prepare` builds the model."""
 
-    def __init__(self, task: RankTask) -> None:
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # warns wherever there is no GPU
+    def __init__(self, task: LayoutTask) -> None:
+        set_up_rank(task)
         self._task = task
-        torch.set_num_threads(task.row.threads)
+        self._flags, self._row = task.work
         self._device = _device(task)
-        _warm_up(task.config, self._device)
+        _warm_up(self._flags, self._device)
         self._baseline = _memory_now(self._device)
 
     def prepare(self) -> Preparation:
         """Builds the model and takes the warm-up steps, the last of them with the traffic counted."""
         self._work = self._build()
-        self._steps(self._task.config.warmup)
+        self._steps(self._flags.warmup)
         statistics.enable()
         self._steps(1)
         statistics.enable(False)
@@ -78,28 +52,25 @@ class Worker:
         """Its name, where one is used."""
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else None
 
-    def _build(self) -> Workload:
-        config, row = self._task.config, self._task.row
-        model, samples = config.dimensions(), config.samples(row)
+    def _build(self) -> TrainingStep:
+        flags, row = self._flags, self._row
+        model, samples = flags.dimensions(), flags.samples(row)
         if row.library == SPIKINGJELLY:
-            return SpikingJellyStep(model, samples, config.precision, self._device)
-        state = self._join()
-        return MegaSNNStep(
+            return SpikingJellyStep(model, samples, flags.precision, self._device)
+        return megasnn_step(
             model,
-            state,
+            self._join(),
             samples,
-            config.micro_batch_size(row),
-            config.precision,
-            config.neuron_backend,
-            config.pipeline_schedule,
+            flags.micro_batch_size(row),
+            flags.precision,
+            flags.neuron_backend,
+            flags.pipeline_schedule,
         )
 
     def _join(self) -> ParallelState:
-        row = self._task.row
-        if row.ranks > 1:
-            store = dist.FileStore(self._task.store, row.ranks)
-            backend = "nccl" if self._device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=self._task.rank, world_size=row.ranks)
+        task, row = self._task, self._row
+        if task.ranks > 1:
+            join_ranks(task.store, task.rank, task.ranks, "nccl" if self._device.type == "cuda" else "gloo")
         return initialize_model_parallel(row.tensor, row.pipeline, self._device)
 
     def _steps(self, count: int) -> Turn:
@@ -120,29 +91,30 @@ class Worker:
         return time.monotonic()
 
 
-def _device(task: RankTask) -> torch.device:
-    if task.config.device == "cpu":
+def _device(task: LayoutTask) -> torch.device:
+    flags, row = task.work
+    if flags.device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if gpus < task.row.ranks:
-        raise ValueError(f"--device cuda: row {task.row.name} has {task.row.ranks} rank(s), this machine {gpus} GPU(s)")
+    if gpus < task.ranks:
+        raise ValueError(f"--device cuda: row {row.name} has {task.ranks} rank(s), this machine {gpus} GPU(s)")
     torch.cuda.set_device(task.rank)
     return torch.device("cuda", task.rank)
 
 
-def _warm_up(config: BenchmarkConfig, device: torch.device) -> None:
+def _warm_up(flags: LayoutBenchmark, device: torch.device) -> None:
     """A step of a tiny model in both libraries: lazy imports and compiled kernels belong to the baseline of memory."""
-    model = tiny(config.dimensions())
+    model = tiny(flags.dimensions())
     state = initialize_model_parallel(device=device)
-    works: list[Workload] = [
-        SpikingJellyStep(model, 2, config.precision, device),
-        MegaSNNStep(model, state, 2, 2, config.precision, config.neuron_backend, "auto"),
+    works: list[TrainingStep] = [
+        SpikingJellyStep(model, 2, flags.precision, device),
+        megasnn_step(model, state, 2, 2, flags.precision, flags.neuron_backend, "auto"),
     ]
     for work in works:
         work.forward_backward()
         work.update()
     destroy_model_parallel()
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if flags.precision == "bf16" else torch.float32
     for wire in Wire:
         ones = torch.ones(16, dtype=dtype, device=device)
         decode_into(encode(ones, wire, check=True), wire, ones.view(1, -1))

@@ -11,20 +11,23 @@ from spikingjelly.activation_based import functional
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.benchmark.models import Dimensions, describe, spikingjelly_model
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig, ScheduleName
 from megasnn.engine import Engine
+from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.plan import PipelinePlan
 from megasnn.training.setup import build_context, plan_of
+from tools.benchmark.models import Dimensions, describe, spikingjelly_model
 
 OPTIMIZER = OptimizerConfig()
 
 
-class Workload(Protocol):
+class TrainingStep(Protocol):
     """One training step in two parts.
 
     Attributes:
@@ -40,15 +43,6 @@ class Workload(Protocol):
         """The optimizer's step."""
 
 
-def random_batch(model: Dimensions, samples: int) -> tuple[Tensor, Tensor]:
-    """Images [samples, C, H, W] or event frames [samples, T, C, H, W], and labels [samples]; the same in every
-    process."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (samples, *describe(model).input_shape)
-    images = torch.randn(shape, generator=generator)
-    return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
-
-
 class SpikingJellyStep:
     """As its own training scripts do it: the whole batch in one go, eager, state reset after each step."""
 
@@ -56,7 +50,7 @@ class SpikingJellyStep:
 
     def __init__(self, model: Dimensions, samples: int, precision: str, device: torch.device) -> None:
         self.model = spikingjelly_model(model).to(device)
-        self.images, self.labels = (tensor.to(device) for tensor in random_batch(model, samples))
+        self.images, self.labels = (tensor.to(device) for tensor in _random_batch(describe(model), samples))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay
         )
@@ -82,37 +76,66 @@ class MegaSNNStep:
 
     def __init__(
         self,
-        model: Dimensions,
+        model: ModelDescription,
         state: ParallelState,
+        context: BuildContext,
+        plan: PipelinePlan,
         samples: int,
         micro_batch_size: int,
-        precision: str,
-        neuron_backend: str,
-        schedule: ScheduleName,
     ) -> None:
-        context = build_context(state, precision, neuron_backend)
-        description = describe(model)
-        parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule)
         sizes = micro_batch_sizes(samples, micro_batch_size)
         self._samples, self._most = samples, len(micro_batches_of(len(sizes), state.data.size, 0))
-        self.plan = plan_of(description, parallel, micro_batch_size, [self._most], context, state)
-        self.layout = layers_per_chunk(self.plan.bounds) if len(self.plan.bounds) > 1 else ""
-        self.engine = Engine(description, state, context, self.plan.bounds, self.plan.schedules)
+        self.layout = layers_per_chunk(plan.bounds) if len(plan.bounds) > 1 else ""
+        self.engine = Engine(model, state, context, plan.bounds, plan.schedules)
         self.optimizer = build_optimizer(self.engine.tensors, OPTIMIZER)
         self._micro_batches = _local_micro_batches(model, self.engine, samples, sizes)
 
     def forward_backward(self) -> float:
-        loss = self.engine.forward_backward(self._micro_batches, self._samples)
-        self.engine.merge_statistics(self._most)
+        loss = self.run_schedule()
+        self.merge_statistics()
         return loss
+
+    def run_schedule(self) -> float:
+        """From the first to the last action: up to the reduced gradients; returns the loss."""
+        return self.engine.forward_backward(self._micro_batches, self._samples)
+
+    def merge_statistics(self) -> None:
+        self.engine.merge_statistics(self._most)
 
     def update(self) -> None:
         self.engine.gradient_norm.clip(self.engine.gradient_norm(), OPTIMIZER.clip_grad)
         self.optimizer.step()
 
 
-def _local_micro_batches(model: Dimensions, engine: Engine, samples: int, sizes: list[int]) -> list[MicroBatchInput]:
-    images, labels = random_batch(model, samples)
+def megasnn_step(
+    model: Dimensions,
+    state: ParallelState,
+    samples: int,
+    micro_batch_size: int,
+    precision: str,
+    neuron_backend: str,
+    schedule: ScheduleName,
+) -> MegaSNNStep:
+    """On a pipeline that is planned as training plans it. Collective."""
+    description, context = describe(model), build_context(state, precision, neuron_backend)
+    parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule)
+    most = len(micro_batches_of(len(micro_batch_sizes(samples, micro_batch_size)), state.data.size, 0))
+    plan = plan_of(description, parallel, micro_batch_size, [most], context, state)
+    return MegaSNNStep(description, state, context, plan, samples, micro_batch_size)
+
+
+def _random_batch(model: ModelDescription, samples: int) -> tuple[Tensor, Tensor]:
+    """Images [samples, C, H, W] or event frames [samples, T, C, H, W], and labels [samples]; the same in every
+    process."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn((samples, *model.input_shape), generator=generator)
+    return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
+
+
+def _local_micro_batches(
+    model: ModelDescription, engine: Engine, samples: int, sizes: list[int]
+) -> list[MicroBatchInput]:
+    images, labels = _random_batch(model, samples)
     pieces = list(zip(images.split(sizes), labels.split(sizes), sizes, strict=True))
     state = engine.state
     mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from megasnn.benchmark.processes import RankProcesses
 from megasnn.convert.layout import Target
 from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
 from megasnn.convert.reshard import reshard
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
+from tools.benchmark.ranks import RankProcesses
 
 HOUR = 3600.0
 
@@ -51,7 +51,7 @@ class _Converter:
 
 
 def measure_conversion(task: ConversionTask) -> dict[str, float]:
-    """Raises RowError when the conversion fails."""
-    with closing(RankProcesses("reshard", _Converter, [task], {})) as process:
+    """Raises RankError when the conversion fails."""
+    with closing(RankProcesses("reshard", _Converter, [task])) as process:
         process.ready(HOUR)
         return process.call("convert", timeout=HOUR)[0]

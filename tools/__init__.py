@@ -1,0 +1,1 @@
+"""The command lines beside training; each file, or folder, is a program."""

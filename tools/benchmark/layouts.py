@@ -1,0 +1,165 @@
+"""A training step of MegaSNN's layouts and of SpikingJelly's own model, side by side."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from statistics import median
+
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from tools.benchmark.harness import Case, Part, rounds, say
+from tools.benchmark.layouts_figures import Measurements, figures, step_times
+from tools.benchmark.layouts_flags import LayoutBenchmark
+from tools.benchmark.layouts_rank import LayoutRank
+from tools.benchmark.layouts_rows import MEGASNN, SPIKINGJELLY, Row
+from tools.benchmark.log import Line
+from tools.benchmark.ranks import RankProcesses, start_row
+from tools.benchmark.table import change, table
+
+HEADINGS = (
+    "row",
+    "ranks x\nthreads",
+    "step\nms",
+    "quartiles",
+    "samples\nper s",
+    "x one\nrank",
+    "x Spiking\nJelly",
+    "peak\nMB",
+    "x one\nrank",
+    "calls",
+    "MB\nsent",
+    "fwd+bwd\nms",
+    "optimizer\nms",
+    "step,\nchange",
+    "peak,\nchange",
+)
+NOTES = """\
+x: throughput against the row megasnn (one rank, one thread) or spikingjelly, median of the rounds, each compared with
+   itself; behind peak MB, memory against the row megasnn
+peak MB: of the largest rank, above its memory before the model was built, everything imported and warmed up
+calls, MB sent: collectives and sends of the busiest rank in one step
+change: against the latest line in the log of the same row and configuration on the same kind of machine"""
+TITLES = {MEGASNN: "one rank", SPIKINGJELLY: "SpikingJelly in one process"}
+
+
+def measure(flags: LayoutBenchmark) -> Iterator[Part]:
+    """Starts the ranks of all rows, gives the rows their turns, and collects the figures."""
+    limit = flags.timeout
+    with _rows_started(flags) as rows:
+        measured = {}
+        for row, ranks in rows.items():
+            say(f"building and warming up {row.name}")
+            measured[row] = Measurements(ranks.call("prepare", timeout=limit))
+        for _ in rounds(flags.rounds):
+            for row, ranks in rows.items():
+                turn = ranks.call("measure", flags.steps, timeout=limit)
+                measured[row].turns.append(turn)
+                say(f"  {row.name} {1e3 * median(step_times(turn)):.0f} ms", end="")
+            say("")
+        for row, ranks in rows.items():
+            measured[row].memory = ranks.call("memory", timeout=limit)
+        gpu = next(iter(rows.values())).call("gpu", timeout=limit)[0]
+    yield Part(figures(flags, measured), gpu)
+
+
+@contextmanager
+def _rows_started(flags: LayoutBenchmark) -> Iterator[dict[Row, RankProcesses]]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megasnn-benchmark-"))
+        say("starting the ranks of all rows ...")
+        rows = {}
+        for row in flags.table_rows():
+            store = f"{folder}/{row.name}"
+            ranks = start_row(row.name, LayoutRank, (flags, row), row.ranks, row.threads, store)
+            rows[row] = stack.enter_context(closing(ranks))
+        for ranks in rows.values():
+            ranks.ready(flags.timeout)
+        yield rows
+
+
+def report(flags: LayoutBenchmark, lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
+    machine, versions = lines[0]["machine"], lines[0]["versions"]
+    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    return (
+        f"{_headline(flags)}\n{machine['cpu']}, {machine['cores']} cores{gpu}, "
+        f"torch {versions['torch']}, spikingjelly {versions['spikingjelly']}\n\n"
+        f"{table_of(lines, earlier)}\n\n{brief(lines)}"
+    )
+
+
+def _headline(flags: LayoutBenchmark) -> str:
+    model = flags.dimensions()
+    if isinstance(model, VggDvsConfig):
+        text = f"VGG {model.channels}, event frames {model.image_size} x {model.image_size}"
+    else:
+        text = (
+            f"Spikformer {model.embed_dim} wide, {model.depth} blocks, {model.num_heads} heads, "
+            f"images {model.image_size} x {model.image_size} in patches of {model.patch_size}"
+        )
+    return (
+        f"{text}, T {model.time_steps}; "
+        f"global batch {flags.global_batch_size} ({flags.regime} scaling), {flags.precision}; "
+        f"{flags.rounds} rounds of {flags.steps} steps"
+    )
+
+
+def table_of(lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
+    """`earlier`: for each line the one that it is compared with."""
+    return table(HEADINGS, list(map(_cells, lines, earlier)))
+
+
+def _cells(line: Line, last: Line | None) -> list[str]:
+    step, phases = line["step_ms"], line["phases_ms"]
+    calls, sent = max(map(_total_traffic, line["traffic"]), key=lambda pair: pair[1])
+    memory_ratio = line["memory_ratio"].get(MEGASNN)
+    return [
+        line["row"],
+        f"{line['layout']['ranks']} x {line['threads']}",
+        f"{step['median']:.1f}",
+        f"{step['q1']:.1f}..{step['q3']:.1f}",
+        f"{line['samples_per_s']:.1f}",
+        _ratio(line, MEGASNN),
+        _ratio(line, SPIKINGJELLY),
+        f"{line['memory_mb']['largest']:.0f}",
+        "-" if memory_ratio is None else f"{memory_ratio:.2f}",
+        str(calls),
+        f"{sent:.2f}",
+        f"{phases['forward_backward']:.1f}",
+        f"{phases['optimizer']:.1f}",
+        change(line, last, "step_ms", "median"),
+        change(line, last, "memory_mb", "largest"),
+    ]
+
+
+def _ratio(line: Line, reference: str) -> str:
+    ratio = line["throughput_ratio"].get(reference)
+    return "-" if ratio is None else f"{ratio['median']:.2f}"
+
+
+def brief(lines: Sequence[Line]) -> str:
+    """One rank against SpikingJelly, then each layout against one rank: throughput with quartiles, memory."""
+    said = []
+    for line in lines:
+        reference = SPIKINGJELLY if line["row"] == MEGASNN else MEGASNN
+        same_threads = line["threads"] == 1 and not line["row"].startswith(SPIKINGJELLY)
+        if same_threads and reference in line["throughput_ratio"]:
+            said.append(_comparison(line, reference))
+    return "\n".join(said)
+
+
+def _comparison(line: Line, reference: str) -> str:
+    speed, memory = line["throughput_ratio"][reference], line["memory_ratio"][reference]
+    stages = f"; layers {line['pipeline_layout']}" if line["pipeline_layout"] else ""
+    return (
+        f"{TITLES.get(line['row'], line['row'])}: {speed['median']:.2f} x the throughput of {TITLES[reference]} "
+        f"(quartiles {speed['q1']:.2f}..{speed['q3']:.2f}), {memory:.2f} x its peak memory a rank{stages}"
+    )
+
+
+def _total_traffic(traffic: Mapping[str, Mapping[str, float]]) -> tuple[int, float]:
+    """Calls and MB of one rank in one step, all groups together."""
+    return int(sum(t["calls"] for t in traffic.values())), sum(t["mb"] for t in traffic.values())
+
+
+LAYOUTS = Case(LayoutBenchmark, measure, report, NOTES)

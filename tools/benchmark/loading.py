@@ -1,0 +1,206 @@
+"""Samples a second of the loader, beside a plain PyTorch DataLoader over the same files; and how long training waits.
+
+The DataLoader's data set reads, decodes and changes a sample as ours does: the same shards, index, decoder and
+augmentation, and the same float batches; its workers are forked, as is its default. Rows take turns, and the two sides
+of a row are first in turn, so that a machine whose speed drifts slows all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megasnn.augment import AUGMENTATIONS
+from megasnn.config import DataConfig
+from megasnn.config.checks import at_least
+from megasnn.config.names import name_in
+from megasnn.data import ShardDataset, open_datasets
+from megasnn.data.formats import SampleFormat
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.vgg_dvs.dimensions import CIFAR10_DVS, VggDvsConfig
+from megasnn.preprocess.sample import shards_of_sample
+from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, summary
+from tools.benchmark.log import Line
+from tools.benchmark.models import Dimensions
+from tools.benchmark.table import change, table
+from tools.benchmark.waiting import Waiting, measure_waiting, one_rank_loader
+
+WORKERS = (0, 1, 2)
+HEADINGS = ("", "samples/s", "quartiles", "DataLoader", "ratio", "training step, ms", "of it waiting", "change")
+
+Batches = Generator[int, None, None]  # the size of each
+
+
+@dataclass(frozen=True)
+class LoadingBenchmark(Flags):
+    """Two rows for each number of workers, and the training steps of one model with each of them."""
+
+    kind: Literal["events", "images"] = "events"
+    """events: frames for the VGG. images: for Spikformer."""
+    data_path: str = "sample"
+    """Shards, as for training."""
+    augment: Annotated[str, name_in(AUGMENTATIONS)] = "none"
+    """As for training; the DataLoader's rows change their samples in the same way."""
+    image_size: int = 48
+    """Height and width."""
+    time_steps: int = 10
+    """Frames of a sample; for images, time steps of the model."""
+    channels: str = CIFAR10_DVS
+    """Of the VGG, with --kind events; for images the model is spikformer_cifar10."""
+    num_classes: int = 10
+    """Number of classes."""
+    batch_size: int = 32
+    """Samples of a batch."""
+    workers: tuple[int, ...] = WORKERS
+    """Numbers of workers: processes of ours, and of the DataLoader's."""
+    samples: int = 1024
+    """Samples that a row loads in its turn."""
+    rounds: int = 5
+    """How often each row has its turn; one untimed turn comes before."""
+    steps: int = 4
+    """Timed training steps of a model for each number of workers; 0 trains nothing."""
+
+    def problems(self) -> list[str]:
+        sizes = ("image_size", "time_steps", "num_classes", "batch_size", "samples", "rounds")
+        wrong = at_least(self, 1, *sizes) + at_least(self, 0, "steps")
+        wrong += [f"--workers {number} must be at least 0" for number in self.workers if number < 0]
+        if self.samples < self.batch_size:
+            wrong.append(f"--samples {self.samples} are less than one --batch-size {self.batch_size}")
+        return wrong or (self.dimensions().problems(1) if self.steps else [])
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        size = self.image_size
+        return (self.time_steps, 2, size, size) if self.kind == "events" else (3, size, size)
+
+    def dimensions(self) -> Dimensions:
+        """Of the model that is trained."""
+        size, steps, classes = self.image_size, self.time_steps, self.num_classes
+        if self.kind == "events":
+            return VggDvsConfig(self.channels, image_size=size, time_steps=steps, num_classes=classes)
+        return SpikformerConfig(image_size=size, time_steps=steps, num_classes=classes)
+
+
+def measure(flags: LoadingBenchmark) -> Iterator[Part]:
+    """Raises ValueError when the shards cannot be used."""
+    torch.set_num_threads(1)
+    data = DataConfig(data_path=flags.data_path, augment=flags.augment)
+    dataset = open_datasets(data, flags.input_shape, flags.num_classes, shards_of_sample).train
+    rates = _measure(flags, dataset)
+    waiting = {workers: _waiting(flags, dataset, workers) for workers in flags.workers if flags.steps}
+    yield Part([_figures(flags, workers, *rates[workers], waiting.get(workers)) for workers in rates])
+
+
+class Samples(Dataset[tuple[Any, int]]):
+    """A map-style data set over the shards, as one would write it for a DataLoader."""
+
+    def __init__(self, dataset: ShardDataset[SampleFormat], augment: str = "none") -> None:
+        self._dataset, self._augment = dataset, AUGMENTATIONS[augment]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        sample = self._dataset.sample(index)
+        return self._augment(sample, 1, 0, index), int(self._dataset.labels[index])
+
+    def collate(self, batch: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
+        return self._dataset.format.to_tensor([sample for sample, _ in batch]), torch.tensor([b for _, b in batch])
+
+
+def _measure(
+    flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat]
+) -> dict[int, tuple[list[float], list[float]]]:
+    """Samples a second by number of workers, ours and the DataLoader's, one of each for a round."""
+    rates: dict[int, tuple[list[float], list[float]]] = {workers: ([], []) for workers in flags.workers}
+    for turn in rounds(flags.rounds, untimed=1):
+        for workers, (ours, theirs) in rates.items():
+            sides = [(ours, _our_batches), (theirs, _their_batches)]
+            for side, batches in sides[:: -1 if turn % 2 else 1]:
+                side.append(_rate(flags, partial(batches, flags, dataset, workers)))
+    return {workers: (ours[1:], theirs[1:]) for workers, (ours, theirs) in rates.items()}
+
+
+def _waiting(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Waiting:
+    say(f"training with {workers} workers")
+    loader = one_rank_loader(dataset, flags.augment, flags.batch_size, workers)
+    return measure_waiting(flags.dimensions(), loader, flags.batch_size, flags.steps)
+
+
+def _our_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Batches:
+    with closing(one_rank_loader(dataset, flags.augment, flags.batch_size, workers).batches()) as batches:
+        for batch in batches:
+            yield batch.size
+
+
+def _their_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Batches:
+    samples = Samples(dataset, flags.augment)
+    while True:
+        for images, _labels in DataLoader(
+            samples, flags.batch_size, shuffle=True, num_workers=workers, collate_fn=samples.collate, drop_last=True
+        ):
+            yield len(images)
+
+
+def _rate(flags: LoadingBenchmark, batches: Callable[[], Batches]) -> float:
+    """Samples a second after the first batch: workers have started then, and those of the turn before are gone."""
+    gc.collect()
+    with closing(batches()) as running:
+        next(running)
+        begin = time.perf_counter()
+        loaded = sum(islice(running, max(1, flags.samples // flags.batch_size)))
+        return loaded / (time.perf_counter() - begin)
+
+
+def _figures(
+    flags: LoadingBenchmark, workers: int, ours: list[float], theirs: list[float], waiting: Waiting | None
+) -> Figures:
+    """The figures of a number of workers. Ratios are taken round by round."""
+    configuration = {
+        name: value for name, value in asdict(flags).items() if name not in ("output", "rounds", "samples")
+    }
+    return {
+        "row": f"{flags.kind}, {workers} workers",
+        "configuration": {**configuration, "workers": workers},
+        "samples_per_s": summary(ours),
+        "dataloader_samples_per_s": summary(theirs),
+        "throughput_ratio": ratios(ours, theirs),
+        "step_ms": waiting.step_ms if waiting else None,
+        "waiting_share": waiting.share if waiting else None,
+    }
+
+
+def report(flags: LoadingBenchmark, lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
+    machine, shape = lines[0]["machine"], " x ".join(map(str, flags.input_shape))
+    return (
+        f"{flags.kind} {flags.data_path}, {shape}, batches of {flags.batch_size}, augmentation {flags.augment}; "
+        f"{machine['cpu']}, {machine['cores']} cores, one thread for each rank\n\n"
+        f"{table(HEADINGS, list(map(_cells, lines, earlier)))}"
+    )
+
+
+def _cells(line: Line, last: Line | None) -> list[str]:
+    rate = line["samples_per_s"]
+    return [
+        line["row"],
+        f"{rate['median']:.0f}",
+        f"{rate['q1']:.0f}..{rate['q3']:.0f}",
+        f"{line['dataloader_samples_per_s']['median']:.0f}",
+        f"{line['throughput_ratio']['median']:.2f}",
+        "-" if line["step_ms"] is None else f"{line['step_ms']:.1f}",
+        "-" if line["waiting_share"] is None else f"{line['waiting_share']:.2%}",
+        change(line, last, "samples_per_s", "median"),
+    ]
+
+
+LOADING = Case(LoadingBenchmark, measure, report)

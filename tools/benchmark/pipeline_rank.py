@@ -1,0 +1,141 @@
+"""One rank of the benchmark of schedules: an engine for every schedule, which take steps when told to."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasnn.comm.statistics import statistics
+from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.parallel_state import initialize_model_parallel
+from megasnn.pipeline.costs import PipelineCosts, agreed_costs, layers_per_chunk
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.schedule.build import chunks_of_schedule
+from megasnn.schedule.forecast import idle_share
+from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
+from megasnn.training.setup import build_context
+from tools.benchmark.models import IMAGE_SIZES, Dimensions, describe
+from tools.benchmark.pipeline_flags import ONE_BATCH, ModelName, PipelineBenchmark, PipelineTurn
+from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
+from tools.benchmark.training_steps import MegaSNNStep
+
+
+class PipelineRank:
+    """`prepare` makes the engine of a row, the others take its name."""
+
+    def __init__(self, task: RankTask[tuple[PipelineBenchmark, ModelName]]) -> None:
+        set_up_rank(task)
+        self._flags, model = task.work
+        self._device = torch.device("cpu")
+        if task.ranks > 1:
+            join_ranks(task.store, task.rank, task.ranks)
+        self._state = initialize_model_parallel(1, task.ranks, self._device)
+        self._model = describe(_dimensions(model))
+        self._context = build_context(self._state, "fp32", "auto")
+        self._rows: dict[str, _Row] = {}
+        self._costs: PipelineCosts | None = None
+
+    def prepare(self, name: str) -> dict[str, Any]:
+        """Builds the engine and takes two steps, the second with the traffic counted."""
+        if self._costs is None and self._state.pipeline.size > 1:
+            self.measure_costs()
+        row = self._rows[name] = self._build(name)
+        row.step()
+        statistics.reset()
+        statistics.enable()
+        row.step()
+        statistics.enable(False)
+        return row.about(self._forward_ratio())
+
+    def measure_costs(self) -> None:
+        state, size = self._state, self._flags.micro_batch_size
+        self._costs = agreed_costs(self._model, size, self._context, self._device, state.world, state.pipeline)
+
+    def measure(self, name: str, steps: int) -> PipelineTurn:
+        row = self._rows[name]
+        row.step()  # caches saw another row last
+        gc.collect()
+        peak = row.peak_of_schedule(self._device)
+        timed = [row.step() for _ in range(steps)]
+        return PipelineTurn([whole for whole, _ in timed], [schedule for _, schedule in timed], peak)
+
+    def simulate(self, name: str) -> float:
+        """Seconds of the schedule by the costs measured last."""
+        row = self._rows[name]
+        result = replace(row.plan, costs=self._costs).simulation(self._flags.micro_batches)
+        assert result is not None
+        return result.makespan
+
+    def _build(self, name: str) -> _Row:
+        flags, state = self._flags, self._state
+        schedule = name if state.pipeline.size > 1 else "1f1b"
+        count, size = (1, flags.samples) if name == ONE_BATCH else (flags.micro_batches, flags.micro_batch_size)
+        request = PipelineRequest(schedule, chunks_of_schedule(schedule), None, None, size, (count,))
+        plan = plan_pipeline(self._model, request, self._context, state, WireOptions(), self._costs)
+        return _Row(plan, MegaSNNStep(self._model, state, self._context, plan, flags.samples, size), count)
+
+    def _forward_ratio(self) -> float | None:
+        """Bytes of activations that all stages send, as a part of what they take unpacked; None without stages."""
+        mine = [t for (group, _, way), t in statistics.read().items() if (group, way) == ("pipeline", "forward")]
+        sums = torch.tensor([sum(t.bytes for t in mine), sum(t.dense_bytes for t in mine)], dtype=torch.float64)
+        if self._state.pipeline.size == 1:
+            return None
+        dist.all_reduce(sums)
+        return (sums[0] / sums[1]).item()
+
+
+class _Row:
+    """One schedule, with the engine that runs it."""
+
+    def __init__(self, plan: PipelinePlan, work: MegaSNNStep, count: int) -> None:
+        self.plan, self._work, self._count = plan, work, count
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of a whole step, and of its schedule. All ranks begin together and end together."""
+        _together()
+        start = time.perf_counter()
+        self._work.run_schedule()
+        middle = time.perf_counter()
+        self._work.merge_statistics()
+        self._work.update()
+        _together()
+        return time.perf_counter() - start, middle - start
+
+    def peak_of_schedule(self, device: torch.device) -> float:
+        """MB that a step's schedule needs above what is there before it; the step is not finished."""
+        release_free_memory()
+        reset_peak_memory(device)
+        before = peak_memory_mb(device)
+        self._work.run_schedule()
+        return peak_memory_mb(device) - before
+
+    def about(self, forward_ratio: float | None) -> dict[str, Any]:
+        plan, count = self.plan, self._count
+        facts: dict[str, Any] = {
+            "schedule": plan.schedules.training(count).name,
+            "layout": layers_per_chunk(plan.bounds),
+            "forward_bytes_ratio": forward_ratio,
+        }
+        simulation = plan.simulation(count)
+        if simulation is not None:
+            facts["bubble"] = idle_share(simulation)
+            facts["peak_mb"] = [held / 1e6 for held in plan.peak_bytes(count)]
+        return facts
+
+
+def _dimensions(model: ModelName) -> Dimensions:
+    if model == "vgg_dvs":
+        return VggDvsConfig()
+    return SpikformerConfig(model, num_classes=10, image_size=IMAGE_SIZES[model])
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
