@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megasnn.config import PretrainConfig
-from megasnn.models.table import model_named
+from megasnn.models.table import MODELS
 from megasnn.process.launch import launch
 
 
@@ -19,7 +19,7 @@ def pretrain(model: str, argv: Sequence[str]) -> int:
         ValueError: the table does not know the model.
         SystemExit: after the help.
     """
-    entry = model_named(model)
+    entry = MODELS[model]
 
     def train(config: PretrainConfig) -> int:
         from megasnn import training  # torch, once the flags are right

@@ -8,7 +8,7 @@ from typing import Any
 from megasnn.checkpoint.errors import CheckpointError
 from megasnn.models.entry import ModelEntry
 from megasnn.models.names import Dialect
-from megasnn.models.table import MODELS, guess_model, model_named
+from megasnn.models.table import MODELS, guess_model
 
 
 def all_dialects() -> list[Dialect]:
@@ -33,7 +33,7 @@ def entry_of(model: str | None, ours: Collection[str]) -> ModelEntry[Any] | None
     if model is None:
         return guess_model(ours)
     try:
-        return model_named(model)
+        return MODELS[model]
     except ValueError as error:
         raise CheckpointError(str(error)) from None
 

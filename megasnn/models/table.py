@@ -7,15 +7,9 @@ from typing import Any
 
 from megasnn.models import spikformer, vgg_dvs
 from megasnn.models.entry import ModelEntry
+from megasnn.table import Table
 
-MODELS: dict[str, ModelEntry[Any]] = {entry.name: entry for entry in (spikformer.ENTRY, vgg_dvs.ENTRY)}
-
-
-def model_named(name: str) -> ModelEntry[Any]:
-    """The entry of this name. Raises ValueError for a name that the table does not know."""
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
-    return MODELS[name]
+MODELS: Table[ModelEntry[Any]] = Table("model", {entry.name: entry for entry in (spikformer.ENTRY, vgg_dvs.ENTRY)})
 
 
 def guess_model(tensors: Collection[str]) -> ModelEntry[Any] | None:

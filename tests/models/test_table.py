@@ -23,7 +23,7 @@ from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.models.dialects import dialect_for, dialect_of
 from megasnn.models.entry import ModelEntry
 from megasnn.models.spikformer.model import trunc_normal
-from megasnn.models.table import MODELS, guess_model, model_named
+from megasnn.models.table import MODELS, guess_model
 from megasnn.pretraining import pretrain
 from megasnn.sharding import materialise, sharded_tensors
 from megasnn.training import neuron_spec
@@ -113,8 +113,8 @@ def test_a_marker_is_of_its_model_alone(name):
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known(tmp_path):
-    expected = "unknown model 'spikfromer'; known: spikformer, vgg_dvs"
-    for look_up in (lambda: model_named("spikfromer"), lambda: pretrain("spikfromer", [])):
+    expected = "unknown model 'spikfromer'; model takes one of spikformer, vgg_dvs"
+    for look_up in (lambda: MODELS["spikfromer"], lambda: pretrain("spikfromer", [])):
         with pytest.raises(ValueError, match=expected):
             look_up()
     saved(tmp_path, MODELS["vgg_dvs"], model="spikfromer")
