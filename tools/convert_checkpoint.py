@@ -8,7 +8,7 @@
     python tools/convert_checkpoint.py import --input spikformer.pt --save checkpoints/start
     python tools/convert_checkpoint.py compare checkpoints/run spikformer.pt --model-only
 
-A path may lead to a run's folder of checkpoints or one checkpoint in it, ours or in Megatron's classic mp_rank files,
+A path may lead to a run's folder of checkpoints, to one checkpoint in it,
 or to a file of torch.save or safetensors. Tensors pass one at a time. Nothing that exists is overwritten.
 """
 
@@ -77,7 +77,6 @@ def _reshard(
     target_virtual_stages: int = 1,
     target_placement: Literal["loop", "v"] = "loop",
     pipeline_model_parallel_layout: str | None = None,
-    format: Literal["megasnn", "classic"] = "megasnn",
     ckpt_step: int | None = None,
 ) -> Differs:
     """Write a checkpoint again with a file for each rank of another grid, optimizer state included.
@@ -85,7 +84,7 @@ def _reshard(
     Any layout loads any checkpoint without this; here each target rank finds all it needs in its own file.
 
     Args:
-        load: checkpoint to read, ours or classic.
+        load: checkpoint to read.
         save: folder to write to, under the same iteration.
         target_tensor_parallel_size: tensor-parallel ranks of the target.
         target_pipeline_parallel_size: pipeline-parallel ranks of the target.
@@ -93,7 +92,6 @@ def _reshard(
         target_placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
         pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1"; by default as it was saved where
             that has as many chunks, otherwise balanced by what each layer costs here.
-        format: classic writes Megatron's mp_rank_TT_PPP files, which only this tool reads.
         ckpt_step: iteration; the latest when not given.
     """
     target = Target(
@@ -103,7 +101,7 @@ def _reshard(
         pipeline_model_parallel_layout,
         target_placement,
     )
-    path, laid_out = reshard(open_source(load, ckpt_step), save, target, format)
+    path, laid_out = reshard(open_source(load, ckpt_step), save, target)
     print(f"{path}: a file for each of {len(laid_out.ranks)} ranks")
     if len(target.placement) > 1:
         layout = laid_out.layout["bounds"]

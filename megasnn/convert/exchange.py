@@ -56,7 +56,7 @@ def export_weights(source: TensorSource, output: Path, names: Names, safetensors
         else:
             with new_torch_file(output, weights.tensors) as file:
                 for name, info in weights.tensors.items():
-                    file.put((name,), weights.read(name))
+                    file.put(name, weights.read(name))
                     bar.update(info.bytes)
     return weights
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 from megasnn.checkpoint import CheckpointError, find_checkpoint
 from megasnn.checkpoint.description import METADATA
-from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.convert.checkpoint import CheckpointSource
-from megasnn.convert.classic import ClassicSource, classic_folder, is_classic
 from megasnn.convert.safetensors_file import SafetensorsSource
 from megasnn.convert.source import DerivedSource, TensorSource
 from megasnn.convert.torch_file import TorchFileSource
@@ -18,7 +16,7 @@ SUFFIX = ".safetensors"
 
 
 def open_source(path: Path, step: int | None = None) -> TensorSource:
-    """A file of torch.save or safetensors, a run's folder of checkpoints, ours or classic, or one checkpoint of these.
+    """A file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
 
     Args:
         step: iteration, for a run's folder; the latest when not given.
@@ -34,10 +32,6 @@ def open_source(path: Path, step: int | None = None) -> TensorSource:
         raise CheckpointError(f"{path} is {what}: name a file of weights or a folder of checkpoints")
     if (path / METADATA).is_file():
         return CheckpointSource(path)
-    if is_classic(path):
-        return ClassicSource(path)
-    if not list_checkpoints(path) and (classic := classic_folder(path, step)) is not None:
-        return ClassicSource(classic)
     return CheckpointSource(find_checkpoint(path, step))
 
 

@@ -1,14 +1,12 @@
-"""Laying out a checkpoint for the ranks of another grid, ours or in the classic format."""
+"""Laying out a checkpoint for the ranks of another grid."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from megasnn.checkpoint import CheckpointError
 from megasnn.checkpoint.saving import Progress
-from megasnn.convert.classic import write_classic
 from megasnn.convert.layout import LaidOut, Target, lay_out
 from megasnn.convert.model import saved_model
 from megasnn.convert.opening import in_our_names
@@ -16,9 +14,7 @@ from megasnn.convert.rank_files import write_rank_files
 from megasnn.convert.source import TensorSource
 
 
-def reshard(
-    source: TensorSource, save: Path, target: Target, format: Literal["megasnn", "classic"]
-) -> tuple[Path, LaidOut]:
+def reshard(source: TensorSource, save: Path, target: Target) -> tuple[Path, LaidOut]:
     """Writes the source's checkpoint to `<save>/iter_<iteration>` with a file for each rank of the target.
 
     Iteration, place in the data and optimizer state stay: a run goes on from it as from the source.
@@ -36,8 +32,6 @@ def reshard(
     model = saved_model(source)
     laid_out = lay_out(target, model, facts, source.tensors)
     facts = replace(facts, layout=laid_out.layout, model=model.name)
-    if format == "classic":
-        return write_classic(save, facts, laid_out.ranks, source), laid_out
     progress = Progress(facts.iteration, facts.consumed_samples, facts.extra, facts.config, facts.layout, facts.model)
     path = write_rank_files(save, progress, facts.optimizer, [rank.entries for rank in laid_out.ranks], source)
     return path, laid_out

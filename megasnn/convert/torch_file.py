@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -49,19 +49,19 @@ def info_of(value: Tensor, file: str) -> TensorInfo:
 
 
 class TorchFileFiller:
-    """Puts the values into a file that `torch.save` wrote without them. A place is the keys that lead to a tensor.
+    """Puts the values into a file that `torch.save` wrote without them.
 
     Attributes:
         checksums: CRC-32 of the values that begin at each byte of the file.
     """
 
-    def __init__(self, stream: BinaryIO, places: Mapping[tuple[str, ...], Tensor]) -> None:
+    def __init__(self, stream: BinaryIO, places: Mapping[str, Tensor]) -> None:
         self._stream, self._places = stream, places
         self.checksums: dict[int, int] = {}
 
-    def put(self, place: tuple[str, ...], value: Tensor) -> None:
-        fake = self._places[place]
-        assert fake.shape == value.shape and fake.dtype == value.dtype, (place, fake, value.shape)
+    def put(self, name: str, value: Tensor) -> None:
+        fake = self._places[name]
+        assert fake.shape == value.shape and fake.dtype == value.dtype, (name, fake, value.shape)
         offset = fake.untyped_storage()._checkpoint_offset
         assert offset is not None
         write_elements(self._stream, offset, value)
@@ -69,13 +69,13 @@ class TorchFileFiller:
 
 
 @contextmanager
-def new_torch_file(path: Path, content: Mapping[str, Any]) -> Iterator[TorchFileFiller]:
-    """A file as torch.save would write `content`: nested dictionaries with TensorInfo where a tensor will be put."""
+def new_torch_file(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[TorchFileFiller]:
+    """A file as torch.save would write a dictionary of these tensors, which are then put there."""
     with new_file(path) as aside:
         with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(_fakes(content), aside)
+            torch.save({name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}, aside)
         with FakeTensorMode():
-            places = dict(_places(torch.load(aside, weights_only=True)))
+            places = torch.load(aside, weights_only=True)
         with aside.open("r+b", buffering=0) as stream:
             filler = TorchFileFiller(stream, places)
             yield filler
@@ -99,17 +99,3 @@ def _write_checksums(path: Path, stream: BinaryIO, checksums: Mapping[int, int])
 def _read(stream: BinaryIO, at: int, format: str) -> tuple[int, ...]:
     stream.seek(at)
     return struct.unpack(format, stream.read(struct.calcsize(format)))
-
-
-def _fakes(content: Any) -> Any:
-    if isinstance(content, TensorInfo):
-        return torch.empty(content.shape, dtype=content.dtype)
-    return {key: _fakes(value) for key, value in content.items()} if isinstance(content, Mapping) else content
-
-
-def _places(content: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    if isinstance(content, Tensor):
-        yield keys, content
-    elif isinstance(content, Mapping):
-        for key, value in content.items():
-            yield from _places(value, (*keys, key))

@@ -30,15 +30,12 @@ from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.pieces import PIECES
 from megasnn.checkpoint.torch_archive import read_state_dict
 from megasnn.checkpoint.whole import verify_checkpoint
-from megasnn.convert.layout import Target
 from megasnn.convert.listing import as_json, as_text
 from megasnn.convert.opening import open_source
-from megasnn.convert.reshard import reshard
 from megasnn.process.job import JobFolder
 from megasnn.process.lock import LOCK
 from tests.checkpoint import crafted
 from tests.checkpoint.crafted import as_format_2, put, put_format_2, seal, values_of
-from tests.convert.saved import MODELS, save_whole
 
 MEMORY = 1 << 30
 TENSORS = {"weight": torch.arange(12.0).view(3, 4), "large": torch.arange(300_000.0), "scalar": torch.tensor(3)}
@@ -315,28 +312,6 @@ def torch_files(cases: Cases) -> None:
     cases.run("torch file, a pickle", (file.name,), lambda: read_state_dict(file))
 
 
-def classic(cases: Cases) -> None:
-    save_whole(cases.folder / "whole", MODELS["vgg"])
-    path, _ = reshard(open_source(cases.folder / "whole"), cases.folder / "classic", Target(1, 1), "classic")
-    file = next(path.glob("mp_rank_*/*.pt"))
-    content = torch.load(file, weights_only=True)
-    names = list(content["model"])[:1]
-    few = {"model": {name: content["model"][name] for name in names}, "optimizer": {}}
-    described = {"checkpoint": content["checkpoint"], "shards": {name: content["shards"][name] for name in names}}
-    evil = [value for value in EVIL if not (isinstance(value, str) and value in RAW)]
-    for place in places(described):
-        if place[0] == "checkpoint" and len(place) > 2:
-            continue  # any JSON may be there
-        for value in evil[::4]:
-            changed = copy.deepcopy(described)
-            at = changed
-            for name in place[:-1]:
-                at = at[name]
-            at[place[-1]] = value
-            torch.save(few | changed, file)
-            cases.run(f"classic {place} {str(value)[:30]}", (file.name, path.name), lambda: looked_into(path))
-
-
 def main(folder: Path) -> int:
     decoys = folder / "decoys"
     decoys.mkdir()
@@ -355,7 +330,7 @@ def main(folder: Path) -> int:
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
     cases = Cases(folder)
-    for kind in (checkpoints, format_2, folders, safetensors, torch_files, classic):
+    for kind in (checkpoints, format_2, folders, safetensors, torch_files):
         before = cases.count
         kind(cases)
         print(f"  {kind.__name__}: {cases.count - before} cases, {time.process_time():.1f} s", file=sys.stderr)

@@ -42,7 +42,7 @@ def write(path: Path, values: dict[str, torch.Tensor]) -> None:
     else:
         with new_torch_file(path, described(values)) as file:
             for name in reversed(values):
-                file.put((name,), values[name])
+                file.put(name, values[name])
 
 
 def described(values: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:

@@ -145,17 +145,15 @@ def test_nothing_is_overwritten(run, tmp_path, capsys):
 def test_a_folder_that_a_run_saves_in_is_left_alone(run, tmp_path, capsys):
     lock = FolderLock(tmp_path / "busy")
     arguments = ["reshard", "--load", run, "--save", tmp_path / "busy"]
-    for more in [], ["--format", "classic"]:
-        status, text = answers(capsys, *arguments, *more)
-        assert status == 2 and f"process {os.getpid()}" in text and "saves its checkpoints in" in text
+    status, text = answers(capsys, *arguments)
+    assert status == 2 and f"process {os.getpid()}" in text and "saves its checkpoints in" in text
     lock.release()
     assert answers(capsys, *arguments)[0] == 0
 
 
-@pytest.mark.parametrize("more", [[], ["--format", "classic"]])
-def test_a_run_does_not_go_back_to_what_is_written_into_its_folder(run, tmp_path, capsys, more):
+def test_a_run_does_not_go_back_to_what_is_written_into_its_folder(run, tmp_path, capsys):
     save_global_tensors(tmp_path, {"w": torch.ones(3)}, iteration=101)
-    status, text = answers(capsys, "reshard", "--load", run, "--save", tmp_path, *more)
+    status, text = answers(capsys, "reshard", "--load", run, "--save", tmp_path)
     assert status == 2 and "has come to iteration 101" in text
     assert list_checkpoints(tmp_path) == [101] and find_checkpoint(tmp_path, None).name == "iter_0000101"
 

@@ -52,7 +52,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 def test_each_rank_opens_its_own_file_only(checkpoint, tmp_path, name):
     kind, folder = checkpoint
     target = TARGETS[name]
-    path, laid_out = reshard(open_source(folder), tmp_path / "new", target, "megasnn")
+    path, laid_out = reshard(open_source(folder), tmp_path / "new", target)
     assert_same(tensors_of(tmp_path / "new"), tensors_of(folder))
     metadata = read_metadata(path)
     saved = read_pieces(path, metadata)
@@ -81,7 +81,7 @@ def layers_of(model) -> int:
 
 def test_it_says_what_it_said_before(checkpoint, tmp_path):
     kind, folder = checkpoint
-    path, _ = reshard(open_source(folder), tmp_path, Target(2, 2, layout="2|2"), "megasnn")
+    path, _ = reshard(open_source(folder), tmp_path, Target(2, 2, layout="2|2"))
     before, after = (json.loads((at / "metadata.json").read_text()) for at in (folder / "iter_0000100", path))
     for field in ("iteration", "consumed_samples", "config", "extra", "optimizer", "tensors"):
         assert before[field] == after[field], field
@@ -92,7 +92,7 @@ def test_it_says_what_it_said_before(checkpoint, tmp_path):
 def test_a_run_of_any_layout_loads_it(checkpoint, tmp_path):
     """Copies for two tensor-parallel ranks serve nobody else, and disturb nobody."""
     kind, folder = checkpoint
-    reshard(open_source(folder), tmp_path, Target(2, 2, layout="2|2"), "megasnn")
+    reshard(open_source(folder), tmp_path, Target(2, 2, layout="2|2"))
     ranks = [build(saved_model(open_source(folder)), seed=7) for _ in range(2)]
     for rank, source in zip(ranks, (folder, tmp_path), strict=True):
         state = load_checkpoint(source, tensors=rank.tensors, optimizer=rank.optimizer, config=identity(MODELS[kind]))
@@ -101,31 +101,6 @@ def test_a_run_of_any_layout_loads_it(checkpoint, tmp_path):
         assert torch.equal(one.tensor, other.tensor)
         for state, value in ranks[0].optimizer.state.get(one.tensor, {}).items():
             assert torch.equal(value, ranks[1].optimizer.state[other.tensor][state]), (one.name, state)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 2)])
-def test_classic_files_there_and_back(checkpoint, tmp_path, sizes):
-    kind, folder = checkpoint
-    layout = "2|2" if sizes[1] == 2 else None
-    path, _ = reshard(open_source(folder), tmp_path / "classic", Target(*sizes, layout=layout), "classic")
-    names = {"mp_rank_00", "mp_rank_01"} if sizes[1] == 1 else {f"mp_rank_0{t}_00{p}" for t in (0, 1) for p in (0, 1)}
-    assert {file.name for file in path.iterdir()} == (names if sizes[0] == 2 else {"mp_rank_00"})
-    content = torch.load(next(path.glob("mp_rank_00*/*.pt")), weights_only=True)
-    assert content["iteration"] == 100 and content["checkpoint_version"] == 3.0
-    assert content["model"].keys() == content["optimizer"]["exp_avg"].keys() | {
-        name for name in content["model"] if "running_" in name or "num_batches" in name
-    }
-    reshard(open_source(tmp_path / "classic"), tmp_path / "back", Target(1, 1), "megasnn")
-    assert_same(tensors_of(tmp_path / "back"), tensors_of(folder))
-    assert read_metadata(tmp_path / "back" / "iter_0000100").extra == EXTRA
-
-
-def test_a_rank_of_a_classic_checkpoint_is_missing(checkpoint, tmp_path, capsys):
-    kind, folder = checkpoint
-    path, _ = reshard(open_source(folder), tmp_path, Target(2, 2, layout="2|2"), "classic")
-    (path / "mp_rank_01_000" / "model_optim_rng.pt").rename(path / "elsewhere.pt")
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "tensor 2 x pipeline 2 ranks; missing: mp_rank_01_000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -148,28 +123,24 @@ def test_impossible_targets_are_refused(checkpoint, tmp_path, capsys, flags, rea
 
 def test_nothing_is_overwritten(checkpoint, tmp_path, capsys):
     kind, folder = checkpoint
-    for format in ("megasnn", "classic"):
-        arguments = ["reshard", "--load", str(folder), "--save", str(tmp_path / format), "--format", format]
-        assert main(arguments) == 0
-        assert main(arguments) == 2
-        assert "exists already" in capsys.readouterr().err
+    arguments = ["reshard", "--load", str(folder), "--save", str(tmp_path / "new")]
+    assert main(arguments) == 0
+    assert main(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
     assert main(["reshard", "--load", str(folder), "--save", str(folder)]) == 2
     assert "give another folder" in capsys.readouterr().err
 
 
 def test_a_damaged_source_leaves_nothing_behind(checkpoint, tmp_path, capsys):
     kind, folder = checkpoint
-    path, _ = reshard(open_source(folder), tmp_path / "damaged", Target(1, 1), "megasnn")
+    path, _ = reshard(open_source(folder), tmp_path / "damaged", Target(1, 1))
     file = path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    for format in ("megasnn", "classic"):
-        save = tmp_path / format
-        arguments = ["reshard", "--load", str(path), "--save", str(save), "--format", format]
-        assert main(arguments) == 2
-        assert "was altered" in capsys.readouterr().err
-        assert [file.name for file in save.iterdir()] == [LOCK]
+    assert main(["reshard", "--load", str(path), "--save", str(tmp_path / "new")]) == 2
+    assert "was altered" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "new").iterdir()] == [LOCK]
     assert main(["verify", str(path)]) == 1
     assert "was altered" in capsys.readouterr().out
 
@@ -181,6 +152,6 @@ def test_tensors_that_are_not_the_models_are_listed(checkpoint, tmp_path):
     del source.tensors[name]
     source.tensors["stray"] = source.tensors[next(iter(source.tensors))]
     with pytest.raises(CheckpointError) as raised:
-        reshard(source, tmp_path, Target(1, 1), "megasnn")
+        reshard(source, tmp_path, Target(1, 1))
     assert f"{name}: missing" in str(raised.value) and "stray: saved, but its model has no such" in str(raised.value)
     assert not list(tmp_path.iterdir())

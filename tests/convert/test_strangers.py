@@ -29,7 +29,6 @@ from megasnn.checkpoint.compare import config_differences
 from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.pieces import PIECES
 from megasnn.checkpoint.retention import Retention, superfluous
-from megasnn.convert.classic import is_classic
 from megasnn.convert.layout import Target
 from megasnn.convert.opening import open_source
 from megasnn.convert.reshard import reshard
@@ -260,11 +259,11 @@ def test_the_lock_and_the_latest_file_are_not_written_elsewhere(path, tmp_path, 
 
 def test_the_rank_files_are_not_written_elsewhere(tmp_path):
     save_whole(tmp_path / "whole", MODELS["vgg"])
-    for name in ("outside", "classic"):
+    for name in ("outside", "new"):
         (tmp_path / name).mkdir()
-    (tmp_path / "classic" / "iter_0000100.tmp").symlink_to(tmp_path / "outside")
-    path, _ = reshard(open_source(tmp_path / "whole"), tmp_path / "classic", Target(1, 1), "classic")
-    assert path.name == "iter_0000100" and not path.is_symlink() and is_classic(path)
+    (tmp_path / "new" / "iter_0000100.tmp").symlink_to(tmp_path / "outside")
+    path, _ = reshard(open_source(tmp_path / "whole"), tmp_path / "new", Target(1, 1))
+    assert path.name == "iter_0000100" and not path.is_symlink()
     assert not list((tmp_path / "outside").iterdir())
 
 

@@ -147,7 +147,7 @@ def test_the_flags_of_a_new_model_are_explained_and_checked(line, capsys, monkey
 def test_a_new_model_is_known_to_the_converter(line, tmp_path):
     path = saved(tmp_path / "saved", line)
     assert read_metadata(path).model == "line" and guess_model(open_source(path).tensors) is line
-    new, laid_out = reshard(open_source(path), tmp_path / "new", Target(2, 1), "megasnn")
+    new, laid_out = reshard(open_source(path), tmp_path / "new", Target(2, 1))
     assert read_metadata(new).model == "line" and len(laid_out.ranks) == 2
     with pytest.raises(CheckpointError, match="no model of spikingjelly with the tensors of line"):
         weights_as(open_source(path), "spikingjelly")
@@ -155,4 +155,4 @@ def test_a_new_model_is_known_to_the_converter(line, tmp_path):
         line.from_spikingjelly(LineConfig(), {})
     with pytest.raises(CheckpointError, match="--width 4 must be a multiple of 3"):
         saved(tmp_path / "odd", line)
-        reshard(open_source(tmp_path / "odd"), tmp_path / "no", Target(3, 1), "megasnn")
+        reshard(open_source(tmp_path / "odd"), tmp_path / "no", Target(3, 1))

@@ -44,7 +44,7 @@ class _Converter:
         target = Target(task.tensor, task.pipeline, layout=layout)
         reset_peak_memory(cpu)
         before, began = peak_memory_mb(cpu), time.perf_counter()
-        reshard(source, task.save, target, "megasnn")
+        reshard(source, task.save, target)
         seconds = time.perf_counter() - began
         largest = max(info.bytes for info in source.tensors.values())
         return {"seconds": seconds, "peak_mb": peak_memory_mb(cpu) - before, "largest_mb": largest / 1e6}
