@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megasnn.schedule.actions import Schedule
-from megasnn.schedule.basic import gpipe, one_f_one_b
-from megasnn.schedule.interleaved import interleaved
+from megasnn.schedule.basic import gpipe, interleaved, one_f_one_b
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.partition import loop_placement, v_placement
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
