@@ -26,4 +26,4 @@ def pretrain(model: str, argv: Sequence[str]) -> int:
 
         return training.run(config, entry)
 
-    return launch(entry.config, train, argv)
+    return launch(entry.config, train, argv, entry.recipes)

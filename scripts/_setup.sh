@@ -4,49 +4,6 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# A small Spikformer on scikit-learn's handwritten digits: the same model in every script that trains on them.
-# shellcheck disable=SC2034  # used by the scripts that source this file
-DIGITS=(
-    --data-path sample
-    --image-size 16
-    --in-channels 1
-    --num-classes 10
-    --patch-size 4
-    --embed-dim 64
-    --depth 2
-    --num-heads 4
-    --time-steps 4
-    --micro-batch-size 16
-    --global-batch-size 64
-    --train-iters 200
-    --lr 3e-3
-    --lr-decay-style cosine
-    --lr-warmup-iters 10
-    --log-interval 10
-    --eval-interval 50
-    --save-interval 50
-)
-
-# A small VGG on the same digits, moved in front of a simulated event camera.
-# shellcheck disable=SC2034
-EVENT_DIGITS=(
-    --data-path sample
-    --channels 16,P,32,P,64,P
-    --image-size 32
-    --time-steps 6
-    --num-classes 10
-    --dropout 0.1
-    --micro-batch-size 16
-    --global-batch-size 32
-    --train-iters 200
-    --lr 3e-3
-    --lr-decay-style cosine
-    --lr-warmup-iters 10
-    --log-interval 10
-    --eval-interval 50
-    --save-interval 50
-)
-
 say() { printf '%s\n' "$*" >&2; }
 
 prepare_python() {
@@ -95,69 +52,4 @@ install_project() {
         return 1
     fi
     say "Installed."
-}
-
-# option NAME DEFAULT ARGUMENTS...: the value of the last `NAME value` or `NAME=value` among the arguments.
-option() {
-    local name=$1 value=$2
-    shift 2
-    while [[ $# -gt 0 ]]; do
-        case $1 in
-            "$name") value=${2-} ;;
-            "$name"=*) value=${1#*=} ;;
-        esac
-        shift
-    done
-    printf '%s' "$value"
-}
-
-# new_run NAME: a folder under runs/ that no earlier run has used.
-new_run() {
-    local folder=$ROOT/runs/$1 number=1
-    while [[ -e $folder ]]; do
-        number=$((number + 1))
-        folder=$ROOT/runs/$1-$number
-    done
-    printf '%s' "$folder"
-}
-
-# choose_device RANKS: as many GPUs as ranks, or the CPU with one thread a rank.
-choose_device() {
-    local gpus
-    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-    if ((gpus >= $1)); then
-        say "Training on $1 of $gpus GPUs, over NCCL."
-        return
-    fi
-    say "Training on the CPU, over Gloo: $1 ranks, $gpus GPUs."
-    export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
-}
-
-# report SCRIPT LENGTH_FLAG CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on.
-report() {
-    say ""
-    say "Checkpoints: $3"
-    say "TensorBoard: $4"
-    say "Look at it:  $(dirname "$PYTHON")/tensorboard --logdir $4"
-    say "Train on:    bash $1 <the same arguments> --load $3 --save $3 --tensorboard-dir $4 $2 <more than before>"
-}
-
-# train_vgg RUN DEFAULTS... -- ARGUMENTS...: trains the VGG on as many ranks as the flags --tensor-model-parallel-size
-# and --pipeline-model-parallel-size among the arguments, or else the defaults, ask for.
-train_vgg() {
-    local run=$1 defaults=() ranks
-    shift
-    while [[ $1 != -- ]]; do
-        defaults+=("$1")
-        shift
-    done
-    shift
-    ranks=$(($(option --tensor-model-parallel-size 1 "${defaults[@]}" "$@") *
-        $(option --pipeline-model-parallel-size 1 "${defaults[@]}" "$@")))
-    choose_device "$ranks"
-    "$PYTHON" -m megasnn.process.torchrun --standalone --nproc-per-node "$ranks" "$ROOT/pretrain_vgg_dvs.py" \
-        "${defaults[@]}" \
-        --save "$run/checkpoints" \
-        --tensorboard-dir "$run/tensorboard" \
-        "$@"
 }

@@ -5,7 +5,7 @@
 #         --data-path "/data/imagenet/train-{00000..01023}.tar" --valid-data-path "/data/imagenet/val-{0000..0063}.tar"
 #
 # Submit it from the repository, with `.venv` made (`bash scripts/test.sh` does) or an environment with megasnn
-# active, and the repository on a file system that all nodes see. Arguments are passed on and win over those below.
+# active, and the repository on a file system that all nodes see. Arguments are passed on and win over the recipe.
 #SBATCH --job-name=spikformer
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -15,44 +15,14 @@
 #SBATCH --output=spikformer-%j.log
 set -euo pipefail
 # Slurm runs a copy of this file from its spool folder, so the repository is where the job was submitted.
-source "${SLURM_SUBMIT_DIR:?submit this script with sbatch}/scripts/_setup.sh"
+SCRIPT=${SLURM_SUBMIT_DIR:?submit this script with sbatch}/scripts/pretrain_spikformer_slurm.sh
+source "$(dirname "$SCRIPT")/_launch.sh"
 
 prepare_python
-RUN=$ROOT/runs/spikformer_slurm_$SLURM_JOB_ID
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / GPUS))}
-
-srun "$PYTHON" -m megasnn.process.torchrun \
-    --nnodes "$SLURM_NNODES" \
-    --nproc-per-node "$GPUS" \
-    --rdzv-id "$SLURM_JOB_ID" \
-    --rdzv-backend c10d \
-    --rdzv-endpoint "$HEAD:${MASTER_PORT:-29500}" \
-    "$ROOT/pretrain_spikformer.py" \
-    --tensor-model-parallel-size 2 \
-    --pipeline-model-parallel-size 2 \
-    --variant spikformer_s \
-    --image-size 224 \
-    --in-channels 3 \
-    --num-classes 1000 \
-    --time-steps 4 \
-    --precision bf16 \
-    --label-smoothing 0.1 \
-    --micro-batch-size 16 \
-    --global-batch-size 512 \
-    --train-samples 384000000 \
-    --lr 5e-4 \
-    --min-lr 1e-5 \
-    --lr-decay-style cosine \
-    --lr-warmup-fraction 0.05 \
-    --weight-decay 0.05 \
-    --log-interval 50 \
-    --eval-interval 2500 \
-    --save-interval 2500 \
-    --save "$RUN/checkpoints" \
-    --tensorboard-dir "$RUN/tensorboard" \
-    "$@"
-
-report "$ROOT/scripts/pretrain_spikformer_slurm.sh" --train-samples \
-    "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"
+START=(srun "$PYTHON" -m megasnn.process.torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$GPUS"
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${MASTER_PORT:-29500}")
+train "$ROOT/runs/spikformer_slurm_$SLURM_JOB_ID" spikformer/imagenet \
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --eval-interval 2500 --save-interval 2500 "$@"

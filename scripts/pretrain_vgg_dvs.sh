@@ -11,15 +11,12 @@
 #     bash scripts/pretrain_vgg_dvs.sh --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2
 set -euo pipefail
 SCRIPT=${BASH_SOURCE[0]}
-source "$(dirname "$SCRIPT")/_setup.sh"
+source "$(dirname "$SCRIPT")/_launch.sh"
 
 if [[ $(option --data-path sample "$@") != sample ]]; then
     exec bash "$(dirname "$SCRIPT")/pretrain_vgg_dvs_cifar10dvs.sh" --tensor-model-parallel-size 2 \
         --pipeline-model-parallel-size 1 "$@"
 fi
-prepare_python
-RUN=$(new_run vgg_dvs)
-train_vgg "$RUN" --tensor-model-parallel-size 2 "${EVENT_DIGITS[@]}" -- "$@"
-
-report "$SCRIPT" --train-iters \
-    "$(option --save "$RUN/checkpoints" "$@")" "$(option --tensorboard-dir "$RUN/tensorboard" "$@")"
+set -- --tensor-model-parallel-size 2 --save-interval 50 "$@"
+on_ranks_of "$@"
+train "$(new_run vgg_dvs)" vgg_dvs/digits "$@"

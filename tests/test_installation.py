@@ -1,15 +1,20 @@
-"""torch, torchvision and torchaudio in builds that do not fit: not needed by us, and told in a sentence."""
+"""torch, torchvision and torchaudio in builds that do not fit: not needed by us, and told in a sentence.
+
+Recipes, which are installed with the package."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from megasnn.models.table import MODELS
 from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.pretraining import pretrain
 from megasnn.process.installation import misfit
 from megasnn.process.launch import launch
 
@@ -46,6 +51,23 @@ def test_builds_that_do_not_fit_are_told_in_a_sentence(error, capsys) -> None:
     assert launch(PretrainVggDvsConfig, train, ["--train-iters", "1"]) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and str(error) in text and "torchvision" in text and "pip install" in text
+
+
+def test_recipes_are_installed_with_the_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    (pattern,) = settings["package-data"]["*"]
+    installed = {file for init in (ROOT / "megasnn").rglob("__init__.py") for file in init.parent.glob(pattern)}
+    recipes = {name: path for entry in MODELS.values() for name, path in entry.recipes.items()}
+    assert set(recipes.values()) == installed == set((ROOT / "megasnn").rglob("*.json"))
+    assert {"spikformer/cifar10", "vgg_dvs/cifar10dvs"} <= recipes.keys()
+
+
+def test_an_unknown_recipe_lists_those_there_are(capsys) -> None:
+    assert pretrain("spikformer", ["--config", "spikformer/cifar100", "--train-iters", "1"]) == 2
+    text = capsys.readouterr().err
+    assert "--config spikformer/cifar100 is neither" in text and "spikformer/cifar10, spikformer/digits" in text
+    assert pretrain("vgg_dvs", ["--config", "spikformer/cifar10", "--train-iters", "1"]) == 2
+    assert "recipes: vgg_dvs/cifar10dvs, vgg_dvs/digits" in capsys.readouterr().err
 
 
 def test_other_errors_pass() -> None:

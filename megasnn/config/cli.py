@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import fields, replace
-from types import NoneType, UnionType
+from dataclasses import fields
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from megasnn.config.defaults import defaults_of
 from megasnn.config.help import flag_groups
 
 Config = TypeVar("Config")
@@ -21,26 +22,33 @@ Result = TypeVar("Result")
 _registry = ConstructorRegistry()
 
 
-def parse(config_class: type[Config], argv: Sequence[str], console_outputs: bool = True) -> Config:
+def parse(
+    config_class: type[Config],
+    argv: Sequence[str],
+    console_outputs: bool = True,
+    recipes: Mapping[str, Path] = MappingProxyType({}),
+) -> Config:
     """The configuration that a command line describes; not yet validated.
 
-    A model variant's dimensions become the defaults, so flags win over them and ``--variant X --help``
-    shows them.
+    The values of the file that `--config` names, and a model variant's dimensions, become the defaults, so flags win
+    over them and ``--variant X --help`` shows them.
 
     Args:
         config_class: composes the parts; every field is a dataclass.
         argv: without the program's name.
         console_outputs: False keeps all ranks but one from printing the help or the error.
+        recipes: files that `--config` takes by a name.
     Raises:
         SystemExit: 0 after the help, 2 after an error in the command line.
+        ConfigError: the file of `--config` cannot be read, or is none of this configuration.
     """
     silence = io.StringIO()
-    defaults = _defaults(config_class, argv)
+    defaults = defaults_of(config_class, argv, recipes)
     with ExitStack() as stack:
         if not console_outputs:  # tyro's own option lets some errors through
             stack.enter_context(redirect_stdout(silence))
             stack.enter_context(redirect_stderr(silence))
-        given = command_line(flag_groups(defaults), argv, config=(tyro.conf.OmitArgPrefixes,))
+        given = command_line(flag_groups(defaults, recipes), argv, config=(tyro.conf.OmitArgPrefixes,))
     return _from_groups(defaults, given)
 
 
@@ -58,18 +66,6 @@ def subcommands(commands: dict[str, Callable[..., Result]], argv: Sequence[str] 
     """Runs one of the functions, by its name on the command line. Raises SystemExit as `command_line` does."""
     with _registry:
         return tyro.extras.subcommand_cli_from_dict(commands, description=description, args=argv)
-
-
-def _defaults(config_class: type[Config], argv: Sequence[str]) -> Config:
-    """The configuration without flags, except for the model's variant."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--variant", nargs="?")
-    variant = early.parse_known_args(list(argv))[0].variant
-    plain: Any = config_class()
-    try:
-        return replace(plain, model=type(plain.model)(variant=variant))
-    except (TypeError, ValueError):
-        return plain  # no variants, or an unknown one, which the full parser then reports
 
 
 def _from_groups(defaults: Config, given: Any) -> Config:

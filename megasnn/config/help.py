@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterable
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -31,13 +32,15 @@ RARELY_USED = {
 }
 
 
-def flag_groups(defaults: Any) -> type:
+def flag_groups(defaults: Any, recipes: Iterable[str] = ()) -> type:
     """A dataclass with a field for each group of flags, made for `tyro.cli`.
 
     Args:
         defaults: a configuration, whose parts are dataclasses; the flags take its values when they are not given.
+        recipes: names that `--config` takes.
     """
-    often, rarely = [], []
+    start = _group("configuration", [_config_flag(recipes)], "Values from a file; flags win over them.")
+    often, rarely = [("configuration", start, field(default_factory=start))], []
     for name in sorted((part.name for part in fields(defaults)), key=ORDER.index):
         part = getattr(defaults, name)
         flags = _flags(part)
@@ -52,6 +55,13 @@ def flag_groups(defaults: Any) -> type:
     return whole
 
 
+def _config_flag(recipes: Iterable[str]) -> tuple[str, Any, Any]:
+    text = "File to take values from: config.json of a run, or some of what stands in one"
+    if names := ", ".join(recipes):
+        text += f"; or the name of a recipe: {names}"
+    return "config", Annotated[str | None, tyro.conf.arg(help=f"{text}.")], None
+
+
 def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> type:
     group = make_dataclass(name, flags)
     group.__doc__ = text
@@ -64,6 +74,8 @@ def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     flags = []
     for entry in fields(part):
         hint, table = hints[entry.name], table_of(hints[entry.name])
+        if getattr(part, entry.name) is True:  # by a file, where the flag has no negative form: there it needs one
+            hint = bool
         text = " ".join(filter(None, (texts.get(entry.name), summaries(table) if table is not None else "")))
         flags.append((entry.name, Annotated[hint, tyro.conf.arg(help=text)], getattr(part, entry.name)))
     return flags

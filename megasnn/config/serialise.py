@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import shlex
 from dataclasses import asdict, fields, is_dataclass
 from types import NoneType, UnionType
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.names import table_of
+from megasnn.files.described import in_message
 
 Config = TypeVar("Config")
 
@@ -42,20 +44,25 @@ def from_json(config_class: type[Config], text: str) -> Config:
 
 def _build(config_class: type[Config], values: Any, place: str, problems: list[str]) -> Config:
     if not isinstance(values, dict):
-        problems.append(f"{place.rstrip('.') or 'the configuration'} must be a dictionary, got {values!r}")
+        problems.append(f"{place.rstrip('.') or 'the configuration'} must be a dictionary, got {reprlib.repr(values)}")
         values = {}
     hints = get_type_hints(config_class, include_extras=True)
     known: dict[str, Any] = {}
     for name, value in values.items():
         if name not in hints:
-            problems.append(f"unknown name {place}{name}")
+            problems.append(f"unknown name {place}{in_message(name)}")
         elif is_dataclass(hints[name]):
             known[name] = _build(hints[name], value, f"{place}{name}.", problems)
         elif _fits(hints[name], value):
-            known[name] = float(value) if hints[name] is float else value
+            known[name] = float(value) if type(value) is int and float in _members(hints[name]) else value
         else:
-            problems.append(f"{place}{name} ({flag(name)}) cannot be {value!r}")
+            problems.append(f"{place}{name} ({flag(name)}) cannot be {reprlib.repr(value)}")
     return config_class(**known)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows; of another type, the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -65,7 +72,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if get_origin(hint) is Annotated:
         return _fits(get_args(hint)[0], value)
     if get_origin(hint) in (Union, UnionType):
-        return any(_fits(member, value) for member in get_args(hint))
+        return any(_fits(member, value) for member in _members(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if hint is NoneType:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from megasnn.config.pretrain import ModelConfig, PretrainConfig
@@ -35,6 +37,13 @@ class ModelEntry(ABC, Generic[Dimensions]):
     @abstractmethod
     def describe(self, dimensions: Dimensions, neuron: NeuronSpec) -> ModelDescription:
         """The layers of a model with these dimensions and neurons."""
+
+    @property
+    def recipes(self) -> dict[str, Path]:
+        """Configurations for `--config` by name, "spikformer/cifar10": the files of the folder `recipes` beside the
+        class."""
+        folder = Path(inspect.getfile(type(self))).parent / "recipes"
+        return {f"{self.name}/{file.stem}": file for file in sorted(folder.glob("*.json"))}
 
     def dialects(self) -> Sequence[Dialect]:
         """The names that other programs have for the model's tensors."""

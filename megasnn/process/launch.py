@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from megasnn.config import ConfigError, PretrainConfig, parse, validate
@@ -22,12 +24,19 @@ OTHERS_SPEAK_S = 3.0
 Config = TypeVar("Config", bound=PretrainConfig)
 
 
-def launch(config_class: type[Config], train: Callable[[Config], int], argv: Sequence[str]) -> int:
+def launch(
+    config_class: type[Config],
+    train: Callable[[Config], int],
+    argv: Sequence[str],
+    recipes: Mapping[str, Path] = MappingProxyType({}),
+) -> int:
     """Parses and validates, then trains; the exit status, 2 for a configuration that cannot work.
 
     A mistake in the flags is told within a moment, by the first rank of each machine, since each machine is given a
     command line of its own; the others say that it does. `train` is where torch should be imported.
 
+    Args:
+        recipes: files that `--config` takes by a name.
     Raises:
         SystemExit: after the help.
     """
@@ -36,7 +45,7 @@ def launch(config_class: type[Config], train: Callable[[Config], int], argv: Seq
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     speaks = int(os.environ.get("LOCAL_RANK", rank)) == 0
     try:
-        config = parse(config_class, argv, console_outputs=speaks)
+        config = parse(config_class, argv, console_outputs=speaks, recipes=recipes)
         validate(config, world_size)
     except (SystemExit, ConfigError) as error:
         if isinstance(error, SystemExit) and not error.code:

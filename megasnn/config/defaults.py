@@ -1,0 +1,85 @@
+"""What a configuration holds where no flag says it: the defaults of its classes, and over them the values of files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megasnn.config.checks import ConfigError
+from megasnn.config.serialise import from_dict
+from megasnn.files.described import DescriptionError, FreeForm, described, in_message, open_regular, read_bounded
+
+Config = TypeVar("Config")
+Values = Mapping[str, Mapping[str, Any]]
+"""Values of fields by part and name, as `to_dict` gives them; not all of them need to be there."""
+
+LARGEST = 1 << 20
+_ADVICE = "correct the file, or give one that a run of this model wrote"
+_NOT_GIVEN = "(not given)"
+
+
+def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mapping[str, Path]) -> Config:
+    """The configuration without flags: the values of the file that `--config` names, and the dimensions of the variant
+    that `--variant` names, which replace those of the file.
+
+    Args:
+        recipes: files that `--config` takes by a name.
+    Raises:
+        ConfigError: the file of `--config` cannot be read, or holds what is no configuration of this class.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", nargs="?")
+    early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
+    flags = early.parse_known_args(list(argv))[0]
+    plain = config_class()
+    values: Values = {}
+    if not _is_none(flags.config):
+        values = _read(config_class, flags.config, recipes)
+    if flags.variant != _NOT_GIVEN:
+        values = _with_variant(plain, values, None if _is_none(flags.variant) else flags.variant)
+    return from_dict(config_class, values)
+
+
+def _is_none(text: str | None) -> bool:
+    return text is None or text.lower() == "none"
+
+
+def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> Values:
+    """The values in a file, all of which are fields of this configuration."""
+    path = recipes.get(name, Path(name))
+    shown = in_message(str(path))
+    try:
+        with open_regular(path) as stream:
+            content = read_bounded(stream, shown, LARGEST)
+        values = described(dict[str, FreeForm], content, shown, advice=_ADVICE)
+        from_dict(config_class, values)
+    except FileNotFoundError:
+        known = ", ".join(recipes) or "none"
+        raise ConfigError(
+            [f"--config {in_message(name)} is neither a file nor the name of a recipe of this model; recipes: {known}"]
+        ) from None
+    except DescriptionError as error:
+        raise ConfigError([f"--config {error}"]) from None
+    except ConfigError as error:
+        raise ConfigError(f"--config {shown}: {problem}; {_ADVICE}" for problem in error.problems) from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero in it
+        raise ConfigError([f"--config {shown} cannot be read: {error}"]) from None
+    return values
+
+
+def _with_variant(plain: Any, values: Values, variant: str | None) -> Values:
+    """Values in which the dimensions are those of a variant; unchanged where the model has no such variant, which the
+    reader of all flags then reports."""
+    model = type(plain.model)
+    try:
+        model(variant=variant)
+    except (TypeError, ValueError):
+        return values
+    given_by_variant = {
+        entry.name for entry in fields(model) if entry.default is None and getattr(plain.model, entry.name) is not None
+    }
+    kept = {name: value for name, value in values.get("model", {}).items() if name not in given_by_variant}
+    return {**values, "model": {**kept, "variant": variant}}

@@ -1,0 +1,88 @@
+# shellcheck shell=bash
+# Sourced by the pretrain scripts beside it, which set $SCRIPT, their own path. A script says how the ranks are started,
+# with `on_ranks` or `in_one_process`, and trains with `train`, as a recipe says: megasnn/models/<model>/recipes/<name>.json.
+
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+
+# on_ranks NUMBER: so many ranks on this machine.
+on_ranks() {
+    prepare_python
+    choose_device "$1"
+    START=("$PYTHON" -m megasnn.process.torchrun --standalone --nproc-per-node "$1")
+}
+
+# on_ranks_of FLAGS...: as many ranks as the flags for tensor and pipeline parallelism ask for.
+on_ranks_of() {
+    local ranks
+    ranks=$(($(option --tensor-model-parallel-size 1 "$@") * $(option --pipeline-model-parallel-size 1 "$@")))
+    on_ranks "$ranks"
+}
+
+in_one_process() {
+    prepare_python
+    START=("$PYTHON")
+}
+
+# train RUN MODEL/RECIPE FLAGS...: trains in the folder RUN. Flags win over the recipe, and later ones over earlier ones.
+train() {
+    local run=$1 recipe=$2 length=--train-iters
+    shift 2
+    "${START[@]}" "$ROOT/pretrain_${recipe%%/*}.py" \
+        --config "$recipe" \
+        --save "$run/checkpoints" \
+        --tensorboard-dir "$run/tensorboard" \
+        "$@"
+    if grep -q train_samples "$ROOT/megasnn/models/${recipe/\//\/recipes\/}.json"; then length=--train-samples; fi
+    report "$length" "$(option --save "$run/checkpoints" "$@")" "$(option --tensorboard-dir "$run/tensorboard" "$@")"
+}
+
+# ask_for_data NAME FLAGS: says which flags name the data, and ends the script.
+ask_for_data() {
+    say "Say where $1 is: bash $SCRIPT $2"
+    exit 2
+}
+
+# option NAME DEFAULT ARGUMENTS...: the value of the last `NAME value` or `NAME=value` among the arguments.
+option() {
+    local name=$1 value=$2
+    shift 2
+    while [[ $# -gt 0 ]]; do
+        case $1 in
+            "$name") value=${2-} ;;
+            "$name"=*) value=${1#*=} ;;
+        esac
+        shift
+    done
+    printf '%s' "$value"
+}
+
+# new_run NAME: a folder under runs/ that no earlier run has used.
+new_run() {
+    local folder=$ROOT/runs/$1 number=1
+    while [[ -e $folder ]]; do
+        number=$((number + 1))
+        folder=$ROOT/runs/$1-$number
+    done
+    printf '%s' "$folder"
+}
+
+# choose_device RANKS: as many GPUs as ranks, or the CPU with one thread a rank.
+choose_device() {
+    local gpus
+    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+    if ((gpus >= $1)); then
+        say "Training on $1 of $gpus GPUs, over NCCL."
+        return
+    fi
+    say "Training on the CPU, over Gloo: $1 ranks, $gpus GPUs."
+    export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
+}
+
+# report LENGTH_FLAG CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on.
+report() {
+    say ""
+    say "Checkpoints: $2"
+    say "TensorBoard: $3"
+    say "Look at it:  $(dirname "$PYTHON")/tensorboard --logdir $3"
+    say "Train on:    bash $SCRIPT <the same arguments> --load $2 --save $2 --tensorboard-dir $3 $1 <more than before>"
+}

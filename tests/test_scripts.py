@@ -1,0 +1,149 @@
+"""The launch scripts: each starts its program with the flags of its recipe, and what a user adds wins.
+
+The scripts run with a `python` that prints its arguments, in place of one that trains.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megasnn.config import PretrainConfig, parse, validate
+from megasnn.models.table import MODELS
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = {
+    "python": 'case $1 in -P) ;; -c) echo 0 ;; *) printf "%s\\n" "$@" ;; esac',
+    "srun": 'exec "$@"',
+    "scontrol": "echo node0",
+}
+SLURM = {
+    "SLURM_SUBMIT_DIR": str(ROOT),
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node[0-1]",
+    "SLURM_NNODES": "2",
+    "SLURM_CPUS_PER_TASK": "64",
+}
+DATA = "--data-path d --valid-data-path v"
+TP2 = "--tensor-model-parallel-size 2"
+TP2_PP2 = f"{TP2} --pipeline-model-parallel-size 2"
+DIGITS = (
+    "--data-path sample --image-size 16 --in-channels 1 --num-classes 10 --patch-size 4 --embed-dim 64 --depth 2 "
+    "--num-heads 4 --time-steps 4 --micro-batch-size 16 --global-batch-size 64 --train-iters 200 --lr 3e-3 "
+    "--lr-decay-style cosine --lr-warmup-iters 10 --log-interval 10 --eval-interval 50 --save-interval 50"
+)
+EVENT_DIGITS = (
+    "--data-path sample --channels 16,P,32,P,64,P --image-size 32 --time-steps 6 --num-classes 10 --dropout 0.1 "
+    "--micro-batch-size 16 --global-batch-size 32 --train-iters 200 --lr 3e-3 --lr-decay-style cosine "
+    "--lr-warmup-iters 10 --log-interval 10 --eval-interval 50 --save-interval 50"
+)
+CIFAR10 = (
+    "--variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 --augment cifar "
+    "--label-smoothing 0.1 --micro-batch-size 16 --global-batch-size 128 --train-samples 15000000 --lr 1e-3 "
+    "--min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.06 --log-interval 10 "
+    "--eval-interval 400 --save-interval 400"
+)
+IMAGENET = (
+    "--variant spikformer_s --image-size 224 --in-channels 3 --num-classes 1000 --time-steps 4 --precision bf16 "
+    "--label-smoothing 0.1 --micro-batch-size 16 --global-batch-size 512 --train-samples 384000000 --lr 5e-4 "
+    "--min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.05 --log-interval 50 "
+    "--eval-interval 2500 --save-interval 2500"
+)
+CIFAR10_DVS = (
+    "--channels 64,128,P,256,256,P,512,512,P,512,512,P --image-size 48 --time-steps 10 --num-classes 10 "
+    "--dropout 0.25 --augment dvs --loss tet --tet-lambda 1e-3 --micro-batch-size 16 --global-batch-size 128 "
+    "--train-samples 2700000 --lr 1e-3 --lr-decay-style cosine --weight-decay 5e-4 --log-interval 10 "
+    "--save-interval 700"
+)
+NMNIST = (
+    "--channels 16,P,32,P,64,P --image-size 34 --time-steps 6 --split-by time --num-classes 10 --dropout 0.25 "
+    "--loss tet --micro-batch-size 25 --global-batch-size 50 --train-samples 15000 --lr 3e-3 --lr-decay-style cosine "
+    "--lr-warmup-iters 20 --weight-decay 0.05 --log-interval 20 --eval-interval 60 --save-interval 100"
+)
+# Script, arguments, ranks on a machine (0: no torchrun), folder of the run, flags that it stands for.
+SCRIPTS = [
+    ("spikformer_single", "", 0, "spikformer_single", DIGITS),
+    ("spikformer_tp2_pp2", "", 4, "spikformer_tp2_pp2", f"{TP2_PP2} {DIGITS}"),
+    ("spikformer_tp2_pp2", "--lr 2e-3 --depth=1", 4, "spikformer_tp2_pp2", f"{TP2_PP2} {DIGITS}"),
+    ("spikformer_cifar10", DATA, 4, "spikformer_cifar10", f"{TP2_PP2} {CIFAR10}"),
+    ("spikformer_slurm", DATA, 8, "spikformer_slurm_7", f"{TP2_PP2} {IMAGENET}"),
+    ("vgg_dvs", "", 2, "vgg_dvs", f"{TP2} {EVENT_DIGITS}"),
+    ("vgg_dvs", "--tensor-model-parallel-size 1", 1, "vgg_dvs", f"{TP2} {EVENT_DIGITS}"),
+    ("vgg_dvs", "--data-path d", 2, "vgg_dvs_cifar10dvs", f"{TP2} {CIFAR10_DVS}"),
+    ("vgg_dvs_tp2_pp2", "--pipeline-model-parallel-size=3", 6, "vgg_dvs_tp2_pp2", f"{TP2_PP2} {EVENT_DIGITS}"),
+    ("vgg_dvs_cifar10dvs", "--data-path d", 4, "vgg_dvs_cifar10dvs", f"{TP2_PP2} {CIFAR10_DVS}"),
+    ("vgg_dvs_cifar10dvs", DATA, 4, "vgg_dvs_cifar10dvs", f"{TP2_PP2} {CIFAR10_DVS} --eval-interval 700"),
+    ("vgg_dvs_nmnist", DATA, 2, "vgg_dvs_nmnist", f"{TP2} {NMNIST}"),
+]
+
+
+class Started(NamedTuple):
+    status: int
+    words: list[str]
+    said: str
+
+
+def start(folder: Path, script: str, arguments: str) -> Started:
+    """What the script starts, and what it says."""
+    for name, text in PROGRAMS.items():
+        program = folder / name
+        program.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        program.chmod(0o755)
+    path = ROOT / "scripts" / f"pretrain_{script}.sh"
+    environment = os.environ | SLURM | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("SLURM_GPUS_ON_NODE", None)
+    run = ["bash", str(path), *arguments.split()]
+    ended = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60)
+    return Started(ended.returncode, ended.stdout.splitlines(), ended.stderr)
+
+
+def configuration(model: str, words: list[str]) -> PretrainConfig:
+    entry = MODELS[model]
+    return parse(entry.config, words, recipes=entry.recipes)
+
+
+@pytest.mark.parametrize(("script", "arguments", "ranks", "run", "flags"), SCRIPTS)
+def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks, run, flags, tmp_path) -> None:
+    started = start(tmp_path, script, arguments)
+    assert started.status == 0, started.said
+    model = "vgg_dvs" if script.startswith("vgg") else "spikformer"
+    place = started.words.index(str(ROOT / f"pretrain_{model}.py"))
+    starter, given = started.words[:place], started.words[place + 1 :]
+    assert starter[:2] == (["-m", "megasnn.process.torchrun"] if ranks else [])
+    assert not ranks or starter[starter.index("--nproc-per-node") + 1] == str(ranks)
+    found = configuration(model, given)
+    folder = Path(str(found.checkpoint.save)).parent
+    assert folder.parent == ROOT / "runs" and folder.name.startswith(run)  # a number follows where it is there already
+    places = ["--save", str(folder / "checkpoints"), "--tensorboard-dir", str(folder / "tensorboard")]
+    assert found == configuration(model, [*flags.split(), *places, *arguments.split()])
+    length = "--train-samples" if "--train-samples" in flags else "--train-iters"
+    assert f"--load {folder}/checkpoints --save {folder}/checkpoints" in started.said
+    assert f"{length} <more than before>" in started.said
+    assert f"pretrain_{run.removesuffix('_7')}.sh <the same arguments>" in started.said
+
+
+def test_slurm_names_the_nodes(tmp_path) -> None:
+    words = start(tmp_path, "spikformer_slurm", DATA).words
+    assert words[2:8] == ["--nnodes", "2", "--nproc-per-node", "8", "--rdzv-id", "7"]
+    assert words[8:12] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [("spikformer_cifar10", ""), ("vgg_dvs_cifar10dvs", ""), ("vgg_dvs_nmnist", "--data-path d")],
+)
+def test_a_script_asks_for_its_data(script, arguments, tmp_path) -> None:
+    started = start(tmp_path, script, arguments)
+    assert (started.status, started.words) == (2, []) and "--valid-data-path" in started.said
+
+
+@pytest.mark.parametrize("name", [name for entry in MODELS.values() for name in entry.recipes])
+def test_a_recipe_is_complete(name) -> None:
+    """It trains on one rank, with nothing but data."""
+    model = name.partition("/")[0]
+    data = [] if name.endswith("/digits") else ["--data-path", "d"]
+    validate(configuration(model, ["--config", name, *data]), 1)
