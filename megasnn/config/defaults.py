@@ -40,7 +40,7 @@ def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mappin
         values = _read(config_class, flags.config, recipes)
     if flags.variant != _NOT_GIVEN:
         values = _with_variant(plain, values, None if _is_none(flags.variant) else flags.variant)
-    return from_dict(config_class, values)
+    return from_dict(config_class, dict(values))
 
 
 def _is_none(text: str | None) -> bool:
