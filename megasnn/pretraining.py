@@ -58,7 +58,10 @@ def configuration(entry: ModelEntry[Any], argv: Sequence[str], console_outputs: 
 def _saved_model(entry: ModelEntry[Any], options: CheckpointConfig) -> Values:
     """Dimensions and neuron of the checkpoint to load; empty where it does not say them, or there is none of this
     model. What is wrong with a checkpoint is told when it is loaded."""
-    found = first_legible(Path(options.load), options.ckpt_step) if options.load else None
+    try:
+        found = first_legible(Path(options.load), options.ckpt_step) if options.load else None
+    except OSError:  # a folder that may not be read, a name that is too long
+        return {}
     if found is None or found.config is None or saved_model_name(found) not in (None, entry.name):
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}

@@ -86,7 +86,7 @@ def test_a_folder_without_a_checkpoint_of_this_model_changes_nothing(tmp_path, c
     save_global_tensors(tmp_path / "weights", {}, model="spikformer")
     (tmp_path / "damaged" / "iter_0000001").mkdir(parents=True)
     (tmp_path / "damaged" / "iter_0000001" / "metadata.json").write_text("{}")
-    for name in ("absent", "vgg", "weights", "damaged"):
+    for name in ("absent", "vgg", "weights", "damaged", "a" * 5000, "a\0b"):
         found = read("--load", str(tmp_path / name))
         assert (found.model, found.neuron) == (SPIKFORMER.config().model, SPIKFORMER.config().neuron)
     assert capsys.readouterr().out == ""
