@@ -5,12 +5,11 @@ The names below are loaded when they are first used, so that what needs no torch
 
 from __future__ import annotations
 
-import ast
-import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # where each name comes from, for type checkers and for `_MODULE`
+from megasnn.lazy import lazy_names
+
+if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
     from megasnn.checkpoint import CheckpointError as CheckpointError
     from megasnn.checkpoint import load_checkpoint as load_checkpoint
     from megasnn.checkpoint import load_global_tensors as load_global_tensors
@@ -49,22 +48,4 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `_MOD
 
 __version__ = "0.1.0"
 
-# The imports above, read as text: name -> module.
-_MODULE = {
-    alias.name: node.module
-    for node in ast.walk(ast.parse(Path(__file__).read_text()))
-    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("megasnn.")
-    for alias in node.names
-}
-__all__ = sorted(_MODULE)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE:
-        raise AttributeError(f"module 'megasnn' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULE[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

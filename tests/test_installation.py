@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megasnn.config import parse
 from megasnn.models.table import MODELS
 from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
 from megasnn.pretraining import pretrain
@@ -48,7 +49,7 @@ def test_builds_that_do_not_fit_are_told_in_a_sentence(error, capsys) -> None:
     def train(config: PretrainVggDvsConfig) -> int:
         raise error
 
-    assert launch(PretrainVggDvsConfig, train, ["--train-iters", "1"]) == 1
+    assert launch(lambda speaks: parse(PretrainVggDvsConfig, ["--train-iters", "1"], speaks), train) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and str(error) in text and "torchvision" in text and "pip install" in text
 

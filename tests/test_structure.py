@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["table"],
+    ["table", "lazy"],
     ["files", "grid", "batching", "random", "losses", "non_finite", "optimizers", "telemetry"],
     ["schedule", "augment"],
     ["cache"],

@@ -9,7 +9,16 @@ from megasnn.config.neuron import NeuronConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.pretrain import LayerName, ModelConfig, PretrainConfig
-from megasnn.config.serialise import changed_flags, comparable_flags, describe, from_dict, from_json, to_dict, to_json
+from megasnn.config.serialise import (
+    changed_flags,
+    comparable_flags,
+    describe,
+    flags_between,
+    from_dict,
+    from_json,
+    to_dict,
+    to_json,
+)
 from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import validate
 
@@ -28,6 +37,7 @@ __all__ = [
     "changed_flags",
     "comparable_flags",
     "describe",
+    "flags_between",
     "from_dict",
     "from_json",
     "parse",

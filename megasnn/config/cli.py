@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from megasnn.config.defaults import defaults_of
+from megasnn.config.defaults import Values, defaults_of
 from megasnn.config.help import flag_groups
 
 Config = TypeVar("Config")
@@ -27,6 +27,7 @@ def parse(
     argv: Sequence[str],
     console_outputs: bool = True,
     recipes: Mapping[str, Path] = MappingProxyType({}),
+    saved: Values = MappingProxyType({}),
 ) -> Config:
     """The configuration that a command line describes; not yet validated.
 
@@ -38,12 +39,13 @@ def parse(
         argv: without the program's name.
         console_outputs: False keeps all ranks but one from printing the help or the error.
         recipes: files that `--config` takes by a name.
+        saved: values that hold where neither a flag nor the file of `--config` gives one.
     Raises:
         SystemExit: 0 after the help, 2 after an error in the command line.
         ConfigError: the file of `--config` cannot be read, or is none of this configuration.
     """
     silence = io.StringIO()
-    defaults = defaults_of(config_class, argv, recipes)
+    defaults = defaults_of(config_class, argv, recipes, saved)
     with ExitStack() as stack:
         if not console_outputs:  # tyro's own option lets some errors through
             stack.enter_context(redirect_stdout(silence))

@@ -21,12 +21,13 @@ _ADVICE = "correct the file, or give one that a run of this model wrote"
 _NOT_GIVEN = "(not given)"
 
 
-def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mapping[str, Path]) -> Config:
+def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mapping[str, Path], saved: Values) -> Config:
     """The configuration without flags: the values of the file that `--config` names, and the dimensions of the variant
     that `--variant` names, which replace those of the file.
 
     Args:
         recipes: files that `--config` takes by a name.
+        saved: values that the file of `--config`, its variant included, replaces.
     Raises:
         ConfigError: the file of `--config` cannot be read, or holds what is no configuration of this class.
     """
@@ -35,9 +36,12 @@ def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mappin
     early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
     flags = early.parse_known_args(list(argv))[0]
     plain = config_class()
-    values: Values = {}
+    values: dict[str, Any] = dict(saved)
     if not _is_none(flags.config):
-        values = _read(config_class, flags.config, recipes)
+        given = _read(config_class, flags.config, recipes)
+        if "variant" in given.get("model", {}):
+            values = _with_variant(plain, values, given["model"]["variant"])
+        values = {part: {**values.get(part, {}), **given.get(part, {})} for part in {**values, **given}}
     if flags.variant != _NOT_GIVEN:
         values = _with_variant(plain, values, None if _is_none(flags.variant) else flags.variant)
     return from_dict(config_class, dict(values))
@@ -47,7 +51,7 @@ def _is_none(text: str | None) -> bool:
     return text is None or text.lower() == "none"
 
 
-def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> Values:
+def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> dict[str, Any]:
     """The values in a file, all of which are fields of this configuration."""
     path = recipes.get(name, Path(name))
     shown = in_message(str(path))
@@ -70,7 +74,7 @@ def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> Va
     return values
 
 
-def _with_variant(plain: Any, values: Values, variant: str | None) -> Values:
+def _with_variant(plain: Any, values: dict[str, Any], variant: str | None) -> dict[str, Any]:
     """Values in which the dimensions are those of a variant; unchanged where the model has no such variant, which the
     reader of all flags then reports."""
     model = type(plain.model)

@@ -99,15 +99,21 @@ def describe(config: Any) -> str:
 def changed_flags(config: Any) -> dict[str, list[str]]:
     """The flags of each part that differ from their defaults, as a command line gives them; parts without any are
     left out."""
-    changed: dict[str, list[str]] = {}
-    for part in fields(config):
-        values = getattr(config, part.name)
-        defaults = _defaults_of(values)
-        for entry in fields(values):
-            value = getattr(values, entry.name)
-            if value != getattr(defaults, entry.name):
-                changed.setdefault(part.name, []).append(_as_flag(entry.name, value))
-    return changed
+    parts = {part.name: getattr(config, part.name) for part in fields(config)}
+    changed = {name: _differing(_defaults_of(values), values) for name, values in parts.items()}
+    return {name: flags for name, flags in changed.items() if flags}
+
+
+def flags_between(before: Any, after: Any) -> list[str]:
+    """The flags that make one configuration of another of the same class, as a command line gives them."""
+    return [
+        each for part in fields(after) for each in _differing(getattr(before, part.name), getattr(after, part.name))
+    ]
+
+
+def _differing(before: Any, after: Any) -> list[str]:
+    names = [entry.name for entry in fields(after) if getattr(before, entry.name) != getattr(after, entry.name)]
+    return [_as_flag(name, getattr(after, name)) for name in names]
 
 
 def comparable_flags(config: Any) -> dict[str, bool | int | float | str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from megasnn.checkpoint.description import Metadata
 from megasnn.models import spikformer, vgg_dvs
 from megasnn.models.entry import ModelEntry
 from megasnn.table import Table
@@ -18,3 +19,11 @@ def guess_model(tensors: Collection[str]) -> ModelEntry[Any] | None:
     For files of weights, which do not say of which model they are, and for checkpoints from before they said it.
     """
     return next((entry for entry in MODELS.values() if entry.marker in tensors), None)
+
+
+def saved_model_name(metadata: Metadata) -> str | None:
+    """Name of the model that a checkpoint is of, known by its tensors where it does not say it; None where unknown."""
+    if metadata.model is not None:
+        return metadata.model
+    guess = guess_model(metadata.tensors)
+    return None if guess is None else guess.name

@@ -8,12 +8,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import TypeVar
 
-from megasnn.config import ConfigError, PretrainConfig, parse, validate
+from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.process.installation import misfit
 from megasnn.process.terminal import keep_going
 from megasnn.process.torchrun import tell_torchrun
@@ -24,19 +22,15 @@ OTHERS_SPEAK_S = 3.0
 Config = TypeVar("Config", bound=PretrainConfig)
 
 
-def launch(
-    config_class: type[Config],
-    train: Callable[[Config], int],
-    argv: Sequence[str],
-    recipes: Mapping[str, Path] = MappingProxyType({}),
-) -> int:
-    """Parses and validates, then trains; the exit status, 2 for a configuration that cannot work.
+def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> int:
+    """Reads the configuration and validates it, then trains; the exit status, 2 for one that cannot work.
 
     A mistake in the flags is told within a moment, by the first rank of each machine, since each machine is given a
-    command line of its own; the others say that it does. `train` is where torch should be imported.
+    command line of its own; the others say that it does.
 
     Args:
-        recipes: files that `--config` takes by a name.
+        read: makes the configuration of a command line; told whether this rank may print the help or an error.
+        train: where torch should be imported.
     Raises:
         SystemExit: after the help.
     """
@@ -45,7 +39,7 @@ def launch(
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     speaks = int(os.environ.get("LOCAL_RANK", rank)) == 0
     try:
-        config = parse(config_class, argv, console_outputs=speaks, recipes=recipes)
+        config = read(speaks)
         validate(config, world_size)
     except (SystemExit, ConfigError) as error:
         if isinstance(error, SystemExit) and not error.code:

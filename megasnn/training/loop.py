@@ -60,7 +60,7 @@ class TrainingRun:
         self.config, self.state = config, state
         self.iteration = self.consumed_samples = 0
         self._started = time.monotonic()
-        refuse_other_model(config.checkpoint, entry.name, state)
+        refuse_other_model(config, entry.name, state)
         model, training, parallel = entry.describe(config.model, neuron_spec(config)), config.training, config.parallel
         with placed("while opening the data"):
             self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)

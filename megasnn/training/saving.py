@@ -10,17 +10,23 @@ from typing import Any
 import torch
 
 from megasnn import checkpoint
-from megasnn.config import CheckpointConfig, PretrainConfig, to_dict
+from megasnn.checkpoint.agreement import all_do
+from megasnn.checkpoint.compare import config_differences
+from megasnn.checkpoint.errors import raise_problems
+from megasnn.config import PretrainConfig, to_dict
 from megasnn.config.checks import flag
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.losses import LOSSES
 from megasnn.models.entry import ModelEntry
-from megasnn.models.table import guess_model
+from megasnn.models.table import saved_model_name
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
 from megasnn.sharding import ShardedTensor
+
+Identity = dict[str, dict[str, object]]
+"""What makes two models the same, as `_identity` gives it."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +43,33 @@ class StartingPoint:
 
 
 @placed("while looking at the checkpoint of --load")
-def refuse_other_model(options: CheckpointConfig, model: str, state: ParallelState) -> None:
-    """Raises CheckpointError on every rank when --load names a checkpoint of another model, --finetune or not.
+def refuse_other_model(config: PretrainConfig, model: str, state: ParallelState) -> None:
+    """Raises CheckpointError on every rank when --load names a checkpoint of another model, --finetune or not, or one
+    of other dimensions or another neuron that is to be continued.
 
     Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
     """
+    options, identity = config.checkpoint, _identity(config)
 
-    def refuse() -> None:
+    def refuse() -> Identity:
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
-            return
-        saved = metadata.model
-        if saved is None and (guess := guess_model(metadata.tensors)) is not None:
-            saved = guess.name
+            return identity
+        saved = saved_model_name(metadata)
         if saved not in (None, model):
             raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
+        if metadata.config is not None and not options.finetune:
+            title = f"the checkpoint of --load {options.load} does not fit this run:"
+            raise_problems(title, config_differences(metadata.config, identity))
+        return identity
 
-    if options.load:
-        checkpoint.first_decides(state.world.handle, refuse)
+    if options.load:  # each rank has taken from it what no flag gives
+        of_first = checkpoint.first_decides(state.world.handle, refuse)
+
+        def compare() -> None:
+            raise_problems(f"rank {state.rank}", config_differences(of_first, identity))
+
+        all_do(state.world.handle, compare, f"not all ranks see the same checkpoint in --load {options.load}:")
 
 
 class Saves:
@@ -266,7 +281,7 @@ def _recipe(config: PretrainConfig) -> dict[str, object]:
     return flags | {flag(name): getattr(training, name) for name in LOSSES[training.loss].flags}
 
 
-def _identity(config: PretrainConfig) -> dict[str, dict[str, object]]:
+def _identity(config: PretrainConfig) -> Identity:
     """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
     neuron, whatever its backend."""
     dimensions: Any = config.model

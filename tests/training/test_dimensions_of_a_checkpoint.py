@@ -1,0 +1,140 @@
+"""`--load` without dimensions takes the model's and the neuron from the checkpoint, before torch is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasnn.checkpoint import find_checkpoint, save_global_tensors
+from megasnn.config import ConfigError, PretrainConfig, to_json, validate
+from megasnn.models.table import MODELS
+from megasnn.pretraining import configuration
+from tests.convert.saved import MODELS as SAVED
+from tests.convert.saved import save_whole
+from tests.training.runs import TINY, train
+from tests.training.test_other_model import AGES, refuses
+
+ROOT = Path(__file__).parents[2]
+SPIKFORMER = MODELS["spikformer"]
+DIMENSIONS = TINY[: TINY.index("--micro-batch-size")]
+NEURON = ["--neuron", "if", "--v-reset", "none"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    train(str(folder / "cache"), *NEURON, "--train-iters", "1", "--save", str(folder / "saved"))
+    return folder / "saved"
+
+
+def read(*flags: str, model: str = "spikformer") -> PretrainConfig:
+    return configuration(MODELS[model], ["--train-iters", "2", *flags])
+
+
+def same_model(found: PretrainConfig, *flags: str) -> bool:
+    wanted = read(*DIMENSIONS, *flags)
+    return (found.model, found.neuron) == (wanted.model, wanted.neuron)
+
+
+@pytest.mark.parametrize("more", [[], ["--finetune"], ["--ckpt-step", "1"]])
+def test_what_no_flag_gives_is_the_checkpoints(run, more, capsys) -> None:
+    found = read("--load", str(run), *more)
+    assert same_model(found, *NEURON) and found.training.micro_batch_size == 8
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"--load {run} gives --embed-dim 32 --depth 1 ")
+    assert "--time-steps 2" in line and line.endswith("--neuron if --v-reset none")
+    validate(found, 1)
+
+
+def test_nothing_is_said_where_flags_give_all_of_it(run, capsys) -> None:
+    assert same_model(read("--load", str(run), *DIMENSIONS, *NEURON), *NEURON)
+    assert capsys.readouterr().out == ""
+
+
+def test_other_ranks_take_it_too_and_keep_quiet(run, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert same_model(read("--load", str(run)), *NEURON)
+    assert capsys.readouterr().out == ""
+
+
+def test_flags_variants_and_files_win(run, tmp_path) -> None:
+    assert read("--load", str(run), "--depth", "3").model.depth == 3
+    assert read("--load", str(run), "--finetune", "--reset-head", "--num-classes", "7").model.num_classes == 7
+    named = read("--load", str(run), "--variant", "spikformer_ti").model
+    assert (named.embed_dim, named.depth, named.time_steps) == (256, 4, 2)
+    assert read("--load", str(run), "--config", "spikformer/digits").model.embed_dim == 64
+    assert read("--load", str(run), "--config", "spikformer/cifar10").model.depth == 4
+    whole = tmp_path / "config.json"
+    whole.write_text(to_json(read("--load", "absent")))
+    assert read("--config", str(whole), "--load", str(run)).model == SPIKFORMER.config().model
+    assert same_model(read("--config", "none", "--load", str(run)), *NEURON)
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_of_a_checkpoint_of_any_age(tmp_path, age) -> None:
+    train(str(tmp_path / "cache"), "--train-iters", "1", "--save", str(tmp_path / "run"))
+    AGES[age](find_checkpoint(tmp_path / "run", None))
+    assert same_model(read("--load", str(tmp_path / "run")))
+
+
+def test_a_folder_without_a_checkpoint_of_this_model_changes_nothing(tmp_path, capsys) -> None:
+    save_whole(tmp_path / "vgg", SAVED["vgg"])
+    save_global_tensors(tmp_path / "weights", {}, model="spikformer")
+    (tmp_path / "damaged" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "damaged" / "iter_0000001" / "metadata.json").write_text("{}")
+    for name in ("absent", "vgg", "weights", "damaged", "a" * 5000, "a\0b"):
+        found = read("--load", str(tmp_path / name))
+        assert (found.model, found.neuron) == (SPIKFORMER.config().model, SPIKFORMER.config().neuron)
+    assert capsys.readouterr().out == ""
+    assert read("--load", str(tmp_path / "vgg"), model="vgg_dvs").model != MODELS["vgg_dvs"].config().model
+
+
+def test_what_cannot_be_is_refused_as_a_flag_would_be(tmp_path) -> None:
+    config = {"model": {"depth": 10**15}, "neuron": {"tau": 0.5}}
+    save_global_tensors(tmp_path, {}, model="spikformer", config=config)
+    with pytest.raises(ConfigError, match="--depth 1000000000000000(.|\n)*--tau must be greater than 1, got 0.5"):
+        validate(read("--load", str(tmp_path)), 1)
+
+
+def test_flags_that_differ_are_refused_before_anything_is_built(run, tmp_path) -> None:
+    error = refuses(str(tmp_path), "--load", str(run), "--embed-dim", "64", *NEURON[:2])
+    assert error.splitlines() == [
+        f"the checkpoint of --load {run} does not fit this run:",
+        "  model.embed_dim: saved 32, now 64",
+        "  neuron.v_reset: saved None, now 0.0",
+    ]
+
+
+def other_on_one_rank(cache: str, folder: str) -> str:
+    more = ["--depth", "2"] if torch.distributed.get_rank() else []
+    return refuses(cache, "--load", folder, *NEURON, *more)
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(ranks, run, tmp_path) -> None:
+    errors = ranks(2, other_on_one_rank, str(tmp_path), str(run))
+    assert errors[0] == errors[1] and errors[0].startswith("not all ranks see the same checkpoint in --load")
+    assert "rank 1" in errors[0] and "model.depth: saved 1, now 2" in errors[0]
+
+
+def test_it_is_read_without_torch(run) -> None:
+    program = (
+        "import sys; from megasnn.models.table import MODELS; from megasnn.pretraining import configuration as read; "
+        "print(read(MODELS['spikformer'], sys.argv[1:]).model.embed_dim, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "--load", str(run)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "32 False"
+
+
+def test_a_run_goes_on_with_it(run, tmp_path) -> None:
+    program = [sys.executable, "pretrain_spikformer.py", "--load", str(run), "--train-iters", "2", "--eval-iters", "0"]
+    more = ["--micro-batch-size", "4", "--global-batch-size", "10", "--num-workers", "0"]
+    ended = subprocess.run([*program, *more], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert f"--load {run} gives --embed-dim 32" in ended.stdout and "continuing at iteration 1" in ended.stdout
