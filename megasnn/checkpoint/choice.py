@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasnn.checkpoint.description import METADATA, Metadata, read_metadata, serial_of
-from megasnn.checkpoint.errors import CheckpointError, DamagedError, NoCheckpointError
 from megasnn.checkpoint.folder import LATEST, checkpoints, read_latest
 from megasnn.files.described import DescriptionError
+from megasnn.files.problems import CheckpointError, DamagedError, NoCheckpointError
 
 
 @dataclass(frozen=True)

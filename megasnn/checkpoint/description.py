@@ -12,7 +12,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, with_config
 
-from megasnn.checkpoint.errors import CheckpointError, DamagedError
 from megasnn.files.described import (
     STRICT,
     Count,
@@ -27,6 +26,7 @@ from megasnn.files.described import (
     open_within,
     read_bounded,
 )
+from megasnn.files.problems import CheckpointError, DamagedError
 
 METADATA = "metadata.json"
 FORMAT = 3

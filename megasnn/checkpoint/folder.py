@@ -22,12 +22,12 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasnn.checkpoint.description import LAST_SERIAL, METADATA, Metadata, read_metadata, serial_of, to_text
-from megasnn.checkpoint.errors import DamagedError
 from megasnn.files.described import DescriptionError, open_within
+from megasnn.files.problems import CheckpointError, DamagedError
 
 LATEST = "latest_checkpointed_iteration.txt"
 _STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})(\.replaced\.tmp)?")
@@ -190,3 +190,56 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a folder stay.
+
+    Attributes:
+        last: how many of those saved last stay; None keeps all.
+        every: those of iterations divisible by this stay as well.
+        others: checkpoints up to this serial are of another run, and stay.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    others: int = 0
+
+
+def superfluous(folder: Path, retention: Retention) -> list[Path]:
+    """The checkpoints that may go, the oldest first.
+
+    Only complete ones count, and only they go: one with missing or cut files does not push out one that is intact.
+    """
+    if retention.last is None:
+        return []
+    serials = {step: serial for step, serial in _serials(folder) if serial > retention.others}
+    oldest_first = sorted(serials, key=lambda step: (serials[step], step))
+    found = checkpoints(folder)
+    return [
+        found[step]
+        for step in oldest_first[: -retention.last]
+        if retention.every is None or step % retention.every != 0
+    ]
+
+
+def prune(folder: Path, retention: Retention) -> list[Path]:
+    """Removes what is superfluous, except what somebody is reading: that goes another time. Returns what went."""
+    return [path for path in superfluous(folder, retention) if remove(path)]
+
+
+def clean(folder: Path) -> None:
+    """Removes what killed runs left half written. Only for the run that holds the folder's lock."""
+    needed = set(checkpoints(folder).values())
+    for path in folder.glob("iter_*.tmp"):
+        if path not in needed:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _serials(folder: Path) -> Iterator[tuple[int, int]]:
+    for step, path in checkpoints(folder).items():
+        try:
+            yield step, read_metadata(path).serial
+        except CheckpointError:
+            continue

@@ -24,7 +24,6 @@ from pydantic import FailFast, Field, with_config
 
 from megasnn.checkpoint.checksum import BLOCK, block_lengths, file_checksum, joined
 from megasnn.checkpoint.description import METADATA, FileFacts, GlobalName, Metadata, TensorFacts
-from megasnn.checkpoint.errors import DamagedError, problem_list
 from megasnn.checkpoint.format_2 import saved_in
 from megasnn.checkpoint.raw import member_begin
 from megasnn.files.described import (
@@ -38,6 +37,7 @@ from megasnn.files.described import (
     open_within,
     read_bounded,
 )
+from megasnn.files.problems import DamagedError, problem_list
 
 PIECES = "pieces.json"
 DCP_METADATA = ".metadata"

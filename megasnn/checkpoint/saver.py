@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megasnn.checkpoint.agreement import all_do, is_first
-from megasnn.checkpoint.errors import CheckpointError
+from megasnn.checkpoint.folder import Retention, prune
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
-from megasnn.checkpoint.retention import Retention, prune
 from megasnn.checkpoint.saving import Group, Progress, require_names, write_checkpoint
 from megasnn.checkpoint.snapshot import Snapshot
+from megasnn.comm.agreement import all_do, is_first
+from megasnn.files.problems import CheckpointError
 from megasnn.sharding import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import megasnn
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.agreement import all_do, first_decides, gather, is_first
 from megasnn.checkpoint.checksum import file_checksum
 from megasnn.checkpoint.description import FileFacts, Metadata, require_model_name
-from megasnn.checkpoint.errors import CheckpointError, problem_list
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
 from megasnn.checkpoint.pieces import COPY, DCP_METADATA, PIECES, SavedTensor, by_file, file_checksum_of
 from megasnn.checkpoint.planner import PieceSavePlanner
+from megasnn.comm.agreement import all_do, first_decides, gather, is_first
 from megasnn.files.described import open_within
+from megasnn.files.problems import CheckpointError, problem_list
 from megasnn.sharding import ShardedTensor
 
 PathLike = str | os.PathLike[str]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.raw import member_begin, read_elements
 from megasnn.files.described import DescriptionError, open_regular, printable, require_tensor_name
+from megasnn.files.problems import CheckpointError
 
 _CONTAINERS = {
     "argparse.Namespace",

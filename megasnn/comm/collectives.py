@@ -7,6 +7,7 @@ that a backend picks for its size, and on Gloo an all-to-all is several times fa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megasnn.comm.codec import Wire, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
+from megasnn.comm.rows import from_rows, to_rows
 from megasnn.comm.statistics import statistics
 
 
@@ -73,3 +75,25 @@ def all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Tensor:
         statistics.record(group.name, "all_reduce", direction, tensor.nbytes)
         dist.all_reduce(tensor, group=group.handle)
     return tensor
+
+
+class _GatherAlike(torch.autograd.Function):
+    """Forward: channels of all ranks side by side. Backward: the gradient is whole on every rank, each keeps its part.
+
+    For what all ranks go on with in the same way (a loss).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.channels = group, x.shape[2]
+        full, _ = gather_columns(to_rows(x), group, Wire.DENSE)
+        return from_rows(full, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(2, ctx.group.rank * ctx.channels, ctx.channels), None
+
+
+def gather_alike(x: Tensor, group: Group) -> Tensor:
+    """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
+    return x if group.size == 1 else _GatherAlike.apply(x, group)

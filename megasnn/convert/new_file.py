@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.folder import latest_of, step_folder
-from megasnn.process.lock import FolderLock
+from megasnn.files.problems import CheckpointError
+from megasnn.process.job import FolderLock
 
 
 def refuse_existing(path: Path, flag: str) -> None:

@@ -18,7 +18,6 @@ import torch
 from pydantic import with_config
 from torch import Tensor
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.raw import read_elements, write_elements
 from megasnn.convert.new_file import new_file
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
@@ -32,6 +31,7 @@ from megasnn.files.described import (
     in_message,
     open_regular,
 )
+from megasnn.files.problems import CheckpointError
 
 DTYPES = {
     "F64": torch.float64,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from megasnn.data.image_files import open_image
+from megasnn.data.images import open_image
 from megasnn.files.sample_size import SAMPLE_BYTES, read_file
 from megasnn.preprocess.cifar_pickle import array_of, unpickle
 from megasnn.preprocess.folders import require_folder, splits_of_classes

@@ -8,7 +8,5 @@ saving.py     where a run starts from and what it saves
 watch.py      what is measured for the log and TensorBoard
 """
 
-from megasnn.training.program import run
-from megasnn.training.setup import neuron_spec
-
-__all__ = ["neuron_spec", "run"]
+from megasnn.training.program import run as run
+from megasnn.training.setup import neuron_spec as neuron_spec

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from megasnn import checkpoint
-from megasnn.checkpoint.agreement import all_do
 from megasnn.checkpoint.compare import config_differences
-from megasnn.checkpoint.errors import raise_problems
+from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.config.checks import flag
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
+from megasnn.files.problems import raise_problems
 from megasnn.losses import LOSSES
 from megasnn.models.entry import ModelEntry
 from megasnn.models.table import saved_model_name

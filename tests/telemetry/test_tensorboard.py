@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.telemetry.dashboard import BY_SAMPLES, GROUPS, card, layout
 from megasnn.telemetry.event_file import EventWriter
-from megasnn.telemetry.tensorboard import TensorBoard
+from megasnn.telemetry.tensorboard import BY_SAMPLES, GROUPS, TensorBoard, card, layout
 
 LOSS = "1_training/1_loss"
 

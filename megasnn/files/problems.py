@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, as one exception whose arguments are the problems found."""
+"""What can go wrong with checkpoints and weights, as one exception whose arguments are the problems found."""
 
 from __future__ import annotations
 
