@@ -19,10 +19,10 @@ from megasnn.checkpoint.planner import PieceSavePlanner, boxes_of, copy_name
 from megasnn.checkpoint.saving import Progress, describe_written
 from megasnn.convert.new_file import new_checkpoint
 from megasnn.convert.opening import in_our_names
-from megasnn.convert.progress import byte_bar
-from megasnn.convert.source import TensorInfo, TensorSource
+from megasnn.convert.source import TensorSource
 from megasnn.convert.target import LaidOut, Target, lay_out, saved_model
 from megasnn.sharding import Shard, ShardedTensor
+from megasnn.telemetry.progress import byte_bar
 
 
 class _LazyPlanner(PieceSavePlanner):
@@ -82,8 +82,7 @@ def write_rank_files(
     with new_checkpoint(save, progress.iteration):
         aside = folders.begin(save, progress.iteration)
         try:
-            tensors = (TensorInfo(entry.shard.local_shape, entry.tensor.dtype) for rank in written for entry in rank)
-            with byte_bar("writing", tensors) as bar:
+            with byte_bar("writing", sum(entry.tensor.nbytes for rank in written for entry in rank)) as bar:
                 planners = [_LazyPlanner(entries, names, copied, source, bar) for entries in written]
                 tensors_written = _write(PieceWriter(aside), planners)
             return folders.commit(save, describe_written(progress, optimizer, aside, tensors_written))

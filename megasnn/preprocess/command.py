@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tqdm import tqdm
-
 from megasnn.data.index import INDEX_NAME, read_index, verify
 from megasnn.preprocess.options import ShardOptions, Verify
 from megasnn.preprocess.run import preprocess
+from megasnn.telemetry.progress import byte_bar
 
 
 def run(command: ShardOptions | Verify) -> str:
@@ -38,7 +37,7 @@ def _preprocess(options: ShardOptions) -> str:
 def _verify(folder: Path) -> str:
     index = read_index(folder)
     size = sum(shard.size for shard in index.shards) if index else 0
-    with tqdm(total=size, unit="B", unit_scale=True, desc=str(folder), disable=None) as bar:
+    with byte_bar(str(folder), size) as bar:
         wrong = verify(folder, bar.update)
     if wrong:
         raise ValueError("\n".join(wrong))

@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 
 from megasnn.telemetry.tried import Tried
 
+if TYPE_CHECKING:
+    from megasnn.telemetry.event_file import EventWriter
+
+Flag = bool | str | float | int
 # Group -> its cards in the order they are looked at; cards that are not named here come after them by name.
 GROUPS: dict[str, tuple[str, ...]] = {
     "training": ("loss", "accuracy", "samples_per_second", "grad_norm", "learning_rate"),
@@ -41,7 +45,7 @@ def card(name: str) -> str:
     return f"{list(GROUPS).index(group) + 1}_{group}/{place}{rest}"
 
 
-def layout() -> dict[str, dict[str, list[object]]]:
+def charts() -> dict[str, dict[str, list[object]]]:
     """Charts of several lines for the tab "Custom Scalars", as `SummaryWriter.add_custom_scalars` takes them."""
 
     def chart(*names: str) -> list[object]:
@@ -68,12 +72,6 @@ def layout() -> dict[str, dict[str, list[object]]]:
 
 def _pattern(names: Iterable[str]) -> str:
     return f"^({'|'.join(card(name) for name in names)})$"
-
-
-if TYPE_CHECKING:
-    from megasnn.telemetry.event_file import EventWriter
-
-Flag = bool | str | float | int
 
 
 class TensorBoard:
@@ -103,7 +101,7 @@ class TensorBoard:
         if directory is not None:
             with self._tried("TensorBoard"):
                 self._writer = self._open(directory, resumed_iteration, resumed_samples)
-                self._writer.add_custom_scalars(layout())
+                self._writer.add_custom_scalars(charts())
             self.flush()
 
     def _open(self, directory: str | Path, resumed_iteration: int | None, resumed_samples: int) -> EventWriter:
