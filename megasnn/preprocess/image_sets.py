@@ -138,12 +138,8 @@ def _array(value: Any) -> NDArray[np.uint8]:
     if type(value) is not Inert or not value.name.endswith("._reconstruct") or type(value.state) is not list:
         raise ValueError(f"{type(value).__name__} where an array should be")
     _, shape, dtype, fortran, content = value.state
-    if (
-        type(dtype) is not Inert
-        or type(dtype.arguments) is not list
-        or not dtype.arguments
-        or dtype.arguments[0] not in ("u1", b"u1")
-    ):
+    arguments = dtype.arguments if type(dtype) is Inert else None
+    if type(arguments) is not list or arguments[:1] not in (["u1"], [b"u1"]):
         raise ValueError("an array is not of uint8")
     if type(content) is not bytes or fortran not in (False, 0):
         raise ValueError("an array is not in the usual order")
