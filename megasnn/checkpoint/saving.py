@@ -11,7 +11,7 @@ import os
 import platform
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,17 @@ class Progress:
     Attributes:
         iteration, consumed_samples: how far the run is.
         extra: whatever the training loop keeps.
-        config: what defines the model and must be equal when it is loaded.
-        layout: for the reader only.
+        config: what defines the model, {"model": {...}, "neuron": {...}}, and must be equal when it is loaded; None
+            where it is not known.
+        layout: the process grid, for the reader only.
         model: name of the model; None where it is not known.
     """
 
-    iteration: int
-    consumed_samples: int
-    extra: dict[str, Any]
-    config: dict[str, Any] | None
-    layout: dict[str, Any] | None
+    iteration: int = 0
+    consumed_samples: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    layout: dict[str, Any] | None = None
     model: str | None = None
 
 

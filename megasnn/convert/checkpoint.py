@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -35,16 +36,7 @@ class CheckpointSource(TensorSource):
         told = read_metadata(path)
         self._saved = read_pieces(path, told)
         self._reader = PieceReader(path)
-        self.facts = Facts(
-            told.iteration,
-            told.consumed_samples,
-            told.config,
-            told.extra,
-            told.optimizer,
-            told.layout,
-            told.versions,
-            told.model,
-        )
+        self.facts = Facts(**{fact.name: getattr(told, fact.name) for fact in fields(Facts)})
         self.files = {name: file.bytes for name, file in told.files.items()}
         self.files |= {METADATA: (path / METADATA).stat().st_size}
         self.tensors = {name: _info(self._saved[name]) for name in told.tensors}

@@ -129,6 +129,5 @@ def reshard(source: TensorSource, save: Path, target: Target) -> tuple[Path, Lai
     model = saved_model(source)
     laid_out = lay_out(target, model, facts, source.tensors)
     facts = replace(facts, layout=laid_out.layout, model=model.name)
-    progress = Progress(facts.iteration, facts.consumed_samples, facts.extra, facts.config, facts.layout, facts.model)
-    path = write_rank_files(save, progress, facts.optimizer, [rank.entries for rank in laid_out.ranks], source)
+    path = write_rank_files(save, facts, facts.optimizer, [rank.entries for rank in laid_out.ranks], source)
     return path, laid_out

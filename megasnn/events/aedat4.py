@@ -84,7 +84,7 @@ MAGIC = b"#!AER-DAT4.0\r\n"
 _COMPRESSION_FIELD, _TABLE_FIELD, _TEXT_FIELD = 0, 1, 2
 
 
-def check_layout(data: bytes, name: str, limit: int) -> None:
+def check_packets(data: bytes, name: str, limit: int) -> None:
     """Raises RecordingError where the header makes no sense, packets do not fill the space up to their table, or may
     unpack to more bytes than `limit`: the decoder allocates what they declare."""
     if not data:
@@ -194,7 +194,7 @@ def read_aedat4(data: bytes, path: str, sensor: SensorSize | None = None, limit:
         raise ModuleNotFoundError(
             f"{path}: AEDAT 4 files are read with the package aedat: pip install megasnn[events]", name="aedat"
         ) from error
-    check_layout(data, path, limit)
+    check_packets(data, path, limit)
     packets: list[np.ndarray] = []
     try:
         decoder = aedat.Decoder(path)

@@ -206,7 +206,7 @@ class Cifar10(ShardOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(ShardOptions):
-    """Images in a folder for each class, perhaps below train, val and test: ImageNet's layout."""
+    """Images in a folder for each class, perhaps below train, val and test, as ImageNet has them."""
 
     input: Path
     """Folder of the data set."""
