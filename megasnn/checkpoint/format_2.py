@@ -27,7 +27,7 @@ def saved_in(content: bytes, file: Path) -> dict[str, Any]:
     """
     try:
         return _as_pieces(read_pickle(content, _MODULES).state)
-    except Exception as error:  # which one is up to whoever wrote the file
+    except Exception as error:  # which one depends on what is in the file
         reason = f"{type(error).__name__}: {error}"[:200]
         raise DescriptionError(f"{file}: {reason!r}; it was altered, or megasnn did not write it") from None
 

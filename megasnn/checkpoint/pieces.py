@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import struct
 import zipfile
 import zlib
@@ -37,6 +36,7 @@ from megasnn.files.described import (
     open_within,
     read_bounded,
 )
+from megasnn.files.durable import write_whole
 from megasnn.files.problems import DamagedError, problem_list
 
 PIECES = "pieces.json"
@@ -100,10 +100,7 @@ def write_pieces(path: Path, tensors: Iterable[SavedTensor]) -> None:
     """Writes `pieces.json` of one checkpoint, safely on disk. Raises DescriptionError for what could not be read."""
     content = json.dumps(_Content(tuple(tensors)), default=vars).encode()
     described(_Content, content, path / PIECES, most_values=_MOST_VALUES)
-    with open(path / PIECES, "xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_whole(path / PIECES, content.decode())
 
 
 def by_file(tensors: Iterable[SavedTensor]) -> dict[str, list[tuple[SavedPiece, SavedTensor]]]:

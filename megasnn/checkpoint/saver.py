@@ -73,7 +73,7 @@ class Saver:
         """Saves, unless this iteration is saved already.
 
         In the background, what a forward pass can change is copied before this returns; weights and the optimizer's
-        state are copied until `optimizer.step`, which waits for that. Whoever changes them in another way calls
+        state are copied until `optimizer.step`, which waits for that. Code that changes them in another way calls
         `settle` first. A failure is told and remembered; the next save tries again.
         """
         if self._in_flight is not None:

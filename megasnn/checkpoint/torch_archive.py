@@ -69,7 +69,7 @@ class TorchArchive:
                             self.content: Any = torch.load(stream, weights_only=True)
                     else:
                         self.content = torch.load(stream, map_location="cpu", weights_only=True)
-        except Exception as error:  # which one is up to whoever wrote the file
+        except Exception as error:  # which one depends on what is in the file
             # Torch says first how to let the file run what it likes.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
             raise CheckpointError(

@@ -113,7 +113,7 @@ def load_globals_into(
 
     Raises:
         CheckpointError: on every rank, before anything is changed: a tensor is missing, one is taken by
-            nobody, or a shape differs.
+            no rank, or a shape differs.
     """
     entries = list(tensors)
     reports = gather(process_group, ([entry.name for entry in entries], list(_mismatches(entries, values))))

@@ -1,4 +1,7 @@
-"""The collectives that sharded layers use, on rows, with an explicit group; each returns early at size 1.
+"""Activations as rows, and the collectives that sharded layers use on them, with an explicit group.
+
+`[T, N, C, *space]` with channels last in memory is the matrix `[T*N*space, C]`. Tensor parallelism cuts its columns, so
+that every collective here works on rows; each returns early at size 1.
 
 Sums are formed on the receiving rank in rank order from an all-to-all: the result does not depend on the algorithm
 that a backend picks for its size, and on Gloo an all-to-all is several times faster than its reduce-scatter.
@@ -15,8 +18,18 @@ from torch import Tensor
 
 from megasnn.comm.codec import Wire, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
-from megasnn.comm.rows import from_rows, to_rows
 from megasnn.comm.statistics import statistics
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """[T, N, C, *space] -> [T*N*prod(space), C]; a view when channels are last in memory, otherwise a copy."""
+    return x.movedim(2, -1).reshape(-1, x.shape[2])
+
+
+def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
+    """The inverse, for the shape `like` = (T, N, any C, *space); C is taken from the rows. Always a view."""
+    time, samples, _, *space = like
+    return rows.view(time, samples, *space, rows.shape[1]).movedim(-1, 2)
 
 
 def gather_columns(rows: Tensor, group: Group, wire: Wire, direction: str = "forward") -> tuple[Tensor, list[Tensor]]:

@@ -1,4 +1,4 @@
-"""A process group together with what everybody asks of it, its size and this rank's place in it; and its threads."""
+"""A process group with its size and this rank's place in it; and the priority of the threads that serve groups."""
 
 from __future__ import annotations
 

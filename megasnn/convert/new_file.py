@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megasnn.checkpoint.folder import latest_of, step_folder
+from megasnn.files.durable import sync
 from megasnn.files.problems import CheckpointError
 from megasnn.process.job import FolderLock
 
@@ -54,12 +55,3 @@ def new_file(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or a folder's list of names is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

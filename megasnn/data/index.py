@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Literal
 from pydantic import with_config
 
 from megasnn.files.described import STRICT, Count, FreeForm, PlainName, Sha256, open_regular, read_described
+from megasnn.files.durable import write_whole
 
 INDEX_NAME = "index.json"
 WORK_FOLDER = ".preprocess"
@@ -105,16 +105,9 @@ def write_json(path: Path, content: object) -> None:
     Raises:
         ValueError: it cannot be written (disk full, no right); the message names it.
     """
-    temporary = path.with_name(f".{path.name}.partial")
     try:
-        with open(temporary, "w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(content, indent=1))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ValueError(
             f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
             f"goes on from there"

@@ -25,7 +25,8 @@ from typing import Any
 
 TIMEOUT = "MEGASNN_LOCK_TIMEOUT"
 """Environment variable: seconds to wait for a lock, instead of each lock's own limit."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+# The last one is NFS, where a lock on what was opened to be read is a shared one at most.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _NOTE_BYTES = 4096
 _POLL_SECONDS = 0.05
 
@@ -94,10 +95,10 @@ class Outcome(enum.Enum):
     """The file system has none."""
 
 
-def try_lock(descriptor: int) -> Outcome:
-    """Takes the lock, without waiting."""
+def try_lock(descriptor: int, shared: bool = False) -> Outcome:
+    """Takes the lock, without waiting; a shared one, several processes may hold."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return Outcome.HELD
     except OSError as error:

@@ -15,7 +15,7 @@ from megasnn.random import keyed_seed
 
 @dataclass(frozen=True)
 class Item:
-    """One sample to be.
+    """A sample that is to be written.
 
     Attributes:
         key: its name in the shard, unique in its split, without dots (a webdataset key ends at the first one).

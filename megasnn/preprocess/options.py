@@ -41,7 +41,7 @@ class ShardOptions(ABC):
     samples_per_shard: int = 500
     """Samples of a shard; the last one of a split has the rest."""
     seed: int = 1234
-    """Of the order of the samples in the shards."""
+    """Seed of the order of the samples in the shards."""
     shuffle: bool = True
     """--no-shuffle keeps the order of classes and file names."""
     skip_broken: bool = False

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megasnn.files.durable import sync
+
 PARTIAL = ".partial"
 Sample = tuple[str, Mapping[str, bytes]]
 """Key, and the contents of its files by suffix."""
@@ -59,7 +61,8 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> tuple[int, int, str]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
-    _flush_folder(path.parent)
+    with contextlib.suppress(OSError):  # not every file system brings a name to disk
+        sync(path.parent)
     return count, output.size, output.digest.hexdigest()
 
 
@@ -88,13 +91,3 @@ def _named(path: Path) -> Iterator[None]:
             f"cannot write shard {path}: {error.strerror or error}; the shards that are finished stay, and the same "
             f"command goes on from there"
         ) from error
-
-
-def _flush_folder(folder: Path) -> None:
-    """Bring the new name to disk too; not every file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -59,7 +59,7 @@ def of_named(
     """Of a named schedule.
 
     Args:
-        costs_of: what counts. filled_by: the costs that decide where weight gradients go.
+        costs_of: the costs that time and memory are counted in. filled_by: those that decide where weight gradients go.
     """
     named = SCHEDULES[name]
     placement = named.placement(stages, chunks_per_rank)

@@ -124,7 +124,7 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
 
     On each link one receive is posted ahead: the first at the beginning, the next when the one before it is over.
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
-    meanwhile; who receives waits for its end, who sends does not. Gradient sync takes no time.
+    meanwhile; the receiver waits for its end, the sender does not. Gradient sync takes no time.
 
     Args:
         costs: one for each chunk.

@@ -48,7 +48,7 @@ class IterationRecord:
         accuracy: share of the training samples since the last line whose class had the highest logit.
         grad_norm: global gradient norm of the last iteration.
         samples_per_second: over all ranks.
-        seconds_left: until the last iteration, at the pace of late.
+        seconds_left: until the last iteration, at the recent pace.
         skipped_iterations: iterations without an optimizer step since the last line.
         nan_iterations: iterations with a loss that was not finite since the last line.
         skipped_samples: broken samples replaced by others since the run began, over all ranks.

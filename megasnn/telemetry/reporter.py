@@ -67,7 +67,7 @@ class Reporter:
         is_writer: True on the one rank that writes; the others keep quiet.
 
     Attributes:
-        tried: for all else that only reports.
+        tried: runs other code that only reports.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool) -> None:

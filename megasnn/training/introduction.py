@@ -10,6 +10,7 @@ import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
 from megasnn.engine import Engine
+from megasnn.files.durable import write_whole
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -70,7 +71,7 @@ def introduce(
 
 def _write(folder: Path, config: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(config)
+    write_whole(folder / "config.json", config)
 
 
 def _summary(config: PretrainConfig, engine: Engine, state: ParallelState, epoch_samples: int) -> list[str]:

@@ -244,7 +244,7 @@ def test_a_link_is_no_checkpoint_of_the_folder(path, tmp_path):
 def test_the_lock_and_the_latest_file_are_not_written_elsewhere(path, tmp_path, kind):
     folder, decoy = path.parent, tmp_path / "decoy"
     before = decoy.read_bytes()
-    (folder / f"{LATEST}.tmp").symlink_to(decoy)
+    (folder / f".{LATEST}.partial").symlink_to(decoy)
     (folder / "iter_0000200.tmp").symlink_to(tmp_path)
     save_global_tensors(folder, TENSORS, iteration=200)
     assert same(folder) and decoy.read_bytes() == before
