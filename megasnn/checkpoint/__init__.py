@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.checkpoint.folder import list_checkpoints as list_checkpoints
     from megasnn.checkpoint.loading import LoadedState as LoadedState
     from megasnn.checkpoint.loading import load_checkpoint as load_checkpoint
-    from megasnn.checkpoint.optimizer_state import describe as describe
     from megasnn.checkpoint.saver import Saver as Saver
     from megasnn.checkpoint.saving import Progress as Progress
     from megasnn.checkpoint.saving import save_checkpoint as save_checkpoint
+    from megasnn.checkpoint.saving import with_optimizer as with_optimizer
     from megasnn.checkpoint.torch_archive import read_state_dict as read_state_dict
     from megasnn.checkpoint.whole import load_global_tensors as load_global_tensors
     from megasnn.checkpoint.whole import load_globals_into as load_globals_into

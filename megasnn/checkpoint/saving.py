@@ -88,12 +88,7 @@ def save_checkpoint(
             element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
     """
     progress = Progress(iteration, consumed_samples, extra, config, layout, model)
-
-    def everything() -> list[ShardedTensor]:
-        require_names(tensors)
-        return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
-
-    entries = all_do(process_group, everything, "this run cannot be saved:")
+    entries = all_do(process_group, lambda: with_optimizer(tensors, optimizer), "this run cannot be saved:")
     kind = type(optimizer).__name__ if optimizer is not None else None
     return write_checkpoint(folder, progress, entries, kind, process_group)
 
@@ -178,6 +173,12 @@ def _texts(rank: int, error: BaseException) -> list[str]:
 
 def _versions() -> dict[str, str]:
     return {"megasnn": megasnn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def with_optimizer(tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> list[ShardedTensor]:
+    """A rank's tensors and its optimizer's state so far. Raises CheckpointError for what cannot be described."""
+    require_names(tensors)
+    return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
 
 
 def require_names(tensors: Iterable[ShardedTensor]) -> None:

@@ -92,19 +92,18 @@ def is_plain_name(name: str) -> bool:
     return is_usual and name not in ("", ".", "..") and not {"/", os.sep} & set(name)
 
 
-def read_described(kind: type[T], path: Path, *, largest: int = LARGEST, advice: str = _ADVICE) -> T:
+def read_described(kind: type[T], path: Path, *, advice: str = _ADVICE) -> T:
     """Reads a file of JSON, no link, as a value of this type.
 
     Args:
         kind: a dataclass with `STRICT`, or any other type that pydantic knows.
-        largest: bytes that the file may have.
         advice: what to do when it is wrong, for the error.
     Raises:
         DescriptionError: it cannot be opened, is too large, or a field is missing, unknown, of another type or range.
     """
     try:
         with open_within(path.parent, path.name) as stream:
-            content = read_bounded(stream, path, largest)
+            content = read_bounded(stream, path)
     except OSError as error:
         raise DescriptionError(f"cannot read {path}: {error}") from None
     return described(kind, content, path, advice=advice)

@@ -1,10 +1,10 @@
 """When one rank fails, all ranks end within seconds, and each says why.
 
 Every rank keeps a connection to a hub on rank 0 that carries nothing while all is well. A rank that fails sends its
-message there, and the hub (megasnn.process.fault_hub) passes it on to all ranks. A rank that was killed cannot send, but
-the operating system closes its connections, and keep-alive probes find a machine that is gone. There is no heartbeat: a
-rank that is merely slow is never taken for dead. On every rank a thread waits for messages, prints what it receives and
-ends the process, also while the main thread is blocked in a collective.
+message there, and the hub (megasnn.process.fault_hub) passes it on to all ranks. A rank that was killed cannot send,
+but the operating system closes its connections, and keep-alive probes find a machine that is gone. There is no
+heartbeat: a rank that is merely slow is never taken for dead. On every rank a thread waits for messages, prints what it
+receives and ends the process, also while the main thread is blocked in a collective.
 """
 
 from __future__ import annotations

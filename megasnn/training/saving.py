@@ -223,8 +223,7 @@ class Saves:
 
     def entries(self) -> list[ShardedTensor]:
         """All tensors of this rank that a checkpoint holds: parameters, buffers, and the optimizer's state so far."""
-        tensors = self._engine.tensors
-        return [*tensors, *checkpoint.describe(tensors, self._optimizer.state)]
+        return checkpoint.with_optimizer(self._engine.tensors, self._optimizer)
 
     def prepare(self) -> None:
         """After the first step, when the optimizer has its state: memory for saves in the background."""
