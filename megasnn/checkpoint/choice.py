@@ -16,7 +16,7 @@ from megasnn.files.problems import CheckpointError, DamagedError, NoCheckpointEr
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoints to try, in this order, and what the user must hear about that order."""
+    """The checkpoints to try, in this order, and remarks on that order for the user."""
 
     paths: tuple[Path, ...]
     remarks: tuple[str, ...] = ()

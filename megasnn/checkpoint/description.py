@@ -55,6 +55,8 @@ GlobalName = Annotated[TensorName, AfterValidator(_tensor_name)]
 @with_config(STRICT)
 @dataclass(frozen=True)
 class TensorFacts:
+    """What `metadata.json` says about a tensor."""
+
     shape: Shape
     dtype: DtypeName
 
@@ -62,6 +64,8 @@ class TensorFacts:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class FileFacts:
+    """What `metadata.json` says about a file."""
+
     bytes: Count
     crc32: Crc32
 

@@ -76,6 +76,8 @@ class SavedPiece:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedTensor:
+    """A saved tensor and its pieces."""
+
     name: GlobalName
     shape: Shape
     dtype: DtypeName

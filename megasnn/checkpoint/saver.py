@@ -34,7 +34,7 @@ class Saver:
     Args:
         process_group: as for `save_checkpoint`.
         background: write while training goes on; a group of its own lets the ranks agree beside it.
-        report: where the user is told, in lines; may be called from another thread. Only the first rank tells.
+        report: takes lines for the user; may be called from another thread. Only the first rank calls it.
     Attributes:
         saved: the iteration that was saved last; None before the first.
         failed: the save that was asked for last has failed. The same on every rank after `finish`.

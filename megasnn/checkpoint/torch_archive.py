@@ -1,4 +1,4 @@
-"""Files of torch.save, opened without taking their word for it: each tensor is read when it is asked for.
+"""Files of torch.save, checked before anything is read from them; each tensor is read when it is asked for.
 
 Torch's own reader unpickles nothing but tensors and plain containers, but believes what the file says of their sizes.
 So the names that its pickles call are looked through first: only those that weights need are allowed. A load of fake

@@ -17,7 +17,8 @@ PIECE = 1 << 20  # elements compared at a time, in float64
 
 @dataclass(frozen=True)
 class Difference:
-    """
+    """How far a tensor of two sources is apart.
+
     Attributes:
         name: of the tensor.
         absolute: largest difference of two elements; infinite where one side has a nan and the other a number.

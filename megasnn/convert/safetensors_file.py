@@ -65,7 +65,7 @@ _Header: Any = dict[TensorName, TensorEntry | dict[str, str]]
 
 
 class SafetensorsSource(TensorSource):
-    """Raises CheckpointError when the file is not of this format, is cut, or holds a type that is unknown here."""
+    """A safetensors file. Raises CheckpointError when it is not of this format, is cut, or holds an unknown type."""
 
     kind = "safetensors"
 
@@ -129,6 +129,8 @@ def _read_header(path: Path) -> tuple[dict[str, TensorEntry | dict[str, str]], i
 
 
 class SafetensorsFiller:
+    """Puts the tensors into a file whose header has been written."""
+
     def __init__(self, stream: BinaryIO, offsets: Mapping[str, int]) -> None:
         self._stream, self._offsets = stream, offsets
 

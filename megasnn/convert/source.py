@@ -66,7 +66,8 @@ class Facts(Progress):
 
 
 class TensorSource(ABC):
-    """
+    """Tensors of a file or folder, by name.
+
     Attributes:
         path: file or folder.
         kind: of format, for the reader.

@@ -31,7 +31,8 @@ from megasnn.training.setup import neuron_spec
 
 @dataclass(frozen=True)
 class SavedModel:
-    """
+    """The model that a checkpoint is of.
+
     Attributes:
         name: in the table of models.
         config: the dimensions.
@@ -83,7 +84,8 @@ _LARGEST_INPUT = 16 << 20  # values; of ImageNet over four time steps it is 0.6 
 
 @dataclass(frozen=True)
 class Target:
-    """
+    """The grid that a checkpoint is laid out for.
+
     Attributes:
         tensor, pipeline, virtual: sizes of the target grid.
         shape: how the chunks of a pipeline rank are placed: round and round, or down and up again.
@@ -147,7 +149,7 @@ def _refuse_large_input(model: ModelDescription) -> None:
 
 @dataclass(frozen=True)
 class LaidOut:
-    """Attributes: the ranks, and the layout as metadata.json tells it."""
+    """The ranks of a target grid, and its layout as metadata.json tells it."""
 
     ranks: list[TargetRank]
     layout: dict[str, Any]

@@ -26,7 +26,7 @@ _ADVICE = "it is no index of shards: make the shards again, or remove it to use 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
-    """Attributes: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out."""
+    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out."""
 
     file: PlainName
     split: str
@@ -39,7 +39,7 @@ class ShardRecord:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
-    """Attributes: the options that the shards were made with, the class names by number, the shards; the version."""
+    """A folder of shards: the options they were made with, the class names by number, the shards; the version."""
 
     options: FreeForm
     classes: list[str]

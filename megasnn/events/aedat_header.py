@@ -31,7 +31,7 @@ _VERSION = re.compile(rb"#!AER-DAT(\d+\.\d+)")
 
 @dataclass(frozen=True)
 class Header:
-    """Attributes: the lines without their line ends, and the first byte after them."""
+    """The lines of a header without their line ends, and the first byte after them."""
 
     lines: tuple[str, ...]
     end: int

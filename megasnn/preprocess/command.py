@@ -1,4 +1,4 @@
-"""What tools/preprocess_data.py does with its options, and what it says then."""
+"""What tools/preprocess_data.py does with its options, and what it prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megasnn.telemetry.progress import byte_bar
 
 
 def run(command: ShardOptions | Verify) -> str:
-    """Does what a command says; returns what there is to tell.
+    """Runs a command; returns what is to be printed.
 
     Raises:
         ValueError: something is missing, wrong, or cannot be written; shards differ from their index.

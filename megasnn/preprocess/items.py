@@ -32,7 +32,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
-    """Attributes: the items of each split in a fixed order, and the names of the classes by number."""
+    """All items of a data set: those of each split in a fixed order, and the names of the classes by number."""
 
     splits: dict[str, list[Item]]
     classes: list[str]

@@ -23,7 +23,8 @@ _PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Job:
-    """
+    """What is to be made of a data set.
+
     Attributes:
         output: folder for the shards.
         listing: what goes into them.

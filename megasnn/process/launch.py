@@ -26,8 +26,8 @@ Config = TypeVar("Config", bound=PretrainConfig)
 def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> int:
     """Reads the configuration and validates it, then trains; the exit status, 2 for one that cannot work.
 
-    A mistake in the flags is told within a moment, by the first rank of each machine, since each machine is given a
-    command line of its own; the others say that it does.
+    A mistake in the flags is reported at once by the first rank of each machine, since each machine has a command line
+    of its own; the other ranks refer to it.
 
     Args:
         read: makes the configuration of a command line; told whether this rank may print the help or an error.

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
+    """What an action does."""
+
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"

@@ -136,7 +136,8 @@ class Forecast:
 
 
 def forecast(schedule: Schedule, costs: Sequence[ChunkCost]) -> Forecast:
-    """
+    """A schedule simulated at these costs, in short.
+
     Args:
         costs: of each chunk.
     """

@@ -62,7 +62,8 @@ class _Interval:
 
 
 class Reporter:
-    """
+    """Writes what a run reports while it trains.
+
     Args:
         is_writer: True on the one rank that writes; the others keep quiet.
 

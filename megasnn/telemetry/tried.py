@@ -23,7 +23,7 @@ class Tried:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Args: what: names the thing in the warning, such as "TensorBoard"."""
+        """A context; `what` names the thing in the warning, such as "TensorBoard"."""
         try:
             yield
         except Exception as error:

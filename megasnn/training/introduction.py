@@ -1,4 +1,4 @@
-"""What a run says about itself before the first step: a screen for people, all of it for files and TensorBoard."""
+"""What a run prints before the first step, and what it writes about itself to files and TensorBoard."""
 
 from __future__ import annotations
 

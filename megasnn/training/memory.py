@@ -1,4 +1,4 @@
-"""The memory that every rank will need, said before the first step and compared with the peak at the end."""
+"""The memory that every rank will need, predicted before the first step and compared with the peak at the end."""
 
 from __future__ import annotations
 

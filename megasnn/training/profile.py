@@ -1,4 +1,4 @@
-"""What the pipeline's ranks really did in a step, beside what the simulation said they would."""
+"""Measured times of the pipeline's actions in a step, beside the simulated ones."""
 
 from __future__ import annotations
 

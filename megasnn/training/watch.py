@@ -33,7 +33,8 @@ class Measured:
 
 
 class Watch:
-    """
+    """Measures spikes, memory, time and traffic of a run.
+
     Attributes:
         spikes: statistics of this rank's neurons, while `spikes.enabled`.
         rasters: which of them fire when, while `rasters.enabled`.
