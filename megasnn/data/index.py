@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pydantic import with_config
 
 from megasnn.files.described import STRICT, Count, FreeForm, PlainName, Sha256, open_regular, read_described
-from megasnn.files.durable import write_whole
 
 INDEX_NAME = "index.json"
 WORK_FOLDER = ".preprocess"
@@ -45,10 +43,6 @@ class Index:
     classes: list[str]
     shards: list[ShardRecord]
     version: Literal[1] = VERSION
-
-    def write(self, folder: Path) -> None:
-        """Write it to `folder`, complete or not at all."""
-        write_json(folder / INDEX_NAME, {"version": self.version, **asdict(self)})
 
     def of_split(self, split: str) -> list[ShardRecord]:
         return [shard for shard in self.shards if shard.split == split]
@@ -97,21 +91,6 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
         elif (found := _sha256(path, progress)) != record.sha256:
             wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
     return wrong
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write a file that is complete or not there, also after a power cut.
-
-    Raises:
-        ValueError: it cannot be written (disk full, no right); the message names it.
-    """
-    try:
-        write_whole(path, json.dumps(content, indent=1))
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
-            f"goes on from there"
-        ) from error
 
 
 def _sha256(path: Path, progress: Callable[[int], object]) -> str:

@@ -1,17 +1,18 @@
-"""Writes one shard: aside, to disk, then in its place, so that a shard is whole or not there."""
+"""Writes shards, and what is kept of them: aside, to disk, then in place, so that a file is whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
+import json
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megasnn.files.durable import sync
+from megasnn.files.durable import sync, write_whole
 
 PARTIAL = ".partial"
 Sample = tuple[str, Mapping[str, bytes]]
@@ -28,18 +29,18 @@ class _Output(io.FileIO):
 
     def __init__(self, partial: Path, path: Path) -> None:
         self._path, self.digest, self.size = path, hashlib.sha256(), 0
-        with _named(path):
+        with _named(f"shard {path}"):
             super().__init__(partial, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
     def write(self, data: Any) -> int:
-        with _named(self._path):
+        with _named(f"shard {self._path}"):
             written = super().write(data)  # a disk that is nearly full takes a part
         self.digest.update(memoryview(data)[:written])
         self.size += written
         return written
 
     def to_disk(self) -> None:
-        with _named(self._path):
+        with _named(f"shard {self._path}"):
             os.fsync(self.fileno())
 
 
@@ -56,7 +57,7 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> tuple[int, int, str]:
         with _Output(partial, path) as output:
             count = _fill(output, samples)
             output.to_disk()
-        with _named(path):
+        with _named(f"shard {path}"):
             os.replace(partial, path)
     finally:
         with contextlib.suppress(OSError):
@@ -82,12 +83,22 @@ def _fill(output: _Output, samples: Iterable[Sample]) -> int:
     return count
 
 
+def write_json(path: Path, content: object) -> None:
+    """Writes a file that is complete or not there, also after a power cut.
+
+    Raises:
+        ValueError: it cannot be written (disk full, no right); the message names it.
+    """
+    with _named(path):
+        write_whole(path, json.dumps(content, indent=1))
+
+
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"cannot write shard {path}: {error.strerror or error}; the shards that are finished stay, and the same "
-            f"command goes on from there"
+            f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
+            f"goes on from there"
         ) from error

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
-from megasnn.telemetry.appended import MOST_WAITING_BYTES, AppendedFile
+from megasnn.telemetry.tried import MOST_WAITING_BYTES, AppendedFile
 
 
 class EventFile:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megasnn.telemetry.appended import MOST_WAITING_BYTES, AppendedFile
+from megasnn.telemetry.tried import MOST_WAITING_BYTES, AppendedFile
 
 FILE_NAME = "log.jsonl"
 
