@@ -46,18 +46,13 @@ def export_weights(source: TensorSource, output: Path, names: Names, safetensors
         CheckpointError: as `weights_as`, or there is such a file already.
     """
     weights = weights_as(source, names)
-    with byte_bar("writing", sum(info.bytes for info in weights.tensors.values())) as bar:
-        if safetensors:
-            told = {"format": "pt", "names": names, "iteration": str(weights.facts.iteration)}
-            with new_safetensors_file(output, weights.tensors, told) as safe:
-                for name, info in weights.tensors.items():
-                    safe.put(name, weights.read(name))
-                    bar.update(info.bytes)
-        else:
-            with new_torch_file(output, weights.tensors) as file:
-                for name, info in weights.tensors.items():
-                    file.put(name, weights.read(name))
-                    bar.update(info.bytes)
+    tensors = weights.tensors
+    told = {"format": "pt", "names": names, "iteration": str(weights.facts.iteration)}
+    file = new_safetensors_file(output, tensors, told) if safetensors else new_torch_file(output, tensors)
+    with byte_bar("writing", sum(info.bytes for info in tensors.values())) as bar, file as put:
+        for name, info in tensors.items():
+            put(name, weights.read(name))
+            bar.update(info.bytes)
     return weights
 
 

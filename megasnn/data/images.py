@@ -13,6 +13,15 @@ from megasnn.augment import IMAGES
 from megasnn.data.formats import SampleFormat
 from megasnn.files.sample_size import SAMPLE_BYTES, require_size
 
+# Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
+# about zero mean and unit variance; the first batch norm takes care of the rest.
+NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "generic": ((0.5,), (0.25,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "digits": ((0.305,), (0.376,)),
+}
+_MODES = {1: "L", 3: "RGB"}
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "ppm")
 _FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
 _ONE_BYTE_MODES = ("1", "L", "P")  # Pillow keeps four bytes for a pixel of all others
 
@@ -62,17 +71,6 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
         bits = int.from_bytes(first[1:5], "little")
         return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     return int.from_bytes(first[6:8], "little") & 0x3FFF, int.from_bytes(first[8:10], "little") & 0x3FFF
-
-
-# Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
-# about zero mean and unit variance; the first batch norm takes care of the rest.
-NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "generic": ((0.5,), (0.25,)),
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "digits": ((0.305,), (0.376,)),
-}
-_MODES = {1: "L", 3: "RGB"}
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "ppm")
 
 
 @dataclass(frozen=True)
