@@ -141,7 +141,7 @@ def hold(path: Path) -> int:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise DamagedError(f"cannot open {path}: {error}") from None
-    try_lock(handle, shared=True)
+    _is_free(handle, shared=True)
     return handle
 
 
@@ -149,7 +149,7 @@ def remove(path: Path) -> bool:
     """Removes a checkpoint, unless a process is reading it; False then."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if try_lock(handle) is Outcome.HELD:
+        if not _is_free(handle):
             return False
         aside = path.with_name(f"{path.name}.removed.tmp")
         shutil.rmtree(aside, ignore_errors=True)
@@ -158,6 +158,14 @@ def remove(path: Path) -> bool:
         os.close(handle)
     shutil.rmtree(aside, ignore_errors=True)
     return True
+
+
+def _is_free(handle: int, shared: bool = False) -> bool:
+    """Takes the lock on a folder. False where another process holds it; where folders cannot be locked, nothing does."""
+    try:
+        return try_lock(handle, shared) is not Outcome.HELD
+    except OSError:
+        return True
 
 
 def _aside(folder: Path, step: int) -> Path:

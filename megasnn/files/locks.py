@@ -25,8 +25,7 @@ from typing import Any
 
 TIMEOUT = "MEGASNN_LOCK_TIMEOUT"
 """Environment variable: seconds to wait for a lock, instead of each lock's own limit."""
-# The last one is NFS, where a lock on what was opened to be read is a shared one at most.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NOTE_BYTES = 4096
 _POLL_SECONDS = 0.05
 
@@ -48,7 +47,8 @@ def held(path: Path, doing: str, seconds: float) -> Iterator[None]:
         LockError: it is a link, a pipe or another user's; or another process holds it, which the message names.
         OSError: its folder is missing or cannot be written.
     """
-    descriptor, limit = open_lock(path), _limit(seconds)
+    limit = _limit(seconds)
+    descriptor = open_lock(path)
     try:
         if acquire(descriptor, limit) is Outcome.HELD:
             waited = f"; after {limit:g} s of waiting: end it if it hangs, or set {TIMEOUT} (seconds)"
