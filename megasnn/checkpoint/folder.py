@@ -161,7 +161,7 @@ def remove(path: Path) -> bool:
 
 
 def _is_free(handle: int, shared: bool = False) -> bool:
-    """Takes the lock on a folder. False where another process holds it; where folders cannot be locked, nothing does."""
+    """Locks a folder. False where another process has locked it; where folders cannot be locked, none has."""
     try:
         return try_lock(handle, shared) is not Outcome.HELD
     except OSError:
