@@ -79,7 +79,7 @@ def _fill(output: _Output, samples: Iterable[Sample]) -> int:
                 header.size, header.mtime, header.mode = len(data), 0, 0o644
                 archive.addfile(header, io.BytesIO(data))
             count += 1
-    buffer.flush()
+    buffer.detach()  # writes what is left, and leaves the file open
     return count
 
 
