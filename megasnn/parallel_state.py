@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from megasnn.comm.group import Group
-from megasnn.comm.transport import let_computing_go_first
+from megasnn.comm.group import Group, let_computing_go_first
 from megasnn.grid import Axis, Coordinates, Grid
 
 

@@ -16,8 +16,7 @@ from megasnn.config import parse
 from megasnn.models.table import MODELS
 from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
 from megasnn.pretraining import pretrain
-from megasnn.process.installation import misfit
-from megasnn.process.launch import launch
+from megasnn.process.launch import launch, misfit
 
 ROOT = Path(__file__).parents[1]
 EVERYTHING = """

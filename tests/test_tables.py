@@ -23,7 +23,8 @@ from megasnn.losses.sums import mse_sum
 from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
 from megasnn.schedule import SCHEDULES, Action, Kind, Schedule, plan_schedule
-from megasnn.schedule.forecast import forecasts_of_named
+from megasnn.schedule.actions import COMPUTE
+from megasnn.schedule.evaluate import forecasts_of_named
 from megasnn.schedule.named import FixedOrder, equal_costs
 from megasnn.table import Table
 from tests.training.runs import Outcome, train, whole
@@ -141,7 +142,7 @@ def test_a_schedule_is_planned_forecast_and_held_to_the_memory_limit() -> None:
         assert NAME in [each.name for each in forecasts_of_named(2, 3, equal_costs(2))]
         flags = f"--pipeline-schedule {NAME} --pipeline-model-parallel-size 2 --pipeline-memory-limit 2"
         (problem,) = problems(*flags.split(), world_size=2)
-    computed = [" ".join(str(each) for each in row if each.kind.is_compute) for row in schedule.actions]
+    computed = [" ".join(str(each) for each in row if each.kind in COMPUTE) for row in schedule.actions]
     assert computed == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"] and schedule.name == NAME
     assert f"{NAME} holds the activations of 3 micro-batches on a rank" in problem
 

@@ -27,11 +27,11 @@ from megasnn.checkpoint import CheckpointError, find_checkpoint, read_metadata, 
 from megasnn.config.cli import subcommands
 from megasnn.convert.differences import differences
 from megasnn.convert.exchange import Names, export_weights, import_weights
-from megasnn.convert.layout import Target
 from megasnn.convert.listing import as_json, as_text, size_text
 from megasnn.convert.opening import in_our_names, open_source
-from megasnn.convert.reshard import reshard
+from megasnn.convert.rank_files import reshard
 from megasnn.convert.source import TensorSource
+from megasnn.convert.target import Target
 from megasnn.process.terminal import keep_going
 
 Place = Annotated[Path, tyro.conf.Positional]

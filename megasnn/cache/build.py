@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megasnn.cache.folder import FOLDER, CacheError
 from megasnn.cache.room import claim, make_room, mark_used
+from megasnn.files.durable import sync
 from megasnn.files.locks import held
 
 _PATIENCE_SECONDS = 1800.0
@@ -50,7 +51,7 @@ def build_once(target: Path, build: Callable[[Path], None], lasting: bool = True
             with held(target.parent / f".{target.name}.lock", f"makes {target.name}", _PATIENCE_SECONDS):
                 if not target.exists():
                     build(temporary)
-                    _flush(temporary)
+                    sync(temporary)  # lest a power cut leave an empty file in its place
                     make_room(temporary)
                     os.replace(temporary, target)
     except OSError as error:
@@ -63,9 +64,3 @@ def build_once(target: Path, build: Callable[[Path], None], lasting: bool = True
             temporary.unlink()
     mark_used(target)
     return target
-
-
-def _flush(path: Path) -> None:
-    """Bring a file to disk before it is renamed, lest a power cut leave an empty one in its place."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING
 from megasnn.lazy import lazy_names
 
 if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
-    from megasnn.checkpoint.agreement import first_decides as first_decides
     from megasnn.checkpoint.choice import find_checkpoint as find_checkpoint
     from megasnn.checkpoint.choice import first_legible as first_legible
     from megasnn.checkpoint.compare import other_model as other_model
     from megasnn.checkpoint.description import Metadata as Metadata
     from megasnn.checkpoint.description import read_metadata as read_metadata
-    from megasnn.checkpoint.errors import CheckpointError as CheckpointError
-    from megasnn.checkpoint.errors import DamagedError as DamagedError
-    from megasnn.checkpoint.errors import NoCheckpointError as NoCheckpointError
+    from megasnn.checkpoint.folder import Retention as Retention
     from megasnn.checkpoint.folder import list_checkpoints as list_checkpoints
-    from megasnn.checkpoint.into_model import load_globals_into as load_globals_into
     from megasnn.checkpoint.loading import LoadedState as LoadedState
     from megasnn.checkpoint.loading import load_checkpoint as load_checkpoint
-    from megasnn.checkpoint.optimizer_state import describe as describe
-    from megasnn.checkpoint.retention import Retention as Retention
     from megasnn.checkpoint.saver import Saver as Saver
     from megasnn.checkpoint.saving import Progress as Progress
     from megasnn.checkpoint.saving import save_checkpoint as save_checkpoint
+    from megasnn.checkpoint.saving import with_optimizer as with_optimizer
     from megasnn.checkpoint.torch_archive import read_state_dict as read_state_dict
     from megasnn.checkpoint.whole import load_global_tensors as load_global_tensors
+    from megasnn.checkpoint.whole import load_globals_into as load_globals_into
     from megasnn.checkpoint.whole import save_global_tensors as save_global_tensors
     from megasnn.checkpoint.whole import verify_checkpoint as verify_checkpoint
+    from megasnn.comm.agreement import first_decides as first_decides
+    from megasnn.files.problems import CheckpointError as CheckpointError
+    from megasnn.files.problems import DamagedError as DamagedError
+    from megasnn.files.problems import NoCheckpointError as NoCheckpointError
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

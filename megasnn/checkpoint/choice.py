@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasnn.checkpoint.description import METADATA, Metadata, read_metadata, serial_of
-from megasnn.checkpoint.errors import CheckpointError, DamagedError, NoCheckpointError
 from megasnn.checkpoint.folder import LATEST, checkpoints, read_latest
 from megasnn.files.described import DescriptionError
+from megasnn.files.problems import CheckpointError, DamagedError, NoCheckpointError
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoints to try, in this order, and what the user must hear about that order."""
+    """The checkpoints to try, in this order, and remarks on that order for the user."""
 
     paths: tuple[Path, ...]
     remarks: tuple[str, ...] = ()

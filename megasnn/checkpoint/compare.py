@@ -15,7 +15,7 @@ from megasnn.sharding import ShardedTensor
 
 
 def other_model(saved: str | None, now: str) -> str:
-    """What is told of a checkpoint of another model."""
+    """The message for a checkpoint of another model."""
     return f"it is a checkpoint of the model {saved}, and this run trains {now}"
 
 

@@ -12,7 +12,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, with_config
 
-from megasnn.checkpoint.errors import CheckpointError, DamagedError
 from megasnn.files.described import (
     STRICT,
     Count,
@@ -27,6 +26,7 @@ from megasnn.files.described import (
     open_within,
     read_bounded,
 )
+from megasnn.files.problems import CheckpointError, DamagedError
 
 METADATA = "metadata.json"
 FORMAT = 3
@@ -55,6 +55,8 @@ GlobalName = Annotated[TensorName, AfterValidator(_tensor_name)]
 @with_config(STRICT)
 @dataclass(frozen=True)
 class TensorFacts:
+    """What `metadata.json` says about a tensor."""
+
     shape: Shape
     dtype: DtypeName
 
@@ -62,6 +64,8 @@ class TensorFacts:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class FileFacts:
+    """What `metadata.json` says about a file."""
+
     bytes: Count
     crc32: Crc32
 

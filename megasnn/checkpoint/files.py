@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megasnn.checkpoint.checksum import BLOCK
-from megasnn.checkpoint.errors import DamagedError
 from megasnn.checkpoint.piece_file import PieceFile
 from megasnn.checkpoint.pieces import SavedPiece, SavedTensor, values_at, write_pieces
 from megasnn.checkpoint.planner import Slice
 from megasnn.files.described import open_within
+from megasnn.files.problems import DamagedError
 
 _WINDOW = 64 * BLOCK
 

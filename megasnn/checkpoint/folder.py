@@ -11,23 +11,24 @@
         iter_0000300.tmp/                      being written, or left by a run that was killed: never loaded
 
 A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file. What is removed is
-renamed first, so that nobody takes half of it for a checkpoint.
+renamed first, so that half of it is not taken for a checkpoint.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasnn.checkpoint.description import LAST_SERIAL, METADATA, Metadata, read_metadata, serial_of, to_text
-from megasnn.checkpoint.errors import DamagedError
 from megasnn.files.described import DescriptionError, open_within
+from megasnn.files.durable import sync, write_whole
+from megasnn.files.locks import Outcome, try_lock
+from megasnn.files.problems import CheckpointError, DamagedError
 
 LATEST = "latest_checkpointed_iteration.txt"
 _STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})(\.replaced\.tmp)?")
@@ -78,11 +79,8 @@ def latest_of(folder: Path) -> int | None:
 
 def name_latest(folder: Path, step: int) -> None:
     """Writes the `latest` file, as a whole or not at all, safely on disk."""
-    aside = folder / f"{LATEST}.tmp"
-    aside.unlink(missing_ok=True)  # it may be a link to something else
-    _write_synced(aside, f"{step}\n")
-    os.replace(aside, folder / LATEST)
-    _sync(folder)
+    write_whole(folder / LATEST, f"{step}\n")
+    sync(folder)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -101,16 +99,16 @@ def commit(folder: Path, metadata: Metadata) -> Path:
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
     metadata = replace(metadata, serial=min(1 + last_serial(folder), LAST_SERIAL))
-    _write_synced(aside / METADATA, to_text(metadata))
+    write_whole(aside / METADATA, to_text(metadata))
     read_metadata(aside)  # what could not be read is not saved
-    _sync(aside)
+    sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
     # A run that went back to an older checkpoint comes by here again; what it saves now counts.
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     aside.rename(final)
-    _sync(folder)
+    sync(folder)
     name_latest(folder, step)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
@@ -129,7 +127,7 @@ def discard(folder: Path, step: int) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """While a checkpoint is read nobody removes it, as far as the file system has locks. Raises DamagedError."""
+    """Keeps a checkpoint from being removed while it is read, where the file system has locks. Raises DamagedError."""
     handle = hold(path)
     try:
         yield
@@ -138,20 +136,20 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def hold(path: Path) -> int:
-    """A descriptor: until it is closed nobody removes this checkpoint. Raises DamagedError."""
+    """A descriptor that keeps this checkpoint from being removed until it is closed. Raises DamagedError."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise DamagedError(f"cannot open {path}: {error}") from None
-    _try_lock(handle, fcntl.LOCK_SH)
+    _is_free(handle, shared=True)
     return handle
 
 
 def remove(path: Path) -> bool:
-    """Removes a checkpoint, unless somebody is reading it; False then."""
+    """Removes a checkpoint, unless a process is reading it; False then."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        if not _try_lock(handle, fcntl.LOCK_EX):
+        if not _is_free(handle):
             return False
         aside = path.with_name(f"{path.name}.removed.tmp")
         shutil.rmtree(aside, ignore_errors=True)
@@ -162,31 +160,66 @@ def remove(path: Path) -> bool:
     return True
 
 
-def _try_lock(handle: int, kind: int) -> bool:
-    """False when another process holds the lock; a file system without locks (ENOLCK, ENOTSUP) refuses nobody."""
+def _is_free(handle: int, shared: bool = False) -> bool:
+    """Locks a folder. False where another process has locked it; where folders cannot be locked, none has."""
     try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return try_lock(handle, shared) is not Outcome.HELD
     except OSError:
         return True
-    return True
 
 
 def _aside(folder: Path, step: int) -> Path:
     return folder / f"{step_folder(folder, step).name}.tmp"
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a folder stay.
+
+    Attributes:
+        last: how many of those saved last stay; None keeps all.
+        every: those of iterations divisible by this stay as well.
+        others: checkpoints up to this serial are of another run, and stay.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    others: int = 0
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def superfluous(folder: Path, retention: Retention) -> list[Path]:
+    """The checkpoints that may go, the oldest first.
+
+    Only complete ones count, and only they go: one with missing or cut files does not push out one that is intact.
+    """
+    if retention.last is None:
+        return []
+    serials = {step: serial for step, serial in _serials(folder) if serial > retention.others}
+    oldest_first = sorted(serials, key=lambda step: (serials[step], step))
+    found = checkpoints(folder)
+    return [
+        found[step]
+        for step in oldest_first[: -retention.last]
+        if retention.every is None or step % retention.every != 0
+    ]
+
+
+def prune(folder: Path, retention: Retention) -> list[Path]:
+    """Removes what is superfluous, except what is being read: that goes another time. Returns what was removed."""
+    return [path for path in superfluous(folder, retention) if remove(path)]
+
+
+def clean(folder: Path) -> None:
+    """Removes what killed runs left half written. Only for the run that holds the folder's lock."""
+    needed = set(checkpoints(folder).values())
+    for path in folder.glob("iter_*.tmp"):
+        if path not in needed:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _serials(folder: Path) -> Iterator[tuple[int, int]]:
+    for step, path in checkpoints(folder).items():
+        try:
+            yield step, read_metadata(path).serial
+        except CheckpointError:
+            continue

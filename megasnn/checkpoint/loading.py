@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.agreement import all_do, first_decides, gather
 from megasnn.checkpoint.choice import choose
 from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
 from megasnn.checkpoint.description import Metadata, read_metadata
-from megasnn.checkpoint.errors import CheckpointError, DamagedError, raise_problems
 from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.optimizer_state import States, allocate, describe, require_possible
 from megasnn.checkpoint.pieces import SavedTensor, read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
+from megasnn.comm.agreement import all_do, first_decides, gather
+from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
 from megasnn.sharding import ShardedTensor
 
 Group = dist.ProcessGroup | None

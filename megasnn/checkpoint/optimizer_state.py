@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.description import PREFIX, TensorFacts
-from megasnn.checkpoint.errors import CheckpointError
+from megasnn.files.problems import CheckpointError
 from megasnn.sharding import ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]

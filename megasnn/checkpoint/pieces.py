@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import struct
 import zipfile
 import zlib
@@ -24,7 +23,6 @@ from pydantic import FailFast, Field, with_config
 
 from megasnn.checkpoint.checksum import BLOCK, block_lengths, file_checksum, joined
 from megasnn.checkpoint.description import METADATA, FileFacts, GlobalName, Metadata, TensorFacts
-from megasnn.checkpoint.errors import DamagedError, problem_list
 from megasnn.checkpoint.format_2 import saved_in
 from megasnn.checkpoint.raw import member_begin
 from megasnn.files.described import (
@@ -38,6 +36,8 @@ from megasnn.files.described import (
     open_within,
     read_bounded,
 )
+from megasnn.files.durable import write_whole
+from megasnn.files.problems import DamagedError, problem_list
 
 PIECES = "pieces.json"
 DCP_METADATA = ".metadata"
@@ -76,6 +76,8 @@ class SavedPiece:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedTensor:
+    """A saved tensor and its pieces."""
+
     name: GlobalName
     shape: Shape
     dtype: DtypeName
@@ -100,10 +102,7 @@ def write_pieces(path: Path, tensors: Iterable[SavedTensor]) -> None:
     """Writes `pieces.json` of one checkpoint, safely on disk. Raises DescriptionError for what could not be read."""
     content = json.dumps(_Content(tuple(tensors)), default=vars).encode()
     described(_Content, content, path / PIECES, most_values=_MOST_VALUES)
-    with open(path / PIECES, "xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_whole(path / PIECES, content.decode())
 
 
 def by_file(tensors: Iterable[SavedTensor]) -> dict[str, list[tuple[SavedPiece, SavedTensor]]]:

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.pieces import COPY, SavedPiece, SavedTensor, covers_once
+from megasnn.files.problems import CheckpointError
 from megasnn.sharding import ShardedTensor
 
 

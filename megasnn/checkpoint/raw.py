@@ -11,8 +11,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.files.described import open_regular
+from megasnn.files.problems import CheckpointError
 
 
 def read_elements(path: Path, offset: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megasnn.checkpoint.agreement import all_do, is_first
-from megasnn.checkpoint.errors import CheckpointError
-from megasnn.checkpoint.optimizer_state import PREFIX, describe
-from megasnn.checkpoint.retention import Retention, prune
-from megasnn.checkpoint.saving import Group, Progress, require_names, write_checkpoint
+from megasnn.checkpoint.folder import Retention, prune
+from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.saving import Group, Progress, with_optimizer, write_checkpoint
 from megasnn.checkpoint.snapshot import Snapshot
+from megasnn.comm.agreement import all_do, is_first
+from megasnn.files.problems import CheckpointError
 from megasnn.sharding import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
@@ -34,7 +34,7 @@ class Saver:
     Args:
         process_group: as for `save_checkpoint`.
         background: write while training goes on; a group of its own lets the ranks agree beside it.
-        report: where the user is told, in lines; may be called from another thread. Only the first rank tells.
+        report: takes lines for the user; may be called from another thread. Only the first rank calls it.
     Attributes:
         saved: the iteration that was saved last; None before the first.
         failed: the save that was asked for last has failed. The same on every rank after `finish`.
@@ -65,7 +65,7 @@ class Saver:
     def prepare(self, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> None:
         """Gets ready for the first save in the background, once the optimizer has its state; otherwise does nothing."""
         if self._snapshot is not None:
-            self._snapshot.prepare(_written_here(_entries(tensors, optimizer)))
+            self._snapshot.prepare(_written_here(with_optimizer(tensors, optimizer)))
 
     def save(
         self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
@@ -73,7 +73,7 @@ class Saver:
         """Saves, unless this iteration is saved already.
 
         In the background, what a forward pass can change is copied before this returns; weights and the optimizer's
-        state are copied until `optimizer.step`, which waits for that. Whoever changes them in another way calls
+        state are copied until `optimizer.step`, which waits for that. Code that changes them in another way calls
         `settle` first. A failure is told and remembered; the next save tries again.
         """
         if self._in_flight is not None:
@@ -82,7 +82,7 @@ class Saver:
             self.finish()
         if self.saved == progress.iteration:
             return
-        entries = _entries(tensors, optimizer)
+        entries = with_optimizer(tensors, optimizer)
         kind = type(optimizer).__name__ if optimizer is not None else None
         if self._snapshot is None:
             self._write(progress, entries, kind)
@@ -162,11 +162,6 @@ def _written_here(entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
 def _stays_until_update(entry: ShardedTensor) -> bool:
     """Running statistics do not: the forward pass changes them."""
     return entry.is_parameter or entry.name.startswith(PREFIX)
-
-
-def _entries(tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> list[ShardedTensor]:
-    require_names(tensors)
-    return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
 
 
 def _text(error: Exception) -> str:

@@ -11,7 +11,7 @@ import os
 import platform
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import megasnn
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.agreement import all_do, first_decides, gather, is_first
 from megasnn.checkpoint.checksum import file_checksum
 from megasnn.checkpoint.description import FileFacts, Metadata, require_model_name
-from megasnn.checkpoint.errors import CheckpointError, problem_list
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
 from megasnn.checkpoint.pieces import COPY, DCP_METADATA, PIECES, SavedTensor, by_file, file_checksum_of
 from megasnn.checkpoint.planner import PieceSavePlanner
+from megasnn.comm.agreement import all_do, first_decides, gather, is_first
 from megasnn.files.described import open_within
+from megasnn.files.problems import CheckpointError, problem_list
 from megasnn.sharding import ShardedTensor
 
 PathLike = str | os.PathLike[str]
@@ -47,16 +47,17 @@ class Progress:
     Attributes:
         iteration, consumed_samples: how far the run is.
         extra: whatever the training loop keeps.
-        config: what defines the model and must be equal when it is loaded.
-        layout: for the reader only.
+        config: what defines the model, {"model": {...}, "neuron": {...}}, and must be equal when it is loaded; None
+            where it is not known.
+        layout: the process grid, for the reader only.
         model: name of the model; None where it is not known.
     """
 
-    iteration: int
-    consumed_samples: int
-    extra: dict[str, Any]
-    config: dict[str, Any] | None
-    layout: dict[str, Any] | None
+    iteration: int = 0
+    consumed_samples: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    layout: dict[str, Any] | None = None
     model: str | None = None
 
 
@@ -87,12 +88,7 @@ def save_checkpoint(
             element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
     """
     progress = Progress(iteration, consumed_samples, extra, config, layout, model)
-
-    def everything() -> list[ShardedTensor]:
-        require_names(tensors)
-        return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
-
-    entries = all_do(process_group, everything, "this run cannot be saved:")
+    entries = all_do(process_group, lambda: with_optimizer(tensors, optimizer), "this run cannot be saved:")
     kind = type(optimizer).__name__ if optimizer is not None else None
     return write_checkpoint(folder, progress, entries, kind, process_group)
 
@@ -177,6 +173,12 @@ def _texts(rank: int, error: BaseException) -> list[str]:
 
 def _versions() -> dict[str, str]:
     return {"megasnn": megasnn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def with_optimizer(tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> list[ShardedTensor]:
+    """A rank's tensors and its optimizer's state so far. Raises CheckpointError for what cannot be described."""
+    require_names(tensors)
+    return [*tensors, *describe(tensors, optimizer.state if optimizer is not None else {})]
 
 
 def require_names(tensors: Iterable[ShardedTensor]) -> None:

@@ -68,7 +68,7 @@ class Snapshot:
 
     def settle(self) -> None:
         """Waits until everything is copied, or on a GPU in its queue; from here on tensors may be changed."""
-        with self._settling:  # who comes second waits for the helpers of the first, too
+        with self._settling:  # a second caller waits for the helpers of the first, too
             if self._left:
                 self._copying += [self._threads.submit(self._copy_left) for _ in range(COPYING_THREADS - 1)]
             futures.wait(self._copying)

@@ -1,4 +1,4 @@
-"""Files of torch.save, opened without taking their word for it: each tensor is read when it is asked for.
+"""Files of torch.save, checked before anything is read from them; each tensor is read when it is asked for.
 
 Torch's own reader unpickles nothing but tensors and plain containers, but believes what the file says of their sizes.
 So the names that its pickles call are looked through first: only those that weights need are allowed. A load of fake
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.raw import member_begin, read_elements
 from megasnn.files.described import DescriptionError, open_regular, printable, require_tensor_name
+from megasnn.files.problems import CheckpointError
 
 _CONTAINERS = {
     "argparse.Namespace",
@@ -69,7 +69,7 @@ class TorchArchive:
                             self.content: Any = torch.load(stream, weights_only=True)
                     else:
                         self.content = torch.load(stream, map_location="cpu", weights_only=True)
-        except Exception as error:  # which one is up to whoever wrote the file
+        except Exception as error:  # which one depends on what is in the file
             # Torch says first how to let the file run what it likes.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
             raise CheckpointError(

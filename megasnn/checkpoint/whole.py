@@ -1,13 +1,15 @@
-"""Whole tensors of checkpoints in one process, for tools and tests, and the check of every byte."""
+"""Whole tensors: of checkpoints in one process, for tools and tests; from elsewhere into a model of which every rank
+holds a part; and the check of every byte of a checkpoint."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.checkpoint.description import read_metadata
@@ -17,6 +19,8 @@ from megasnn.checkpoint.loading import first_intact, read_tensors
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.checkpoint.pieces import DCP_METADATA, PIECES, by_file, file_checksum_of, read_pieces
 from megasnn.checkpoint.saving import PathLike, save_checkpoint
+from megasnn.comm.agreement import gather
+from megasnn.files.problems import raise_problems
 from megasnn.sharding import Shard, ShardedTensor
 
 
@@ -95,3 +99,39 @@ def verify_checkpoint(path: Path) -> Iterator[tuple[int, str | None]]:
             yield from reader.damage(name, pieces)
             if f"{file_checksum_of(piece for piece, _ in pieces):08x}" != metadata.files[name].crc32:
                 yield 0, f"{path / name}: metadata.json and what describes its pieces tell different checksums"
+
+
+def load_globals_into(
+    tensors: Iterable[ShardedTensor],
+    values: Mapping[str, Tensor],
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Copies this rank's part of every global tensor into the model, converted to the model's dtype.
+
+    Collective over `process_group`, the group of all ranks (None for a process on its own): together they
+    must take exactly the tensors given.
+
+    Raises:
+        CheckpointError: on every rank, before anything is changed: a tensor is missing, one is taken by
+            no rank, or a shape differs.
+    """
+    entries = list(tensors)
+    reports = gather(process_group, ([entry.name for entry in entries], list(_mismatches(entries, values))))
+    unexpected = set(values) - {name for names, _ in reports for name in names}
+    problems = [problem for _, found in reports for problem in found]
+    problems += [f"{name}: given, but this model has no such tensor" for name in unexpected]
+    raise_problems("these weights are not this model's:", problems)
+    with torch.no_grad():
+        for entry in entries:
+            for piece in entry.shard.pieces():
+                piece.of_local(entry.tensor).copy_(piece.of_global(values[entry.name]))
+
+
+def _mismatches(entries: Iterable[ShardedTensor], values: Mapping[str, Tensor]) -> Iterable[str]:
+    for entry in entries:
+        value = values.get(entry.name)
+        if value is None:
+            yield f"{entry.name}: missing"
+        elif tuple(value.shape) != entry.shard.global_shape:
+            needed = list(entry.shard.global_shape)
+            yield f"{entry.name}: has shape {list(value.shape)}, this model needs {needed}"

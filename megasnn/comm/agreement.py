@@ -1,4 +1,7 @@
-"""Ranks agree because one of them decides."""
+"""Ranks agree: one decides for all, or each does its part and all of them hear of every failure.
+
+A `group` of None stands for a process on its own, without torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,68 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megasnn.comm.group import Group
+from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
 
 T = TypeVar("T")
 
 
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or dist.get_rank(group) == 0
+
+
+def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """Every rank's value, in rank order, on every rank."""
+    if group is None:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]
+
+
+def first_decides(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:
+    """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank."""
+    return _from_first(group, lambda: _attempt(decide))
+
+
 def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
     """What `decide` returned on the first rank, which alone calls it. Raises its ValueError on every rank."""
-    box: list[tuple[T | None, str | None]] = [(None, None)]
-    if group.rank == 0:
+
+    def attempt() -> tuple[T | None, ValueError | None]:
         try:
-            box[0] = decide(), None
+            return decide(), None
         except ValueError as error:
-            box[0] = None, str(error)
-    if group.size > 1:
-        dist.broadcast_object_list(box, group_src=0, group=group.handle)
-    value, refusal = box[0]
-    if refusal is not None:
-        raise ValueError(refusal)
+            return None, ValueError(str(error))  # not every kind can be sent
+
+    return _from_first(group.handle, attempt)
+
+
+def all_do(group: dist.ProcessGroup | None, work: Callable[[], T], title: str) -> T:
+    """Runs `work` on every rank. If it fails on any, all raise the same error, which lists the problems.
+
+    It is a DamagedError when all that failed is one.
+    """
+    value, error = _attempt(work)
+    failures = [failure for failure in gather(group, error) if failure is not None]
+    damaged = all(isinstance(failure, DamagedError) for failure in failures)
+    problems = (problem for failure in failures for problem in failure.args)
+    raise_problems(title, problems, DamagedError if damaged else CheckpointError)
     return value  # type: ignore[return-value]
+
+
+def _from_first(group: dist.ProcessGroup | None, attempt: Callable[[], tuple[T | None, Exception | None]]) -> T:
+    box = [attempt()] if is_first(group) else [(None, None)]
+    if group is not None:
+        dist.broadcast_object_list(box, group_src=0, group=group)
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+    try:
+        return work(), None
+    except CheckpointError as error:
+        return None, error
+    except Exception as error:
+        return None, CheckpointError(f"{type(error).__name__}: {error}")

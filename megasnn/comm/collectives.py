@@ -1,4 +1,7 @@
-"""The collectives that sharded layers use, on rows, with an explicit group; each returns early at size 1.
+"""Activations as rows, and the collectives that sharded layers use on them, with an explicit group.
+
+`[T, N, C, *space]` with channels last in memory is the matrix `[T*N*space, C]`. Tensor parallelism cuts its columns, so
+that every collective here works on rows; each returns early at size 1.
 
 Sums are formed on the receiving rank in rank order from an all-to-all: the result does not depend on the algorithm
 that a backend picks for its size, and on Gloo an all-to-all is several times faster than its reduce-scatter.
@@ -7,6 +10,7 @@ that a backend picks for its size, and on Gloo an all-to-all is several times fa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,17 @@ from torch import Tensor
 from megasnn.comm.codec import Wire, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """[T, N, C, *space] -> [T*N*prod(space), C]; a view when channels are last in memory, otherwise a copy."""
+    return x.movedim(2, -1).reshape(-1, x.shape[2])
+
+
+def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
+    """The inverse, for the shape `like` = (T, N, any C, *space); C is taken from the rows. Always a view."""
+    time, samples, _, *space = like
+    return rows.view(time, samples, *space, rows.shape[1]).movedim(-1, 2)
 
 
 def gather_columns(rows: Tensor, group: Group, wire: Wire, direction: str = "forward") -> tuple[Tensor, list[Tensor]]:
@@ -73,3 +88,25 @@ def all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Tensor:
         statistics.record(group.name, "all_reduce", direction, tensor.nbytes)
         dist.all_reduce(tensor, group=group.handle)
     return tensor
+
+
+class _GatherAlike(torch.autograd.Function):
+    """Forward: channels of all ranks side by side. Backward: the gradient is whole on every rank, each keeps its part.
+
+    For what all ranks go on with in the same way (a loss).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.channels = group, x.shape[2]
+        full, _ = gather_columns(to_rows(x), group, Wire.DENSE)
+        return from_rows(full, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(2, ctx.group.rank * ctx.channels, ctx.channels), None
+
+
+def gather_alike(x: Tensor, group: Group) -> Tensor:
+    """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
+    return x if group.size == 1 else _GatherAlike.apply(x, group)

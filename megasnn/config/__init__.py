@@ -1,47 +1,23 @@
 """The configuration: frozen dataclasses, one file for each part, and the command line made from them."""
 
-from megasnn.config.checkpoint import CheckpointConfig
-from megasnn.config.checks import ConfigError
-from megasnn.config.cli import parse
-from megasnn.config.data import DataConfig
-from megasnn.config.logging import LoggingConfig
-from megasnn.config.neuron import NeuronConfig
-from megasnn.config.optimizer import OptimizerConfig
-from megasnn.config.parallel import ParallelConfig
-from megasnn.config.pretrain import LayerName, ModelConfig, PretrainConfig
-from megasnn.config.serialise import (
-    changed_flags,
-    comparable_flags,
-    describe,
-    flags_between,
-    from_dict,
-    from_json,
-    to_dict,
-    to_json,
-)
-from megasnn.config.training import TrainingConfig
-from megasnn.config.validate import validate
-
-__all__ = [
-    "CheckpointConfig",
-    "ConfigError",
-    "DataConfig",
-    "LayerName",
-    "LoggingConfig",
-    "ModelConfig",
-    "NeuronConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PretrainConfig",
-    "TrainingConfig",
-    "changed_flags",
-    "comparable_flags",
-    "describe",
-    "flags_between",
-    "from_dict",
-    "from_json",
-    "parse",
-    "to_dict",
-    "to_json",
-    "validate",
-]
+from megasnn.config.checkpoint import CheckpointConfig as CheckpointConfig
+from megasnn.config.checks import ConfigError as ConfigError
+from megasnn.config.cli import parse as parse
+from megasnn.config.data import DataConfig as DataConfig
+from megasnn.config.logging import LoggingConfig as LoggingConfig
+from megasnn.config.neuron import NeuronConfig as NeuronConfig
+from megasnn.config.optimizer import OptimizerConfig as OptimizerConfig
+from megasnn.config.parallel import ParallelConfig as ParallelConfig
+from megasnn.config.pretrain import LayerName as LayerName
+from megasnn.config.pretrain import ModelConfig as ModelConfig
+from megasnn.config.pretrain import PretrainConfig as PretrainConfig
+from megasnn.config.serialise import changed_flags as changed_flags
+from megasnn.config.serialise import comparable_flags as comparable_flags
+from megasnn.config.serialise import describe as describe
+from megasnn.config.serialise import flags_between as flags_between
+from megasnn.config.serialise import from_dict as from_dict
+from megasnn.config.serialise import from_json as from_json
+from megasnn.config.serialise import to_dict as to_dict
+from megasnn.config.serialise import to_json as to_json
+from megasnn.config.training import TrainingConfig as TrainingConfig
+from megasnn.config.validate import validate as validate

@@ -44,12 +44,12 @@ def flag_groups(defaults: Any, recipes: Iterable[str] = ()) -> type:
     for name in sorted((part.name for part in fields(defaults)), key=ORDER.index):
         part = getattr(defaults, name)
         flags = _flags(part)
-        # Of a model, its fields tell.
+        # A model's fields say which of its flags few runs need.
         rare = RARELY_USED.get(name) or tuple(e.name for e in fields(part) if e.metadata.get("listed_last"))
         group = _group(name, [flag for flag in flags if flag[0] not in rare], type(part).__doc__)
         often.append((name, group, field(default_factory=group)))
         rarely += [flag for flag in flags if flag[0] in rare]
-    last = _group("rarely_used", rarely, "What few runs need.")
+    last = _group("rarely_used", rarely, "Flags that few runs need.")
     whole = make_dataclass("Flags", [*often, ("rarely_used", last, field(default_factory=last))])
     whole.__doc__ = type(defaults).__doc__
     return whole
@@ -74,7 +74,7 @@ def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     flags = []
     for entry in fields(part):
         hint, table = hints[entry.name], table_of(hints[entry.name])
-        if getattr(part, entry.name) is True:  # by a file, where the flag has no negative form: there it needs one
+        if getattr(part, entry.name) is True:  # set by a file: only a negative form of the flag takes it back
             hint = bool
         text = " ".join(filter(None, (texts.get(entry.name), summaries(table) if table is not None else "")))
         flags.append((entry.name, Annotated[hint, tyro.conf.arg(help=text)], getattr(part, entry.name)))

@@ -9,7 +9,7 @@ from megasnn.config.checks import at_least, needs
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """One rank writes all of it."""
+    """One rank writes all logs."""
 
     log_interval: int = 10
     """Iterations between two log lines."""

@@ -33,7 +33,7 @@ class NeuronConfig:
     surrogate: Surrogate = "sigmoid"
     """Surrogate gradient of the spike."""
     surrogate_alpha: float | None = None
-    """Its sharpness; "none" is SpikingJelly's default for it (4 for sigmoid, 2 for atan)."""
+    """Sharpness of the surrogate gradient; "none" is SpikingJelly's default for it (4 for sigmoid, 2 for atan)."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
     """What computes the neurons; auto takes the fastest that can be used."""
 

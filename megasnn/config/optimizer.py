@@ -15,13 +15,13 @@ class OptimizerConfig:
     """Linear warm-up to `lr`, then decay to `min_lr` at the end of the training."""
 
     optimizer: Annotated[str, name_in(OPTIMIZERS)] = "adamw"
-    """What makes steps of gradients."""
+    """Update rule of the weights."""
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     lr_decay_style: Annotated[str, name_in(DECAY_STYLES)] = "cosine"
-    """From --lr to --min-lr, or constant."""
+    """Course of the learning rate from --lr to --min-lr, or constant."""
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
     lr_warmup_fraction: float | None = None

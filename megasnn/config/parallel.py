@@ -16,7 +16,7 @@ ScheduleName = Annotated[str, name_in(SCHEDULES)]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """What tensor and pipeline parallelism leave over of the ranks is data parallel."""
+    """Ranks are divided by tensor and pipeline parallel sizes; the quotient is the number of data parallel replicas."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share every layer, by channels and heads."""

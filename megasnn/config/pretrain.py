@@ -22,7 +22,8 @@ another value."""
 
 
 class LayerName(NamedTuple):
-    """
+    """Name of a layer.
+
     Attributes:
         unit: the coarser part that the layer belongs to ("patch_embed", "blocks.0", "head"); explicit layouts count
             units or layers.

@@ -28,15 +28,15 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     """Stop after so many minutes, and save if --save is given."""
     seed: int = 1234
-    """Of initial weights, data order, augmentation and dropout."""
+    """Seed of initial weights, data order, augmentation and dropout."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16 is autocast with fp32 weights; fp64 is for checks."""
     loss: Annotated[str, name_in(LOSSES)] = "cross-entropy"
-    """What is minimised, as a mean over the samples."""
+    """Loss that is minimised, as a mean over the samples."""
     tet_lambda: float = 1e-3
     """With --loss tet, the share of the term that keeps logits near --tet-mean; 0 leaves it out."""
     tet_mean: float = 1.0
-    """With --loss tet, what that term keeps logits near."""
+    """With --loss tet, the value that this term keeps logits near."""
     label_smoothing: float = 0.0
     """Share of the target spread evenly over all classes."""
 

@@ -154,14 +154,14 @@ def _kernel_problems(config: PretrainConfig) -> list[str]:
 
 
 def _profile_problems(config: PretrainConfig) -> list[str]:
-    """A profile of a pipeline that is none."""
+    """`--profile-pipeline` without pipeline stages."""
     if config.logging.profile_pipeline and config.parallel.pipeline_model_parallel_size == 1:
         return ["--profile-pipeline needs stages: --pipeline-model-parallel-size 2 or more"]
     return []
 
 
 def _wire_problems(config: PretrainConfig) -> list[str]:
-    """A type for travelling gradients that is not narrower than theirs."""
+    """A type for gradients between stages that is not narrower than the one they are computed in."""
     asked, precision = config.parallel.pipeline_gradient_dtype, config.training.precision
     if asked is None or (asked, precision) in (("fp32", "fp32"), ("bf16", "fp32")):
         return []

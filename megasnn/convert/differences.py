@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.optimizer_state import PREFIX
-from megasnn.convert.progress import byte_bar
 from megasnn.convert.source import TensorSource
+from megasnn.telemetry.progress import byte_bar
 
 PIECE = 1 << 20  # elements compared at a time, in float64
 
 
 @dataclass(frozen=True)
 class Difference:
-    """
+    """How far a tensor of two sources is apart.
+
     Attributes:
         name: of the tensor.
         absolute: largest difference of two elements; infinite where one side has a nan and the other a number.
@@ -40,7 +41,7 @@ def differences(first: TensorSource, second: TensorSource, model_only: bool) -> 
     """For each tensor of either source, in both under the same names; reads one of them at a time."""
     either = {**second.tensors, **first.tensors}
     infos = {name: either[name] for name in sorted(either) if not (model_only and name.startswith(PREFIX))}
-    with byte_bar("comparing", infos.values()) as bar:
+    with byte_bar("comparing", sum(info.bytes for info in infos.values())) as bar:
         for name, info in infos.items():
             yield _difference(name, first, second)
             bar.update(info.bytes)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.checkpoint.saving import Progress
 from megasnn.convert.opening import in_our_names
-from megasnn.convert.progress import byte_bar
 from megasnn.convert.rank_files import write_rank_files
 from megasnn.convert.safetensors_file import new_safetensors_file
 from megasnn.convert.source import DerivedSource, TensorSource
@@ -17,6 +16,7 @@ from megasnn.convert.torch_file import new_torch_file
 from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, entry_of, is_ours
 from megasnn.models.names import renamed
 from megasnn.sharding import Shard
+from megasnn.telemetry.progress import byte_bar
 
 if TYPE_CHECKING:
     Names = str
@@ -46,18 +46,13 @@ def export_weights(source: TensorSource, output: Path, names: Names, safetensors
         CheckpointError: as `weights_as`, or there is such a file already.
     """
     weights = weights_as(source, names)
-    with byte_bar("writing", weights.tensors.values()) as bar:
-        if safetensors:
-            told = {"format": "pt", "names": names, "iteration": str(weights.facts.iteration)}
-            with new_safetensors_file(output, weights.tensors, told) as safe:
-                for name, info in weights.tensors.items():
-                    safe.put(name, weights.read(name))
-                    bar.update(info.bytes)
-        else:
-            with new_torch_file(output, weights.tensors) as file:
-                for name, info in weights.tensors.items():
-                    file.put(name, weights.read(name))
-                    bar.update(info.bytes)
+    tensors = weights.tensors
+    told = {"format": "pt", "names": names, "iteration": str(weights.facts.iteration)}
+    file = new_safetensors_file(output, tensors, told) if safetensors else new_torch_file(output, tensors)
+    with byte_bar("writing", sum(info.bytes for info in tensors.values())) as bar, file as put:
+        for name, info in tensors.items():
+            put(name, weights.read(name))
+            bar.update(info.bytes)
     return weights
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.folder import latest_of, step_folder
-from megasnn.process.lock import FolderLock
+from megasnn.files.durable import sync
+from megasnn.files.problems import CheckpointError
+from megasnn.process.job import FolderLock
 
 
 def refuse_existing(path: Path, flag: str) -> None:
@@ -54,12 +55,3 @@ def new_file(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or a folder's list of names is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

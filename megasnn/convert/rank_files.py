@@ -1,4 +1,4 @@
-"""A checkpoint as the ranks of a grid would write it, from one process that holds one tensor at a time."""
+"""A checkpoint as the ranks of another grid would write it, from one process that holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
+from megasnn.checkpoint import CheckpointError
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.files import PieceWriter
 from megasnn.checkpoint.pieces import SavedTensor
 from megasnn.checkpoint.planner import PieceSavePlanner, boxes_of, copy_name
 from megasnn.checkpoint.saving import Progress, describe_written
 from megasnn.convert.new_file import new_checkpoint
-from megasnn.convert.progress import byte_bar
-from megasnn.convert.source import TensorInfo, TensorSource
+from megasnn.convert.opening import in_our_names
+from megasnn.convert.source import TensorSource
+from megasnn.convert.target import LaidOut, Target, lay_out, saved_model
 from megasnn.sharding import Shard, ShardedTensor
+from megasnn.telemetry.progress import byte_bar
 
 
 class _LazyPlanner(PieceSavePlanner):
@@ -79,8 +82,7 @@ def write_rank_files(
     with new_checkpoint(save, progress.iteration):
         aside = folders.begin(save, progress.iteration)
         try:
-            tensors = (TensorInfo(entry.shard.local_shape, entry.tensor.dtype) for rank in written for entry in rank)
-            with byte_bar("writing", tensors) as bar:
+            with byte_bar("writing", sum(entry.tensor.nbytes for rank in written for entry in rank)) as bar:
                 planners = [_LazyPlanner(entries, names, copied, source, bar) for entries in written]
                 tensors_written = _write(PieceWriter(aside), planners)
             return folders.commit(save, describe_written(progress, optimizer, aside, tensors_written))
@@ -107,3 +109,25 @@ def _write(writer: PieceWriter, planners: Sequence[_LazyPlanner]) -> Sequence[Sa
     results = [writer.write_data(plan, planner).wait() for plan, planner in zip(plans, planners, strict=True)]
     writer.finish(metadata, results)
     return writer.tensors
+
+
+def reshard(source: TensorSource, save: Path, target: Target) -> tuple[Path, LaidOut]:
+    """Writes the source's checkpoint to `<save>/iter_<iteration>` with a file for each rank of the target.
+
+    Iteration, place in the data and optimizer state stay: a run goes on from it as from the source.
+
+    Returns:
+        the new checkpoint, and what each rank holds of it.
+    Raises:
+        CheckpointError: the source is of no model known here, the model cannot be cut like this, there is a
+            checkpoint of this iteration in `save`, or the source is damaged.
+    """
+    source = in_our_names(source)
+    facts = source.facts
+    if save.resolve() in (source.path.resolve(), source.path.resolve().parent):
+        raise CheckpointError(f"--save {save} is where the checkpoint is read from; give another folder")
+    model = saved_model(source)
+    laid_out = lay_out(target, model, facts, source.tensors)
+    facts = replace(facts, layout=laid_out.layout, model=model.name)
+    path = write_rank_files(save, facts, facts.optimizer, [rank.entries for rank in laid_out.ranks], source)
+    return path, laid_out

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from pydantic import with_config
 from torch import Tensor
 
-from megasnn.checkpoint.errors import CheckpointError
 from megasnn.checkpoint.raw import read_elements, write_elements
 from megasnn.convert.new_file import new_file
 from megasnn.convert.source import Facts, StoredBox, TensorInfo, TensorSource
@@ -32,6 +31,7 @@ from megasnn.files.described import (
     in_message,
     open_regular,
 )
+from megasnn.files.problems import CheckpointError
 
 DTYPES = {
     "F64": torch.float64,
@@ -65,7 +65,7 @@ _Header: Any = dict[TensorName, TensorEntry | dict[str, str]]
 
 
 class SafetensorsSource(TensorSource):
-    """Raises CheckpointError when the file is not of this format, is cut, or holds a type that is unknown here."""
+    """A safetensors file. Raises CheckpointError when it is not of this format, is cut, or holds an unknown type."""
 
     kind = "safetensors"
 
@@ -128,19 +128,15 @@ def _read_header(path: Path) -> tuple[dict[str, TensorEntry | dict[str, str]], i
     return header, _LENGTH_BYTES + length, size
 
 
-class SafetensorsFiller:
-    def __init__(self, stream: BinaryIO, offsets: Mapping[str, int]) -> None:
-        self._stream, self._offsets = stream, offsets
-
-    def put(self, name: str, value: Tensor) -> None:
-        write_elements(self._stream, self._offsets[name], value)
-
-
 @contextmanager
 def new_safetensors_file(
     path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
-) -> Iterator[SafetensorsFiller]:
-    """A file for these tensors, whose values are then put in any order. Raises CheckpointError for unknown types."""
+) -> Iterator[Callable[[str, Tensor], None]]:
+    """A new file; the function that it gives puts each tensor into it, in any order.
+
+    Raises:
+        CheckpointError: there is such a file already, or a type that the format does not have.
+    """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     offsets, end = {}, 0
     # The library aligns tensors by writing larger elements first.
@@ -155,4 +151,4 @@ def new_safetensors_file(
     with new_file(path) as aside, aside.open("wb", buffering=0) as stream:
         stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         stream.truncate(begin + end)
-        yield SafetensorsFiller(stream, {name: begin + offset for name, offset in offsets.items()})
+        yield lambda name, value: write_elements(stream, begin + offsets[name], value)

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import with_config
 from torch import Tensor
 
-from megasnn.checkpoint.description import ModelName
-from megasnn.files.described import STRICT, Count, FreeForm
+from megasnn.checkpoint.saving import Progress
 from megasnn.models.names import Recipe
 from megasnn.sharding import Shard
 
@@ -48,27 +46,17 @@ class TensorInfo:
         return str(self.dtype).removeprefix("torch.")
 
 
-@with_config(STRICT)
 @dataclass(frozen=True)
-class Facts:
+class Facts(Progress):
     """What a checkpoint says of itself; other files say nothing.
 
     Attributes:
-        iteration, consumed_samples: the run's progress.
-        config: what defines the model: {"model": {...}, "neuron": {...}}; None when unknown.
-        extra, optimizer, layout: see megasnn.checkpoint.Metadata.
+        optimizer: class name of the optimizer whose state is inside; None without one.
         versions: of the programs that wrote it.
-        model: name of the model; None when it does not say it.
     """
 
-    iteration: Count = 0
-    consumed_samples: Count = 0
-    config: FreeForm | None = None
-    extra: FreeForm = field(default_factory=dict)
     optimizer: str | None = None
-    layout: FreeForm | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    model: ModelName | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def dimensions(self) -> dict[str, Any] | None:
@@ -78,7 +66,8 @@ class Facts:
 
 
 class TensorSource(ABC):
-    """
+    """Tensors of a file or folder, by name.
+
     Attributes:
         path: file or folder.
         kind: of format, for the reader.

@@ -1,19 +1,172 @@
-"""What each rank of a process grid would hold of a checkpoint, from the model's description alone."""
+"""The ranks of a target grid: which layers each of them has, and what it would hold of a checkpoint.
+
+All of it follows from the description of the model that the checkpoint's configuration tells, without building it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
 
 import torch
 
-from megasnn.checkpoint.errors import raise_problems
 from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.comm.group import Group
-from megasnn.convert.model import SavedModel
-from megasnn.convert.source import TensorInfo
+from megasnn.config import ModelConfig, PretrainConfig, from_dict
+from megasnn.convert.source import Facts, TensorInfo, TensorSource
+from megasnn.files.problems import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
+from megasnn.models.dialects import entry_of
+from megasnn.models.entry import ModelEntry
+from megasnn.models.table import MODELS
+from megasnn.pipeline.costs import layers_per_chunk, measure_layers
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.schedule.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
 from megasnn.sharding import Shard, ShardedTensor, sharded_tensors
+from megasnn.training.setup import neuron_spec
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model that a checkpoint is of.
+
+    Attributes:
+        name: in the table of models.
+        config: the dimensions.
+        description: the layers.
+    """
+
+    name: str
+    config: ModelConfig
+    description: ModelDescription
+
+
+def saved_model(source: TensorSource) -> SavedModel:
+    """The model that a source's weights are of.
+
+    Raises:
+        CheckpointError: it is none of the table of models, or there is no configuration of it (weights from elsewhere).
+    """
+    config, entry = source.facts.config, entry_of(source.facts.model, source.tensors)
+    if config is None:
+        raise CheckpointError(
+            f"{source.path} holds weights without a model configuration, so how its tensors are cut is not known; "
+            "start a run from it with --load ... --finetune: what that run saves can be laid out"
+        )
+    if entry is None:
+        raise CheckpointError(f"{source.path} is of a model that is unknown here; known: {', '.join(MODELS)}")
+    return configured_model(entry, config, source.path)
+
+
+def configured_model(entry: ModelEntry[Any], config: Mapping[str, Any], path: object) -> SavedModel:
+    """The model of a saved configuration {"model": ..., "neuron": ...}.
+
+    Raises:
+        CheckpointError: it is no configuration of this model, or one that cannot be.
+    """
+    try:
+        run: PretrainConfig = from_dict(entry.config, {part: config[part] for part in ("model", "neuron")})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not of the model {entry.name} as it is here: {error}") from None
+    if problems := run.model.problems(tensor_parallel=1):  # before its layers are counted out
+        raise CheckpointError(f"{path}: there is no model {entry.name} like this:", *problems)
+    return SavedModel(entry.name, run.model, entry.describe(run.model, neuron_spec(run)))
+
+
+TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
+VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
+LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+_LARGEST_INPUT = 16 << 20  # values; of ImageNet over four time steps it is 0.6 million
+
+
+@dataclass(frozen=True)
+class Target:
+    """The grid that a checkpoint is laid out for.
+
+    Attributes:
+        tensor, pipeline, virtual: sizes of the target grid.
+        shape: how the chunks of a pipeline rank are placed: round and round, or down and up again.
+        layout: units or layers in each chunk, as `--pipeline-model-parallel-layout` takes them; None for the cut that
+            the checkpoint was written with where it has as many chunks, otherwise one that balances measured costs.
+    """
+
+    tensor: int
+    pipeline: int
+    virtual: int = 1
+    layout: str | None = None
+    shape: Literal["loop", "v"] = "loop"
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return v_placement(self.pipeline) if self.shape == "v" else loop_placement(self.pipeline, self.virtual)
+
+    def refuse_impossible(self, model: SavedModel) -> None:
+        """Raises CheckpointError with the values when the model cannot be cut like this."""
+        for flag, value in ((TENSOR_FLAG, self.tensor), (PIPELINE_FLAG, self.pipeline), (VIRTUAL_FLAG, self.virtual)):
+            if value < 1:
+                raise CheckpointError(f"{flag} must be at least 1, got {value}")
+        if self.shape == "v" and self.virtual != 2:
+            raise CheckpointError(f"{SHAPE_FLAG} v places two chunks on each rank; {VIRTUAL_FLAG} is {self.virtual}")
+        problems = [
+            text.replace("--tensor-model-parallel-size", TENSOR_FLAG) for text in model.config.problems(self.tensor)
+        ]
+        layers = len(model.description.layers)
+        if self.pipeline * self.virtual > layers and self.layout is None:
+            problems.append(
+                f"{PIPELINE_FLAG} {self.pipeline} x {VIRTUAL_FLAG} {self.virtual} are more chunks than the model has "
+                f"layers ({layers})"
+            )
+        if problems:
+            raise CheckpointError(*problems)
+
+    def bounds(self, model: SavedModel, facts: Facts) -> list[range]:
+        """The layers of each chunk. Raises ValueError for a layout that does not fit."""
+        placement, layers = self.placement, model.description.layers
+        if self.layout is not None:
+            return layout_to_bounds(parse_layout(self.layout), [layer.unit for layer in layers], len(placement))
+        if len(placement) == 1:
+            return [range(len(layers))]
+        saved = parse_layout(str((facts.layout or {}).get("bounds", len(layers))))
+        if len(saved) == len(placement):
+            return layout_to_bounds(saved, [layer.name for layer in layers], len(placement))
+        _refuse_large_input(model.description)
+        costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
+        return placed_bounds([cost.seconds for cost in costs], placement)
+
+
+def _refuse_large_input(model: ModelDescription) -> None:
+    """No saved tensor shows how large a sample is. Raises ValueError for one that would take all memory."""
+    shape = model.input_shape if len(model.input_shape) == 4 else (model.time_steps, *model.input_shape)
+    if prod(shape) > _LARGEST_INPUT:
+        raise ValueError(
+            f"the checkpoint describes samples of T x C x H x W = {' x '.join(map(str, shape))} values, too many to "
+            f"measure its layers with; give the cut with {LAYOUT_FLAG}"
+        )
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """The ranks of a target grid, and its layout as metadata.json tells it."""
+
+    ranks: list[TargetRank]
+    layout: dict[str, Any]
+
+
+def lay_out(target: Target, model: SavedModel, facts: Facts, tensors: Mapping[str, TensorInfo]) -> LaidOut:
+    """What each rank of the target holds. Raises CheckpointError for sizes and tensors that do not fit the model."""
+    target.refuse_impossible(model)
+    whole = range(len(model.description.layers))
+    target_ranks(model, tensors, 1, [whole], (0,))  # before layers of the sizes that the file claims are tried out
+    try:
+        bounds = target.bounds(model, facts)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    ranks = target_ranks(model, tensors, target.tensor, bounds, target.placement)
+    sizes = {"tensor": target.tensor, "pipeline": target.pipeline, "data": 1, "virtual": target.virtual}
+    return LaidOut(ranks, {**sizes, "bounds": layers_per_chunk(bounds)})
 
 
 @dataclass(frozen=True)

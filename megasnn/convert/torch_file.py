@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -48,38 +48,30 @@ def info_of(value: Tensor, file: str) -> TensorInfo:
     return TensorInfo(shape, value.dtype, (StoredBox(file, (0,) * len(shape), shape),))
 
 
-class TorchFileFiller:
-    """Puts the values into a file that `torch.save` wrote without them.
-
-    Attributes:
-        checksums: CRC-32 of the values that begin at each byte of the file.
-    """
-
-    def __init__(self, stream: BinaryIO, places: Mapping[str, Tensor]) -> None:
-        self._stream, self._places = stream, places
-        self.checksums: dict[int, int] = {}
-
-    def put(self, name: str, value: Tensor) -> None:
-        fake = self._places[name]
-        assert fake.shape == value.shape and fake.dtype == value.dtype, (name, fake, value.shape)
-        offset = fake.untyped_storage()._checkpoint_offset
-        assert offset is not None
-        write_elements(self._stream, offset, value)
-        self.checksums[offset] = zlib.crc32(bytes_of(value))
-
-
 @contextmanager
-def new_torch_file(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[TorchFileFiller]:
-    """A file as torch.save would write a dictionary of these tensors, which are then put there."""
+def new_torch_file(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[Callable[[str, Tensor], None]]:
+    """A new file as torch.save would write a dictionary of these tensors; the function that it gives puts each into it.
+
+    Raises:
+        CheckpointError: there is such a file already.
+    """
     with new_file(path) as aside:
         with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save({name: torch.empty(info.shape, dtype=info.dtype) for name, info in tensors.items()}, aside)
         with FakeTensorMode():
             places = torch.load(aside, weights_only=True)
+        checksums: dict[int, int] = {}  # of the values that begin at each byte of the file
         with aside.open("r+b", buffering=0) as stream:
-            filler = TorchFileFiller(stream, places)
-            yield filler
-            _write_checksums(aside, stream, filler.checksums)
+
+            def put(name: str, value: Tensor) -> None:
+                fake = places[name]
+                assert fake.shape == value.shape and fake.dtype == value.dtype, (name, fake, value.shape)
+                offset = fake.untyped_storage()._checkpoint_offset
+                write_elements(stream, offset, value)
+                checksums[offset] = zlib.crc32(bytes_of(value))
+
+            yield put
+            _write_checksums(aside, stream, checksums)
 
 
 def _write_checksums(path: Path, stream: BinaryIO, checksums: Mapping[int, int]) -> None:

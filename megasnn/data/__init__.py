@@ -1,38 +1,24 @@
 """Images and events in webdataset shards: opened by index, ordered by the seed alone, cut into global batches.
 
-`open_datasets` and `BatchLoader` are what training uses; the rest is reached through its own module.
+Training uses `open_datasets` and `BatchLoader`; the rest is reached through its own module. The names below are loaded
+when they are first used: the processes that read samples do without torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megasnn.data.dataset import BrokenSample, ShardDataset
-    from megasnn.data.loader import BatchLoader, GlobalBatch, MicroBatch, epoch_samples, order_identity
-    from megasnn.data.open import Datasets, open_datasets
+from megasnn.lazy import lazy_names
 
-__all__ = [
-    "BatchLoader",
-    "BrokenSample",
-    "Datasets",
-    "GlobalBatch",
-    "MicroBatch",
-    "ShardDataset",
-    "epoch_samples",
-    "open_datasets",
-    "order_identity",
-]
-_HOME = {
-    **dict.fromkeys(("BrokenSample", "ShardDataset"), "dataset"),
-    **dict.fromkeys(("BatchLoader", "GlobalBatch", "MicroBatch", "epoch_samples", "order_identity"), "loader"),
-    **dict.fromkeys(("Datasets", "open_datasets"), "open"),
-}
+if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
+    from megasnn.data.dataset import BrokenSample as BrokenSample
+    from megasnn.data.dataset import ShardDataset as ShardDataset
+    from megasnn.data.loader import BatchLoader as BatchLoader
+    from megasnn.data.loader import GlobalBatch as GlobalBatch
+    from megasnn.data.loader import MicroBatch as MicroBatch
+    from megasnn.data.loader import epoch_samples as epoch_samples
+    from megasnn.data.loader import order_identity as order_identity
+    from megasnn.data.open import Datasets as Datasets
+    from megasnn.data.open import open_datasets as open_datasets
 
-
-def __getattr__(name: str) -> Any:
-    """Imports what is asked for, and no more: the processes that read samples do without torch."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FormatMismatch(ValueError):
-    """A sample that is whole, but not of the shape that the model takes: none to skip, but a mistake in the flags."""
+    """A sample that is whole, but not of the shape that the model takes: the flags are wrong, it is not skipped."""
 
 
 class Decoder(Protocol):

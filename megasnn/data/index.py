@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +24,7 @@ _ADVICE = "it is no index of shards: make the shards again, or remove it to use 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
-    """Attributes: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out."""
+    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out."""
 
     file: PlainName
     split: str
@@ -39,16 +37,12 @@ class ShardRecord:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
-    """Attributes: the options that the shards were made with, the class names by number, the shards; the version."""
+    """A folder of shards: the options they were made with, the class names by number, the shards; the version."""
 
     options: FreeForm
     classes: list[str]
     shards: list[ShardRecord]
     version: Literal[1] = VERSION
-
-    def write(self, folder: Path) -> None:
-        """Write it to `folder`, complete or not at all."""
-        write_json(folder / INDEX_NAME, {"version": self.version, **asdict(self)})
 
     def of_split(self, split: str) -> list[ShardRecord]:
         return [shard for shard in self.shards if shard.split == split]
@@ -97,28 +91,6 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
         elif (found := _sha256(path, progress)) != record.sha256:
             wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
     return wrong
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write a file that is complete or not there, also after a power cut.
-
-    Raises:
-        ValueError: it cannot be written (disk full, no right); the message names it.
-    """
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        with open(temporary, "w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise ValueError(
-            f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
-            f"goes on from there"
-        ) from error
 
 
 def _sha256(path: Path, progress: Callable[[int], object]) -> str:

@@ -68,7 +68,7 @@ def _paths(config: DataConfig, sample: Callable[[], tuple[Path, Path]] | None) -
     made: tuple[Path, ...] = ()
     if SAMPLE in (config.data_path, valid_path):
         if sample is None:
-            raise ValueError(f"--data-path {SAMPLE}: nobody makes its shards here; name shards")
+            raise ValueError(f"--data-path {SAMPLE}: its shards are not made here; name shards")
         made = sample()
     train = [made[0]] if config.data_path == SAMPLE else expand_shards(config.data_path)
     if valid_path is None:

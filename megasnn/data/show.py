@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings, decode_sample, make_frames
-from megasnn.data.image_files import open_image
-from megasnn.data.images import IMAGE_SUFFIXES
+from megasnn.data.images import IMAGE_SUFFIXES, open_image
 from megasnn.data.index import read_index
 from megasnn.data.order import SampleOrder
 from megasnn.data.paths import expand_shards

@@ -16,10 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events.checks import Decoded
-from megasnn.events.events import Events, RecordingError, SensorSize
-from megasnn.events.header import read_header
-from megasnn.events.sensors import DVS128, KNOWN, SENSORS, sensor_named
+from megasnn.events.aedat_header import DVS128, KNOWN, SENSORS, read_header, sensor_named
+from megasnn.events.recording import Decoded, Events, RecordingError, SensorSize
 
 EVENT_BYTES = 8
 

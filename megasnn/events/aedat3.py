@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megasnn.events.checks import Decoded
-from megasnn.events.events import Events, RecordingError, SensorSize
-from megasnn.events.header import Header, read_header
-from megasnn.events.sensors import sensor_named
+from megasnn.events.aedat_header import Header, read_header, sensor_named
+from megasnn.events.recording import Decoded, Events, RecordingError, SensorSize
 
 POLARITY = 1
 EVENT_BYTES = 8

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megasnn.events.checks import Decoded
-from megasnn.events.events import Events, RecordingError, SensorSize
+from megasnn.events.recording import Decoded, Events, RecordingError, SensorSize
 from megasnn.files.arrays import read_arrays
 from megasnn.files.sample_size import SAMPLE_BYTES, too_large
 

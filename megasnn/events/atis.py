@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.events.checks import Decoded
-from megasnn.events.events import Events, RecordingError, SensorSize
+from megasnn.events.recording import Decoded, Events, RecordingError, SensorSize
 
 EVENT_BYTES = 5
 N_MNIST = SensorSize(34, 34)

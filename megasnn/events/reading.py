@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from megasnn.events.aedat2 import decode_aedat2
 from megasnn.events.aedat3 import decode_aedat3
 from megasnn.events.aedat4 import read_aedat4
+from megasnn.events.aedat_header import version_of
 from megasnn.events.arrays import decode_arrays, decode_fields
 from megasnn.events.atis import decode_atis
-from megasnn.events.checks import Decoded, checked
-from megasnn.events.events import Recording, RecordingError, SensorSize
-from megasnn.events.header import version_of
+from megasnn.events.recording import Decoded, Recording, RecordingError, SensorSize, checked
 from megasnn.files.sample_size import SAMPLE_BYTES, read_file
 
 FORMATS = ("aedat2", "aedat3", "aedat4", "atis", "numpy")

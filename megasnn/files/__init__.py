@@ -1,1 +1,1 @@
-"""Files of strangers, read strictly and within bounds; locks that say who holds them."""
+"""Files of strangers, read strictly and within bounds; locks that name the process that holds them."""

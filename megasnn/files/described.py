@@ -92,19 +92,18 @@ def is_plain_name(name: str) -> bool:
     return is_usual and name not in ("", ".", "..") and not {"/", os.sep} & set(name)
 
 
-def read_described(kind: type[T], path: Path, *, largest: int = LARGEST, advice: str = _ADVICE) -> T:
+def read_described(kind: type[T], path: Path, *, advice: str = _ADVICE) -> T:
     """Reads a file of JSON, no link, as a value of this type.
 
     Args:
         kind: a dataclass with `STRICT`, or any other type that pydantic knows.
-        largest: bytes that the file may have.
         advice: what to do when it is wrong, for the error.
     Raises:
         DescriptionError: it cannot be opened, is too large, or a field is missing, unknown, of another type or range.
     """
     try:
         with open_within(path.parent, path.name) as stream:
-            content = read_bounded(stream, path, largest)
+            content = read_bounded(stream, path)
     except OSError as error:
         raise DescriptionError(f"cannot read {path}: {error}") from None
     return described(kind, content, path, advice=advice)
@@ -134,32 +133,6 @@ def described(
         raise DescriptionError(f"{file}: {_first_problem(error)}; {advice}") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, a number of too many digits
         raise DescriptionError(f"{file}: {error}; {advice}") from None
-
-
-def described_object(kind: type[T], value: Any, file: object) -> T:
-    """Plain containers from a file of another format than JSON as a value of this type.
-
-    Raises:
-        DescriptionError: as `read_described`.
-    """
-    room, waiting = LARGEST, [value]
-    while waiting and room > 0:  # the same container may be in it many times
-        value_now = waiting.pop()
-        room -= 1 + (len(value_now) if isinstance(value_now, str | list | tuple | dict) else 0)
-        if isinstance(value_now, dict):
-            waiting += [*value_now.keys(), *value_now.values()]
-        elif isinstance(value_now, list | tuple):
-            waiting += value_now
-    try:
-        if room <= 0:
-            raise ValueError(f"more than {LARGEST} characters and values")
-        return described(kind, json.dumps(value).encode(), file)
-    except (TypeError, RecursionError) as error:
-        raise DescriptionError(f"{file}: {error}; {_ADVICE}") from None
-    except ValueError as error:
-        raise (
-            error if isinstance(error, DescriptionError) else DescriptionError(f"{file}: {error}; {_ADVICE}")
-        ) from None
 
 
 def require_tensor_name(name: object) -> None:
@@ -247,19 +220,10 @@ def open_regular(path: Path) -> io.FileIO:
     return _open(path, 0)
 
 
-def open_lock(path: Path) -> io.FileIO:
-    """Opens a file to lock it, to read and to write it; makes it where there is none.
-
-    Raises:
-        OSError: as `open_within`.
-    """
-    return _open(path, os.O_NOFOLLOW | os.O_RDWR | os.O_CREAT)
-
-
 def _open(path: Path, flags: int) -> io.FileIO:
     try:
         # A pipe would wait for its other end.
-        handle = os.open(path, os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o644)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     except OSError as error:
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise OSError(errno.ELOOP, "is a link; put the file itself in its place", str(path)) from None
@@ -267,7 +231,7 @@ def _open(path: Path, flags: int) -> io.FileIO:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return io.FileIO(handle, "r+b" if flags & os.O_RDWR else "rb")
+    return io.FileIO(handle, "rb")
 
 
 def read_bounded(stream: io.FileIO, path: object, largest: int = LARGEST) -> bytes:

@@ -9,8 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire, encode
-from megasnn.comm.collectives import join_columns
-from megasnn.comm.layout import from_rows, to_rows
+from megasnn.comm.collectives import from_rows, join_columns, to_rows
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.unit import ConvNormNeuron

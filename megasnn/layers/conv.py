@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire, encode
-from megasnn.comm.collectives import gather_columns, join_columns, sum_and_scatter_columns
+from megasnn.comm.collectives import from_rows, gather_columns, join_columns, sum_and_scatter_columns, to_rows
 from megasnn.comm.group import Group
-from megasnn.comm.layout import from_rows, to_rows
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.layers.context import BuildContext

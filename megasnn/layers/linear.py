@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.autograd import gather_alike
 from megasnn.comm.codec import Wire, encode
-from megasnn.comm.collectives import all_reduce_sum, gather_columns, join_columns, sum_and_scatter_columns
+from megasnn.comm.collectives import all_reduce_sum, gather_alike, gather_columns, join_columns, sum_and_scatter_columns
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import add_product
 from megasnn.layers.context import BuildContext

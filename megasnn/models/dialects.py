@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from megasnn.checkpoint.errors import CheckpointError
+from megasnn.files.problems import CheckpointError
 from megasnn.models.entry import ModelEntry
 from megasnn.models.names import Dialect
 from megasnn.models.table import MODELS, guess_model

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasnn.checkpoint.errors import CheckpointError, raise_problems
+from megasnn.files.problems import CheckpointError, raise_problems
 
 NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 

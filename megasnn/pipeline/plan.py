@@ -14,7 +14,7 @@ from megasnn.pipeline.costs import PipelineCosts, agreed_costs
 from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate
-from megasnn.schedule.forecast import Forecast, forecast, forecasts_of_named
+from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import placed_bounds
 

@@ -1,18 +1,17 @@
-"""What tools/preprocess_data.py does with its options, and what it says then."""
+"""What tools/preprocess_data.py does with its options, and what it prints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tqdm import tqdm
-
 from megasnn.data.index import INDEX_NAME, read_index, verify
 from megasnn.preprocess.options import ShardOptions, Verify
 from megasnn.preprocess.run import preprocess
+from megasnn.telemetry.progress import byte_bar
 
 
 def run(command: ShardOptions | Verify) -> str:
-    """Does what a command says; returns what there is to tell.
+    """Runs a command; returns what is to be printed.
 
     Raises:
         ValueError: something is missing, wrong, or cannot be written; shards differ from their index.
@@ -38,7 +37,7 @@ def _preprocess(options: ShardOptions) -> str:
 def _verify(folder: Path) -> str:
     index = read_index(folder)
     size = sum(shard.size for shard in index.shards) if index else 0
-    with tqdm(total=size, unit="B", unit_scale=True, desc=str(folder), disable=None) as bar:
+    with byte_bar(str(folder), size) as bar:
         wrong = verify(folder, bar.update)
     if wrong:
         raise ValueError("\n".join(wrong))

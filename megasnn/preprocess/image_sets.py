@@ -1,19 +1,22 @@
-"""CIFAR-10 as it is downloaded, folders of images (ImageNet's layout), and scikit-learn's digits."""
+"""CIFAR-10 as it is downloaded, folders of images (as ImageNet's are), and scikit-learn's digits."""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-from megasnn.data.image_files import open_image
+from megasnn.data.images import open_image
+from megasnn.files.pickles import Inert, read_pickle
 from megasnn.files.sample_size import SAMPLE_BYTES, read_file
-from megasnn.preprocess.cifar_pickle import array_of, unpickle
 from megasnn.preprocess.folders import require_folder, splits_of_classes
 from megasnn.preprocess.items import Item, Listing
 
@@ -23,6 +26,7 @@ SPLITS = ("train", "val", "test")
 _CIFAR10_FOLDER = "cifar-10-batches-py"
 _CIFAR10_FILES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
 _BATCH_BYTES = 64 << 20  # twice the size of the files as they are published
+_NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "_codecs")
 _QUALITY = 95
 
 
@@ -118,15 +122,32 @@ def _encode_row(item: Item) -> Mapping[str, bytes]:
 def _read_batch(path: Path) -> tuple[np.ndarray, list[int]]:
     """(pixels uint8 [n, 3072], labels) of one of CIFAR-10's files."""
     try:
-        content = unpickle(read_file(path, _BATCH_BYTES))
+        content = read_pickle(read_file(path, _BATCH_BYTES), _NUMPY_MODULES)
         if type(content) is not dict or type(labels := content.get(b"labels")) is not list:
             raise ValueError("it has no labels")
-        pixels = array_of(content.get(b"data"))
+        pixels = _array(content.get(b"data"))
         if pixels.shape != (len(labels), 3072) or not all(type(label) is int and 0 <= label < 10 for label in labels):
             raise ValueError(f"pixels {pixels.shape} with {len(labels)} labels, which are numbers from 0 to 9")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is missing, cut or none of CIFAR-10's files ({error})") from error
     return pixels, labels
+
+
+def _array(value: Any) -> NDArray[np.uint8]:
+    """The array of uint8, of one dimension or two, that an object in a pickle is. Raises ValueError for any other."""
+    if type(value) is not Inert or not value.name.endswith("._reconstruct") or type(value.state) is not list:
+        raise ValueError(f"{type(value).__name__} where an array should be")
+    _, shape, dtype, fortran, content = value.state
+    arguments = dtype.arguments if type(dtype) is Inert else None
+    if type(arguments) is not list or arguments[:1] not in (["u1"], [b"u1"]):
+        raise ValueError("an array is not of uint8")
+    if type(content) is not bytes or fortran not in (False, 0):
+        raise ValueError("an array is not in the usual order")
+    if type(shape) is not list or len(shape) not in (1, 2) or any(type(side) is not int or side < 0 for side in shape):
+        raise ValueError("an array has no shape")
+    if math.prod(shape) != len(content):
+        raise ValueError(f"an array of {math.prod(shape)} bytes has {len(content)}")
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def find_digits() -> Listing:

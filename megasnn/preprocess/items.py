@@ -15,7 +15,7 @@ from megasnn.random import keyed_seed
 
 @dataclass(frozen=True)
 class Item:
-    """One sample to be.
+    """A sample that is to be written.
 
     Attributes:
         key: its name in the shard, unique in its split, without dots (a webdataset key ends at the first one).
@@ -32,7 +32,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
-    """Attributes: the items of each split in a fixed order, and the names of the classes by number."""
+    """All items of a data set: those of each split in a fixed order, and the names of the classes by number."""
 
     splits: dict[str, list[Item]]
     classes: list[str]

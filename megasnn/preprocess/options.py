@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -41,7 +41,7 @@ class ShardOptions(ABC):
     samples_per_shard: int = 500
     """Samples of a shard; the last one of a split has the rest."""
     seed: int = 1234
-    """Of the order of the samples in the shards."""
+    """Seed of the order of the samples in the shards."""
     shuffle: bool = True
     """--no-shuffle keeps the order of classes and file names."""
     skip_broken: bool = False
@@ -92,6 +92,7 @@ class ShardOptions(ABC):
 class EventOptions(ShardOptions):
     """What all data sets of event cameras share."""
 
+    sensor: ClassVar[tuple[int, int] | None] = None  # height and width where recordings do not say them
     input: Path
     """Folder of the recordings."""
     time_steps: int | None = None
@@ -137,7 +138,7 @@ class EventOptions(ShardOptions):
         )
 
     def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), sort=self.sort_events, limit=self.limit)
+        return EncodeRecording(self.settings(), self.sensor, self.sort_events, self.limit)
 
     def contents(self) -> dict[str, Any]:
         settings = self.settings()
@@ -162,6 +163,7 @@ class Cifar10Dvs(EventOptions):
 class NMnist(EventOptions):
     """N-MNIST: Train/<digit>/*.bin and Test/<digit>/*.bin, or a flat folder with lists."""
 
+    sensor = (34, 34)
     train_list: Path | None = None
     """For a flat folder: text file with a line "name class" for each training sample."""
     test_list: Path | None = None
@@ -169,11 +171,12 @@ class NMnist(EventOptions):
 
     def listing(self) -> Listing:
         if self.train_list is None and self.test_list is None:
-            return find_n_mnist(self.input)
+            return self.listing_of_folders()
         return find_listed(self.input, self.train_list, self.test_list)
 
-    def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), (34, 34), self.sort_events, self.limit)
+    def listing_of_folders(self) -> Listing:
+        """Finds the samples where no lists are given."""
+        return find_n_mnist(self.input)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,13 +184,10 @@ class Dvs128Gesture(NMnist):
     """DVS128 Gesture: recordings with trials_to_train.txt, trials_to_test.txt and label files, cut into clips; or a
     flat folder of clips with lists."""
 
-    def listing(self) -> Listing:
-        if self.train_list is None and self.test_list is None:
-            return find_dvs128_gesture(self.input)
-        return find_listed(self.input, self.train_list, self.test_list)
+    sensor = (128, 128)
 
-    def encode(self) -> Encode:
-        return EncodeRecording(self.settings(), (128, 128), self.sort_events, self.limit)
+    def listing_of_folders(self) -> Listing:
+        return find_dvs128_gesture(self.input)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ class Cifar10(ShardOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(ShardOptions):
-    """Images in a folder for each class, perhaps below train, val and test: ImageNet's layout."""
+    """Images in a folder for each class, perhaps below train, val and test, as ImageNet has them."""
 
     input: Path
     """Folder of the data set."""

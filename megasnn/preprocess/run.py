@@ -11,19 +11,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megasnn.data.index import WORK_FOLDER, Index, ShardRecord, read_index, write_json
+from megasnn.data.index import INDEX_NAME, WORK_FOLDER, Index, ShardRecord, read_index
 from megasnn.files.described import FreeForm, read_described
 from megasnn.files.locks import LockError, held
 from megasnn.preprocess.items import Listing, shuffled
 from megasnn.preprocess.pool import Encode, ShardTask, write_shards
-from megasnn.preprocess.writing import PARTIAL
+from megasnn.preprocess.writing import PARTIAL, write_json
 
 _PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
 class Job:
-    """
+    """What is to be made of a data set.
+
     Attributes:
         output: folder for the shards.
         listing: what goes into them.
@@ -78,7 +79,7 @@ def preprocess(job: Job, workers: int = 1) -> Index:
                 write_json(_record_path(job.output, task.path.name), asdict(record))
                 done[task.path.name] = record
         index = Index(plan, job.listing.classes, [done[task.path.name] for task in tasks])
-        index.write(job.output)
+        write_json(job.output / INDEX_NAME, {"version": index.version, **asdict(index)})
         shutil.rmtree(job.output / WORK_FOLDER)
     return index
 

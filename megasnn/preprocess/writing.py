@@ -1,14 +1,18 @@
-"""Writes one shard: aside, to disk, then in its place, so that a shard is whole or not there."""
+"""Writes shards, and what is kept of them: aside, to disk, then in place, so that a file is whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import io
+import json
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from megasnn.files.durable import sync, write_whole
 
 PARTIAL = ".partial"
 Sample = tuple[str, Mapping[str, bytes]]
@@ -16,47 +20,28 @@ Sample = tuple[str, Mapping[str, bytes]]
 _BUFFER = 1 << 20
 
 
-class Output:
-    """What tarfile needs of a file to write to; counts and hashes all that passes.
+class _Output(io.FileIO):
+    """The file of a shard while it is written; counts and hashes all that passes.
 
     Raises:
         ValueError: the file cannot be written (disk full, no right); the message names `path`, which it is to become.
     """
 
     def __init__(self, partial: Path, path: Path) -> None:
-        self._path, self._digest, self._waiting, self.size = path, hashlib.sha256(), bytearray(), 0
-        with _named(path):
-            self._descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        self._path, self.digest, self.size = path, hashlib.sha256(), 0
+        with _named(f"shard {path}"):
+            super().__init__(partial, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
-    def write(self, data: bytes) -> int:
-        self._digest.update(data)
-        self.size += len(data)
-        self._waiting += data
-        if len(self._waiting) >= _BUFFER:
-            self._drain()
-        return len(data)
-
-    def tell(self) -> int:
-        return self.size
-
-    @property
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
+    def write(self, data: Any) -> int:
+        with _named(f"shard {self._path}"):
+            written = super().write(data)  # a disk that is nearly full takes a part
+        self.digest.update(memoryview(data)[:written])
+        self.size += written
+        return written
 
     def to_disk(self) -> None:
-        self._drain()
-        with _named(self._path):
-            os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _drain(self) -> None:
-        with _named(self._path):
-            rest = bytes(self._waiting)
-            while rest:  # a disk that is nearly full takes a part
-                rest = rest[os.write(self._descriptor, rest) :]
-        self._waiting.clear()
+        with _named(f"shard {self._path}"):
+            os.fsync(self.fileno())
 
 
 def write_shard(path: Path, samples: Iterable[Sample]) -> tuple[int, int, str]:
@@ -69,21 +54,24 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> tuple[int, int, str]:
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
-        with contextlib.closing(Output(partial, path)) as output:
+        with _Output(partial, path) as output:
             count = _fill(output, samples)
             output.to_disk()
-        with _named(path):
+        with _named(f"shard {path}"):
             os.replace(partial, path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
-    _flush_folder(path.parent)
-    return count, output.size, output.sha256
+    with contextlib.suppress(OSError):  # not every file system brings a name to disk
+        sync(path.parent)
+    return count, output.size, output.digest.hexdigest()
 
 
-def _fill(output: Output, samples: Iterable[Sample]) -> int:
+def _fill(output: _Output, samples: Iterable[Sample]) -> int:
+    # webdataset's writer would import torch, which takes each worker seconds, and write other bytes than shards have.
     count = 0
-    with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
+    buffer = io.BufferedWriter(output, _BUFFER)
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for key, files in samples:
             for suffix, data in sorted(files.items()):
                 # Owner, rights and time of change are the same everywhere and always.
@@ -91,25 +79,26 @@ def _fill(output: Output, samples: Iterable[Sample]) -> int:
                 header.size, header.mtime, header.mode = len(data), 0, 0o644
                 archive.addfile(header, io.BytesIO(data))
             count += 1
+    buffer.detach()  # writes what is left, and leaves the file open
     return count
 
 
+def write_json(path: Path, content: object) -> None:
+    """Writes a file that is complete or not there, also after a power cut.
+
+    Raises:
+        ValueError: it cannot be written (disk full, no right); the message names it.
+    """
+    with _named(path):
+        write_whole(path, json.dumps(content, indent=1))
+
+
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _named(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"cannot write shard {path}: {error.strerror or error}; the shards that are finished stay, and the same "
-            f"command goes on from there"
+            f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
+            f"goes on from there"
         ) from error
-
-
-def _flush_folder(folder: Path) -> None:
-    """Bring the new name to disk too; not every file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

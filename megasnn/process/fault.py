@@ -1,10 +1,10 @@
 """When one rank fails, all ranks end within seconds, and each says why.
 
 Every rank keeps a connection to a hub on rank 0 that carries nothing while all is well. A rank that fails sends its
-message there, and the hub (megasnn.process.fault_hub) tells everybody. A rank that was killed cannot send, but the
-operating system closes its connections, and keep-alive probes find a machine that is gone. There is no heartbeat: a
-rank that is merely slow is never taken for dead. On every rank a thread listens, prints what it hears and ends the
-process, also while the main thread is blocked in a collective.
+message there, and the hub (megasnn.process.fault_hub) passes it on to all ranks. A rank that was killed cannot send,
+but the operating system closes its connections, and keep-alive probes find a machine that is gone. There is no
+heartbeat: a rank that is merely slow is never taken for dead. On every rank a thread waits for messages, prints what it
+receives and ends the process, also while the main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def cause_and_place(error: BaseException) -> tuple[BaseException, str]:
 
 
 def in_brief(error: BaseException) -> str:
-    """What the other ranks say of an error: its kind and its place. The rank that raised it prints it in full."""
+    """An error as the other ranks print it: its kind and its place. The rank that raised it prints it in full."""
     cause, place = cause_and_place(error)
     return f"{type(cause).__name__} {place}".rstrip()
 
@@ -134,12 +134,12 @@ _first = threading.Lock()
 
 
 def is_ending() -> bool:
-    """This process has told why it ends."""
+    """Whether this process has printed why it ends."""
     return _first.locked()
 
 
 def tell_end(rank: int, text: str) -> None:
-    """The first reason why this process ends is the one; what follows from it is not told."""
+    """Prints why this process ends, once: what follows from the first reason is not printed."""
     if _first.acquire(blocking=False):
         sys.stderr.write(f"[rank {rank}] {text}\n")  # in one piece: all ranks speak at the same time
 

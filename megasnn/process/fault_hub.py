@@ -144,7 +144,7 @@ class Hub:
         self._tell_all(self._outcome())
 
     def _accept_all(self) -> None:
-        """Until all ranks have said hello with the token, or the time is up."""
+        """Accepts connections until all ranks have sent a greeting with the token, or the time is up."""
         deadline = time.monotonic() + CONNECT_SECONDS
         greeting = dict[Link, float]()  # until when each may say hello, the oldest first
         with self._server, selectors.DefaultSelector() as selector:
@@ -168,7 +168,7 @@ class Hub:
             link.close()
 
     def _accepted(self) -> Iterable[Link]:
-        """Whoever waits to be accepted."""
+        """The connections that wait to be accepted."""
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, _ = self._server.accept()
@@ -183,11 +183,11 @@ class Hub:
 
     @staticmethod
     def _has_spoken(link: Link) -> bool:
-        """Whether it has said what it had to say: a whole line, or too much, or it is gone."""
+        """Whether nothing more is to be waited for: there is a whole line or too much, or the other side is gone."""
         return not link.fill() or link.has_message or link.pending_bytes > HELLO_BYTES
 
     def _admit(self, link: Link) -> None:
-        """Takes a connection in that has said hello, and closes any other."""
+        """Keeps a connection whose greeting has the token and a rank, and closes any other."""
         hello = (link.receive() if link.has_message else None) or {}
         rank = hello.get("rank")
         if hello.get("token") == self.token and isinstance(rank, int) and 0 <= rank < self._size:
@@ -222,7 +222,7 @@ class Hub:
 
 
 def _send_to_all(links: Iterable[Link], message: dict) -> None:
-    """To those first that take it at once; the others have TELL_SECONDS together."""
+    """Sends to all that take it at once; the others have TELL_SECONDS together."""
     deadline, data = time.monotonic() + TELL_SECONDS, _line(message)
     with selectors.DefaultSelector() as selector:
         unsent = dict[Link, bytes]()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from importlib import metadata
 from typing import TypeVar
 
 from megasnn.config import ConfigError, PretrainConfig, validate
-from megasnn.process.installation import misfit
 from megasnn.process.terminal import keep_going
 from megasnn.process.torchrun import tell_torchrun
 
@@ -25,8 +26,8 @@ Config = TypeVar("Config", bound=PretrainConfig)
 def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> int:
     """Reads the configuration and validates it, then trains; the exit status, 2 for one that cannot work.
 
-    A mistake in the flags is told within a moment, by the first rank of each machine, since each machine is given a
-    command line of its own; the others say that it does.
+    A mistake in the flags is reported at once by the first rank of each machine, since each machine has a command line
+    of its own; the other ranks refer to it.
 
     Args:
         read: makes the configuration of a command line; told whether this rank may print the help or an error.
@@ -80,3 +81,30 @@ def _end_on_signals(rank: int) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
+
+
+# In pip's one pass they fit (pyproject.toml). A later `pip install` of one of them, or torch from PyTorch's index for
+# CPUs beside a torchvision from PyPI, leaves builds that do not.
+_COMPANIONS = ("torch", "torchvision", "torchaudio")
+_SIGNS = re.compile(r"torchvision|torchaudio|libtorch|libc10|libcudart|undefined symbol")
+
+
+def misfit(error: BaseException) -> str | None:
+    """A sentence for an error of an import that comes of builds that do not fit; None for any other error."""
+    if not isinstance(error, ImportError | OSError | RuntimeError) or not _SIGNS.search(str(error)):
+        return None
+    cause = str(error).splitlines()[0]
+    installed = ", ".join(f"{name} {_version(name)}" for name in _COMPANIONS)
+    return (
+        f"the installed {installed} do not load together ({cause}). Install them again in one command and from one "
+        f"index, in versions of one row of the README's table: pip install --force-reinstall torch==... "
+        f"torchvision==... torchaudio==...; or remove the other two, which megasnn itself does not need: "
+        f"pip uninstall torchvision torchaudio"
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(none)"

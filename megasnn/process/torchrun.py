@@ -1,9 +1,9 @@
-"""torchrun with an end that can be read.
+"""torchrun, ending with one line that says which rank failed and why.
 
     python -m megasnn.process.torchrun [torchrun's flags] pretrain_spikformer.py [its flags]
 
-It takes torchrun's flags, does what torchrun does and ends with its status. When a rank fails, the ranks have said what
-it was. torchrun adds warnings, a traceback of its own and a table of all ranks; here it adds one line.
+It takes torchrun's flags, does what torchrun does and ends with its status. When a rank fails, the ranks have printed
+the error. torchrun adds warnings, a traceback of its own and a table of all ranks; here it adds one line.
 """
 
 from __future__ import annotations

@@ -1,33 +1,21 @@
 """Pipeline schedules as data: generated, completed by passes, validated, simulated and executed."""
 
-from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.build import SchedulePlan, build_schedule, plan_schedule
-from megasnn.schedule.draw import format_actions
-from megasnn.schedule.generate import generate
-from megasnn.schedule.named import AUTO, SCHEDULES, equal_costs, per_stage
-from megasnn.schedule.search import find_best
-from megasnn.schedule.simulate import ChunkCost, Simulation, Transfer, chunk_costs, simulate
-from megasnn.schedule.validate import ScheduleError, validate
-
-__all__ = [
-    "AUTO",
-    "SCHEDULES",
-    "Action",
-    "ChunkCost",
-    "Kind",
-    "Schedule",
-    "ScheduleError",
-    "SchedulePlan",
-    "Simulation",
-    "Transfer",
-    "build_schedule",
-    "chunk_costs",
-    "equal_costs",
-    "find_best",
-    "format_actions",
-    "generate",
-    "per_stage",
-    "plan_schedule",
-    "simulate",
-    "validate",
-]
+from megasnn.schedule.actions import Action as Action
+from megasnn.schedule.actions import Kind as Kind
+from megasnn.schedule.actions import Schedule as Schedule
+from megasnn.schedule.actions import format_actions as format_actions
+from megasnn.schedule.build import SchedulePlan as SchedulePlan
+from megasnn.schedule.build import generate as generate
+from megasnn.schedule.build import plan_schedule as plan_schedule
+from megasnn.schedule.named import AUTO as AUTO
+from megasnn.schedule.named import SCHEDULES as SCHEDULES
+from megasnn.schedule.named import equal_costs as equal_costs
+from megasnn.schedule.named import per_stage as per_stage
+from megasnn.schedule.search import find_best as find_best
+from megasnn.schedule.simulate import ChunkCost as ChunkCost
+from megasnn.schedule.simulate import Simulation as Simulation
+from megasnn.schedule.simulate import Transfer as Transfer
+from megasnn.schedule.simulate import chunk_costs as chunk_costs
+from megasnn.schedule.simulate import simulate as simulate
+from megasnn.schedule.validate import ScheduleError as ScheduleError
+from megasnn.schedule.validate import validate as validate

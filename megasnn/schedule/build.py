@@ -7,8 +7,16 @@ from dataclasses import dataclass, replace
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
-from megasnn.schedule.generate import generate
-from megasnn.schedule.named import AUTO, SCHEDULES, CostsOf, equal_costs
+from megasnn.schedule.named import (
+    AUTO,
+    SCHEDULES,
+    CostsOf,
+    complete,
+    equal_costs,
+    keep_limit,
+    named_schedule,
+    possible_chunks,
+)
 from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import insert_transfers
 from megasnn.schedule.search import find_best
@@ -16,6 +24,45 @@ from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.validate import validate
 
 FLAG = "--num-virtual-stages-per-pipeline-rank"
+
+
+def generate(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    chunks_per_rank: int | None = None,
+    costs_of: CostsOf | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """A validated schedule with transfers and gradient sync, of a name in `SCHEDULES`, or the best: auto.
+
+    Args:
+        stages: pipeline ranks.
+        chunks_per_rank: the schedule's own number when not given; auto tries 1 and 2.
+        costs_of: the costs of each chunk, which decide where weight gradients go; equal ones when not given.
+        memory_limit: activations a rank may hold, in the unit of the costs (whole stages' micro-batches).
+    Raises:
+        ValueError: an unknown name, sizes below 1, chunks the schedule cannot place, or a limit it cannot keep.
+    """
+    _check_sizes(name, stages, micro_batches, chunks_per_rank)
+    costs_of = costs_of or equal_costs(stages)
+    if name == AUTO:
+        return find_best(stages, micro_batches, costs_of, memory_limit, chunks_per_rank)
+    schedule = complete(named_schedule(name, stages, micro_batches, chunks_per_rank, costs_of))
+    keep_limit(schedule, costs_of, memory_limit)
+    return schedule
+
+
+def _check_sizes(name: str, stages: int, micro_batches: int, chunks_per_rank: int | None) -> None:
+    named = None if name == AUTO else SCHEDULES[name]
+    sizes = {"--pipeline-model-parallel-size": stages, "number of micro-batches": micro_batches, FLAG: chunks_per_rank}
+    for flag, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be at least 1, got {value}")
+    if named is not None and chunks_per_rank is not None and not possible_chunks(name, chunks_per_rank):
+        raise ValueError(
+            f"{FLAG} {chunks_per_rank}: --pipeline-schedule {name} computes {named.chunks} chunk(s) per pipeline rank"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,14 +162,3 @@ def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:
         needs = f"needs {named.chunks} or more" if named.any_chunks else f"computes {named.chunks} chunk(s)"
         raise ValueError(f"{FLAG} {asked}: --pipeline-schedule {name} {needs} per pipeline rank; leave the flag out")
     return named.chunks
-
-
-def build_schedule(
-    name: str, stages: int, micro_batches: int, chunks_per_rank: int | None = None, forward_only: bool = False
-) -> Schedule:
-    """The schedule of a name at equal costs, for training or evaluation. Raises ValueError as `plan_schedule` does."""
-    for flag, value in (("--pipeline-model-parallel-size", stages), ("number of micro-batches", micro_batches)):
-        if value < 1:
-            raise ValueError(f"{flag} must be at least 1, got {value}")
-    plan = plan_schedule(name, stages, chunks_per_rank, micro_batches)
-    return plan.evaluation(micro_batches) if forward_only else plan.training(micro_batches)

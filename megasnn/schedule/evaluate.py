@@ -1,4 +1,4 @@
-"""What a candidate takes and holds, in short: for searches, which look at many and make actions of few."""
+"""What schedules take and hold, in short: for searches, which look at many, and side by side for people who choose."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from itertools import accumulate
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.memory import activations_held
-from megasnn.schedule.named import SCHEDULES, CostsOf, FixedOrder, complete, named_schedule
-from megasnn.schedule.simulate import ChunkCost, end_times
+from megasnn.schedule.named import SCHEDULES, CostsOf, FixedOrder, complete, named_schedule, possible_chunks
+from megasnn.schedule.simulate import ChunkCost, Simulation, end_times, simulate
 from megasnn.schedule.streams import FORWARD, KINDS, Rows, Ticks, as_schedule, takers_of
+from megasnn.schedule.validate import ROUNDING
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def of_named(
     """Of a named schedule.
 
     Args:
-        costs_of: what counts. filled_by: the costs that decide where weight gradients go.
+        costs_of: the costs that time and memory are counted in. filled_by: those that decide where weight gradients go.
     """
     named = SCHEDULES[name]
     placement = named.placement(stages, chunks_per_rank)
@@ -117,3 +118,64 @@ def _makespan(placement: tuple[int, ...], rows: Rows, costs: Sequence[ChunkCost]
                     ready.append(home)
         clock[rank] = now
     return max(clock)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A schedule's simulation in short.
+
+    Attributes:
+        makespan: in the unit of the costs. idle_share: the part of all ranks' time in which they do not compute.
+        activations: the most that a rank holds, in the unit of the costs.
+    """
+
+    name: str
+    makespan: float
+    idle_share: float
+    activations: float
+
+
+def forecast(schedule: Schedule, costs: Sequence[ChunkCost]) -> Forecast:
+    """A schedule simulated at these costs, in short.
+
+    Args:
+        costs: of each chunk.
+    """
+    result = simulate(schedule, costs)
+    return Forecast(schedule.name, result.makespan, idle_share(result), max(result.peak_activations))
+
+
+def idle_share(result: Simulation) -> float:
+    """The bubble: idle time over the time of all ranks; 0 for a schedule that takes no time."""
+    return _share(sum(result.idle), result.makespan * len(result.idle))
+
+
+def _share(idle: float, whole: float) -> float:
+    return idle / whole if whole else 0.0
+
+
+def forecasts_of_named(
+    stages: int,
+    micro_batches: int,
+    costs_of: CostsOf,
+    memory_limit: float | None = None,
+    chunks_per_rank: Sequence[int] = (1, 2),
+) -> list[Forecast]:
+    """Of every named schedule that fits, the fastest first.
+
+    Args:
+        chunks_per_rank: the numbers that the model can be cut into; others are left out.
+    """
+    found = []
+    for name, count in ((name, count) for name in SCHEDULES for count in chunks_per_rank):
+        if not possible_chunks(name, count) or count < SCHEDULES[name].chunks:
+            continue  # interleaved with one chunk is 1f1b
+        best = of_named(name, stages, micro_batches, count, costs_of, filled_by=costs_of)
+        if memory_limit is None or best.held <= memory_limit + ROUNDING:
+            costs = costs_of(best.placement)
+            whole_backward = not SCHEDULES[name].looks_at_costs
+            backward = [cost.backward if whole_backward else cost.split_backward for cost in costs]
+            busy = micro_batches * sum(cost.forward + time for cost, time in zip(costs, backward, strict=True))
+            whole = stages * best.makespan
+            found.append(Forecast(name, best.makespan, _share(whole - busy, whole), best.held))
+    return sorted(found, key=lambda each: each.makespan)

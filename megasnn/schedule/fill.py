@@ -20,7 +20,8 @@ NO_CUTOFF = (math.inf, 0)
 
 @dataclass(frozen=True)
 class Filled:
-    """
+    """Rows with their weight gradients, and how long they take.
+
     Attributes:
         rows: with weight gradients.
         makespan, bubble: when the last rank is done, and the longest that a rank waits between its first and last
@@ -56,7 +57,8 @@ def fill(
 
 
 class _Run:
-    """
+    """The state of all ranks while their rows are served in the order of time.
+
     Attributes:
         rows: what each rank has done. free: until when. left: rows still to serve, last first.
         steps: the key of what each rank does next, -1 where it cannot do anything: (start, whether it is a weight

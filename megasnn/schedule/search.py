@@ -78,7 +78,8 @@ def _recipes(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterat
 
 
 class _Search:
-    """
+    """Keeps the best candidate of those that were tried.
+
     Attributes:
         best: of those that keep the limit. least_held: by any that was looked at.
     """

@@ -95,6 +95,8 @@ def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[C
 
 
 class TimedAction(NamedTuple):
+    """An action, and when it starts and ends."""
+
     action: Action
     start: float
     end: float
@@ -120,11 +122,11 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
-    """Runs a schedule on paper.
+    """When each action of a schedule starts and ends, and what follows from that.
 
     On each link one receive is posted ahead: the first at the beginning, the next when the one before it is over.
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
-    meanwhile; who receives waits for its end, who sends does not. Gradient sync takes no time.
+    meanwhile; the receiver waits for its end, the sender does not. Gradient sync takes no time.
 
     Args:
         costs: one for each chunk.

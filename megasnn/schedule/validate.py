@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from operator import lt
 
-from megasnn.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule
-from megasnn.schedule.draw import Place, format_actions
+from megasnn.schedule.actions import RECEIVES, SENDS, Action, Kind, Place, Schedule, format_actions
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.passes import Boundaries
 

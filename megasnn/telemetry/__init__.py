@@ -1,1 +1,1 @@
-"""What a run says about itself: log lines, progress, TensorBoard, memory, timers and spike statistics."""
+"""What a run reports: log lines, progress, TensorBoard, memory, timers and spike statistics."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megasnn.telemetry.tried import MOST_WAITING_BYTES, AppendedFile
+
 FILE_NAME = "log.jsonl"
-MOST_WAITING_BYTES = 64 << 20
 
 
 class JsonLog:
@@ -24,7 +24,7 @@ class JsonLog:
 
     Args:
         directory: where the file goes; None writes nothing.
-        most_waiting_bytes: beyond these the oldest lines that wait are dropped.
+        most_waiting_bytes: see `AppendedFile`.
 
     Attributes:
         path: of the file.
@@ -32,34 +32,18 @@ class JsonLog:
 
     def __init__(self, directory: str | Path | None, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
-        self._waiting, self._bytes, self._most = deque[bytes](), 0, most_waiting_bytes
+        self._file = None if self.path is None else AppendedFile(self.path, most_waiting_bytes=most_waiting_bytes)
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
         """Adds a line, which waits in memory until `flush`."""
-        if self.path is None:
-            return
-        line = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind, **values}
-        self._waiting.append((json.dumps(_finite(line), allow_nan=False) + "\n").encode())
-        self._bytes += len(self._waiting[-1])
-        while self._bytes > self._most and len(self._waiting) > 1:
-            self._bytes -= len(self._waiting.popleft())
+        if self._file is not None:
+            line = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind, **values}
+            self._file.add((json.dumps(_finite(line), allow_nan=False) + "\n").encode())
 
     def flush(self) -> None:
-        """Writes what waits. Raises OSError when that is not possible now; then nothing of it is in the file."""
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab", buffering=0) as file:
-            end, text = file.tell(), b"".join(self._waiting)
-            try:
-                written = file.write(text)
-                if written < len(text):  # the last bytes of a disk; the next ones tell the reason
-                    file.write(text[written:])
-            except OSError:
-                file.truncate(end)
-                raise
-        self._waiting.clear()
-        self._bytes = 0
+        """Writes what waits. Raises OSError when that is not possible now."""
+        if self._file is not None:
+            self._file.flush()
 
 
 def _finite(value: Any) -> Any:

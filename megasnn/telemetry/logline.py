@@ -1,9 +1,40 @@
-"""The lines a run prints, in the shape people know from Megatron-LM: what is looked at, within 160 characters."""
+"""What a run records of its steps and evaluations, and the lines it prints of them.
+
+A record goes to the JSON log as it is, to TensorBoard by `scalars_of`, and to the console in the shape people know from
+Megatron-LM: what is looked at, within 160 characters.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Annotated, get_type_hints
+
+
+def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
+    """The values of a record that TensorBoard shows, by the names of their cards, which the fields' types carry."""
+    hints = get_type_hints(type(record), include_extras=True)
+    cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    return {card: getattr(record, name) for name, card in cards.items()}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, over all replicas.
+
+    Attributes:
+        loss: mean over the `samples`. correct: those of them whose class had the highest logit.
+        grad_norm: of the gradient, before clipping. skipped: whether nothing was updated.
+        not_finite: where a nan or infinity appeared first; None where none did, or where that was not found.
+    """
+
+    loss: float
+    correct: float
+    samples: int
+    grad_norm: float
+    learning_rate: float
+    skipped: bool = False
+    not_finite: str | None = None
 
 
 @dataclass(frozen=True)
@@ -17,7 +48,7 @@ class IterationRecord:
         accuracy: share of the training samples since the last line whose class had the highest logit.
         grad_norm: global gradient norm of the last iteration.
         samples_per_second: over all ranks.
-        seconds_left: until the last iteration, at the pace of late.
+        seconds_left: until the last iteration, at the recent pace.
         skipped_iterations: iterations without an optimizer step since the last line.
         nan_iterations: iterations with a loss that was not finite since the last line.
         skipped_samples: broken samples replaced by others since the run began, over all ranks.
@@ -28,18 +59,18 @@ class IterationRecord:
     train_iters: int
     epoch: float
     consumed_samples: int
-    elapsed_ms: float
-    learning_rate: float
+    elapsed_ms: Annotated[float, "time/iteration_ms"]
+    learning_rate: Annotated[float, "training/learning_rate"]
     global_batch_size: int
-    loss: float
-    accuracy: float
-    grad_norm: float
-    samples_per_second: float
+    loss: Annotated[float, "training/loss"]
+    accuracy: Annotated[float, "training/accuracy"]
+    grad_norm: Annotated[float, "training/grad_norm"]
+    samples_per_second: Annotated[float, "training/samples_per_second"]
     seconds_left: float
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    skipped_samples: int = 0
-    unfit_tensors: int = 0
+    skipped_samples: Annotated[int, "data/skipped_samples"] = 0
+    unfit_tensors: Annotated[int, "communication/unfit_tensors"] = 0
 
 
 def format_iteration(record: IterationRecord, throughput: bool = True, now: datetime | None = None) -> str:
@@ -80,10 +111,10 @@ class EvaluationRecord:
     iteration: int
     consumed_samples: int
     samples: int
-    loss: float
-    top1: float
-    top5: float
-    skipped_samples: int = 0
+    loss: Annotated[float, "validation/loss"]
+    top1: Annotated[float, "validation/accuracy_top1"]
+    top5: Annotated[float, "validation/accuracy_top5"]
+    skipped_samples: Annotated[int, "data/skipped_validation_samples"] = 0
 
 
 def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> str:

@@ -1,12 +1,19 @@
-"""A progress bar on a terminal, and log lines that do not tear it."""
+"""Progress bars on standard error where that is a terminal, and log lines that do not tear them."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
+
+
+def byte_bar(title: str, size: int) -> tqdm[Any]:
+    """A bar that counts up to `size` bytes: `update(bytes)`."""
+    tqdm.set_lock(threading.RLock())  # by default one between processes, which is left over when one is killed
+    return tqdm(total=size, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=None, dynamic_ncols=True)
 
 
 class Progress:

@@ -17,8 +17,10 @@ from megasnn.telemetry.json_log import JsonLog
 from megasnn.telemetry.logline import (
     EvaluationRecord,
     IterationRecord,
+    StepResult,
     format_evaluation,
     format_iteration,
+    scalars_of,
 )
 from megasnn.telemetry.progress import Progress
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
@@ -51,38 +53,22 @@ class RunOutline:
     resumed: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """What a step came to, over all replicas.
-
-    Attributes:
-        loss: mean over the `samples`. correct: those of them whose class had the highest logit.
-        grad_norm: of the gradient, before clipping. skipped: whether nothing was updated.
-    """
-
-    loss: float
-    correct: float
-    samples: int
-    grad_norm: float
-    learning_rate: float
-    skipped: bool = False
-
-
 @dataclass
 class _Interval:
     """What has come together since the last log line."""
 
     started: float
-    steps: list[StepFigures] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
 
 
 class Reporter:
-    """
+    """Writes what a run reports while it trains.
+
     Args:
         is_writer: True on the one rank that writes; the others keep quiet.
 
     Attributes:
-        tried: for all else that only reports.
+        tried: runs other code that only reports.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool) -> None:
@@ -130,11 +116,11 @@ class Reporter:
         self._board.scalars(values, iteration, samples)
         self.entry("scalars", {"iteration": iteration, "consumed_samples": samples, **values})
 
-    def step(self, figures: StepFigures) -> None:
+    def step(self, result: StepResult) -> None:
         """Once for each iteration."""
-        self._interval.steps.append(figures)
+        self._interval.steps.append(result)
         self._warm = self._warm or (time.perf_counter(), self._done + 1)
-        self._progress.advance(loss=f"{figures.loss:.3f}", accuracy=f"{figures.correct / figures.samples:.0%}")
+        self._progress.advance(loss=f"{result.loss:.3f}", accuracy=f"{result.correct / result.samples:.0%}")
 
     def log(
         self,
@@ -155,18 +141,7 @@ class Reporter:
         self._progress.line(format_iteration(record, self._outline.throughput))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
-        scalars = {
-            "training/loss": record.loss,
-            "training/accuracy": record.accuracy,
-            "training/samples_per_second": record.samples_per_second,
-            "training/grad_norm": record.grad_norm,
-            "training/learning_rate": record.learning_rate,
-            "time/iteration_ms": record.elapsed_ms,
-            "data/skipped_samples": record.skipped_samples,
-            "communication/unfit_tensors": record.unfit_tensors,
-            **mean_spikes(layers),
-        }
-        self._board.scalars({**scalars, **more}, iteration, samples)
+        self._board.scalars({**scalars_of(record), **mean_spikes(layers), **more}, iteration, samples)
         self._board.flush()
         self.tried.again()
 
@@ -211,13 +186,7 @@ class Reporter:
     def evaluation(self, record: EvaluationRecord) -> None:
         self._progress.line(format_evaluation(record))
         self.entry("validation", asdict(record))
-        scalars = {
-            "validation/loss": record.loss,
-            "validation/accuracy_top1": record.top1,
-            "validation/accuracy_top5": record.top5,
-            "data/skipped_validation_samples": record.skipped_samples,
-        }
-        self._board.scalars(scalars, record.iteration, record.consumed_samples)
+        self._board.scalars(scalars_of(record), record.iteration, record.consumed_samples)
         self._board.flush()
 
     def pause(self) -> _Pause:

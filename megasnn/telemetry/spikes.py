@@ -6,8 +6,7 @@ ranks are added up neuron by neuron first; after that the neurons of all tensor-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,27 +39,19 @@ class _Count:
 
 
 class SpikeRecorder:
-    """Counts the spikes of this rank's layers while recording is on; `reduce` merges the counts of all ranks.
+    """Counts the spikes of this rank's layers while it is enabled; `reduce` merges the counts of all ranks.
 
-    A layer of neurons calls ``recorder.observe(name, spikes)`` for each micro-batch, under its global name.
+    A layer of neurons calls ``recorder.observe(name, spikes)`` for each micro-batch, under its global name. It must not
+    be enabled where forward passes are recomputed: they would count twice.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self._counts: dict[str, _Count] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Records inside the `with` statement. Recomputed forward passes must stay outside or count twice."""
-        self.enabled = True
-        try:
-            yield
-        finally:
-            self.enabled = False
-
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Adds the spikes of one micro-batch; nothing happens unless recording is on.
+        """Adds the spikes of one micro-batch; nothing happens unless enabled.
 
         Args:
             spikes: zeros and ones ``[T, N, C_local, ...]``; N may differ from call to call, the rest may not.

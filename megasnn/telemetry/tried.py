@@ -1,9 +1,11 @@
-"""What only reports never ends a run: it is tried, warned about once, and tried again."""
+"""What only reports never ends a run: it is tried, warned about once and tried again. Its files outlive a full disk."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class Tried:
@@ -23,7 +25,7 @@ class Tried:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Args: what: names the thing in the warning, such as "TensorBoard"."""
+        """A context; `what` names the thing in the warning, such as "TensorBoard"."""
         try:
             yield
         except Exception as error:
@@ -52,3 +54,46 @@ class Tried:
         with self(what):
             self._due[what]()
             del self._due[what]
+
+
+MOST_WAITING_BYTES = 64 << 20
+
+
+class AppendedFile:
+    """Records wait in memory until `flush`, which alone touches the disk, in the calling thread.
+
+    Where it fails, the file ends with its last whole record, as before, and what waits is written by the next `flush`
+    that succeeds.
+
+    Args:
+        head: what an empty file begins with.
+        most_waiting_bytes: beyond these the oldest records that wait are dropped.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path, head: bytes = b"", most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
+        self.path, self._head, self._most = path, head, most_waiting_bytes
+        self._waiting, self._bytes = deque[bytes](), 0
+
+    def add(self, record: bytes) -> None:
+        self._waiting.append(record)
+        self._bytes += len(record)
+        while self._bytes > self._most and len(self._waiting) > 1:
+            self._bytes -= len(self._waiting.popleft())
+
+    def flush(self) -> None:
+        """Writes what waits. Raises OSError when that is not possible now; then nothing of it is in the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab", buffering=0) as file:  # opened each time: it may have been removed
+            end = file.tell()
+            records = memoryview(b"".join(self._waiting if end else (self._head, *self._waiting)))
+            try:
+                while records:  # a disk takes its last bytes first, and then says that it is full
+                    records = records[file.write(records) :]
+            except OSError:
+                file.truncate(end)
+                raise
+        self._waiting.clear()
+        self._bytes = 0

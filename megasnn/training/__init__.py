@@ -3,12 +3,10 @@
 program.py    the run as a program: ranks join, errors end all of them, exit status
 loop.py       iterations, exit conditions, evaluation, log
 step.py       one optimizer step
-setup.py      what the configuration makes of a model: types, cut into chunks
+setup.py      from the configuration to neuron, types and chunks
 saving.py     where a run starts from and what it saves
 watch.py      what is measured for the log and TensorBoard
 """
 
-from megasnn.training.program import run
-from megasnn.training.setup import neuron_spec
-
-__all__ = ["neuron_spec", "run"]
+from megasnn.training.program import run as run
+from megasnn.training.setup import neuron_spec as neuron_spec

@@ -1,4 +1,4 @@
-"""What a run says about itself before the first step: a screen for people, all of it for files and TensorBoard."""
+"""What a run prints before the first step, and what it writes about itself to files and TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
 from megasnn.engine import Engine
+from megasnn.files.durable import write_whole
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -70,7 +71,7 @@ def introduce(
 
 def _write(folder: Path, config: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(config)
+    write_whole(folder / "config.json", config)
 
 
 def _summary(config: PretrainConfig, engine: Engine, state: ParallelState, epoch_samples: int) -> list[str]:

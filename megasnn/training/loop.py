@@ -21,7 +21,7 @@ from megasnn.process.fault import placed
 from megasnn.process.signals import StopSignals
 from megasnn.telemetry.logline import EvaluationRecord
 from megasnn.telemetry.memory import memory_scalars
-from megasnn.telemetry.reporter import Reporter, RunOutline, StepFigures
+from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.introduction import introduce, log_folder
 from megasnn.training.memory import MemoryForecast, announce, compare, forecast_memory
 from megasnn.training.pictures import Pictures
@@ -170,9 +170,7 @@ class TrainingRun:
             self._prepared = True
         if result.not_finite:
             self.reporter.line(result.not_finite)
-        self.reporter.step(
-            StepFigures(result.loss, result.correct, batch.size, result.norm, result.rate, not result.finite)
-        )
+        self.reporter.step(result)
         if logs:
             measured = self.watch.since_last(self.iteration)
             predicted = memory_scalars([each.total for each in self._memory], "predicted")

@@ -1,4 +1,4 @@
-"""The memory that every rank will need, said before the first step and compared with the peak at the end."""
+"""The memory that every rank will need, predicted before the first step and compared with the peak at the end."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def forecast_memory(
         samples=1e-6 * _sample_bytes(config, engine, plan.micro_batches, on_host),
         snapshot=1e-6 * (weights + moments) * snapshots,
     )
-    everybody = [mine] * state.world.size
+    of_ranks = [mine] * state.world.size
     if state.world.size > 1:
-        dist.all_gather_object(everybody, mine, group=state.world.handle)
-    return everybody
+        dist.all_gather_object(of_ranks, mine, group=state.world.handle)
+    return of_ranks
 
 
 def _sample_bytes(config: PretrainConfig, engine: Engine, micro_batches: int, on_host: bool) -> int:

@@ -18,7 +18,8 @@ SAMPLES = 8
 
 
 class Pictures:
-    """
+    """Shows samples and spikes as pictures in TensorBoard.
+
     Args:
         rasters: fed by this rank's neurons.
     """

@@ -1,4 +1,4 @@
-"""What the pipeline's ranks really did in a step, beside what the simulation said they would."""
+"""Measured times of the pipeline's actions in a step, beside the simulated ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Schedule, Simulation
-from megasnn.schedule.forecast import idle_share
+from megasnn.schedule.evaluate import idle_share
 from megasnn.schedule.gantt import SECONDS, View, raster
 from megasnn.schedule.simulate import TimedAction, summarise
 from megasnn.telemetry.reporter import Reporter

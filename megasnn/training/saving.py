@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from megasnn import checkpoint
-from megasnn.checkpoint.agreement import all_do
 from megasnn.checkpoint.compare import config_differences
-from megasnn.checkpoint.errors import raise_problems
+from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.config.checks import flag
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
+from megasnn.files.problems import raise_problems
 from megasnn.losses import LOSSES
 from megasnn.models.entry import ModelEntry
 from megasnn.models.table import saved_model_name
@@ -31,7 +31,8 @@ Identity = dict[str, dict[str, object]]
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """
+    """Where a run starts.
+
     Attributes:
         iteration, consumed_samples: done before; 0 at the beginning.
         notice: what the user should know about it; "" where it is as asked for.
@@ -180,7 +181,7 @@ class Saves:
         return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(remarks))
 
     def _changes(self, saved: Mapping[str, object]) -> list[str]:
-        """What the run goes on to do otherwise than the one that saved: legitimate, but not to be done unawares."""
+        """Flags that differ from those of the run that saved: that is allowed, and the user is told."""
         before = saved.get("recipe")
         if not isinstance(before, Mapping):  # weights from elsewhere
             return []
@@ -206,7 +207,7 @@ class Saves:
         return StartingPoint(notice=_warnings(loaded.remarks))
 
     def _may_begin_anew(self) -> bool:
-        """A job that saves where it loads finds nothing there the first time; a folder named by mistake is refused."""
+        """Whether a missing checkpoint is allowed: a job that saves where it loads finds none the first time."""
         options = self._options
         explicit = options.exit_on_missing_checkpoint or options.ckpt_step is not None
         return not explicit and options.saves_where_it_loads
@@ -223,8 +224,7 @@ class Saves:
 
     def entries(self) -> list[ShardedTensor]:
         """All tensors of this rank that a checkpoint holds: parameters, buffers, and the optimizer's state so far."""
-        tensors = self._engine.tensors
-        return [*tensors, *checkpoint.describe(tensors, self._optimizer.state)]
+        return checkpoint.with_optimizer(self._engine.tensors, self._optimizer)
 
     def prepare(self) -> None:
         """After the first step, when the optimizer has its state: memory for saves in the background."""
@@ -259,7 +259,7 @@ def _warnings(remarks: Iterable[str]) -> str:
 
 
 def _data_identity(config: PretrainConfig, dataset: object) -> dict[str, object]:
-    """A place in the data means something only in the same data, made into the same frames, in the same order."""
+    """What a place in the data refers to: the same data, made into the same frames, in the same order."""
     data = config.data
     frames = {"split_by": data.split_by, "frame_duration": data.frame_duration, "normalize": data.normalize_frames}
     order = {"seed": config.training.seed, "shuffle": data.shuffle, "last_batch": data.last_batch}

@@ -1,4 +1,4 @@
-"""What the configuration makes of a model: its neuron, its types, and how it is cut into chunks."""
+"""From the configuration to a model's neuron, its types, and its cut into chunks."""
 
 from __future__ import annotations
 

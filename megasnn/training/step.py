@@ -15,27 +15,8 @@ from megasnn.non_finite import earliest
 from megasnn.optim import build_optimizer, learning_rate
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.telemetry.logline import StepResult
 from megasnn.telemetry.timers import Timers
-
-
-class StepResult:
-    """What a step came to.
-
-    Attributes:
-        loss: of the global batch.
-        norm: of the gradient, before clipping.
-        rate: the learning rate.
-        correct: samples of the global batch whose class had the highest logit.
-        not_finite: where a nan or infinity appeared first; None where none did, or nobody could tell.
-    """
-
-    def __init__(self, loss: float, norm: float, rate: float, correct: float) -> None:
-        self.loss, self.norm, self.rate, self.correct = loss, norm, rate, correct
-        self.not_finite: str | None = None
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.norm) and math.isfinite(self.loss)
 
 
 class TrainingStep:
@@ -62,17 +43,16 @@ class TrainingStep:
         with self._timers("optimizer"):
             norm = engine.gradient_norm()
             rate = learning_rate(options, iteration, self._config.training.iterations)
-            result = StepResult(loss, norm, rate, engine.correct)
+            correct, finite = engine.correct, math.isfinite(norm) and math.isfinite(loss)
             # A skipped step leaves everything as it was: weights, optimizer state and running statistics.
-            if result.finite:
+            if finite:
                 engine.merge_statistics(self._most_micro_batches(batch.size))
                 engine.gradient_norm.clip(norm, options.clip_grad)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = result.rate
+                    group["lr"] = rate
                 self.optimizer.step()
-        if not result.finite:
-            result.not_finite = self._first_non_finite(micro_batches)
-        return result
+        where = None if finite else self._first_non_finite(micro_batches)
+        return StepResult(loss, correct, batch.size, norm, rate, not finite, where)
 
     def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """The batch on this rank's device, in the type that the model computes in."""

@@ -33,7 +33,8 @@ class Measured:
 
 
 class Watch:
-    """
+    """Measures spikes, memory, time and traffic of a run.
+
     Attributes:
         spikes: statistics of this rank's neurons, while `spikes.enabled`.
         rasters: which of them fire when, while `rasters.enabled`.
@@ -47,7 +48,8 @@ class Watch:
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in engine.neurons():
             neuron.observer = partial(self._observe, name)
-        self.timers = Timers(partial(torch.cuda.synchronize, state.device) if state.device.type == "cuda" else None)
+        waits = state.device.type == "cuda"
+        self.timers = Timers(partial(torch.cuda.synchronize, state.device)) if waits else Timers()
         # A group of one rank sends nothing.
         self._groups = [name for name in ("tensor", "data") if getattr(state, name).size > 1]
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []

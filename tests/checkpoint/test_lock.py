@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasnn.checkpoint import CheckpointError, save_global_tensors
-from megasnn.process.job import JobFolder
-from megasnn.process.lock import FolderLock
+from megasnn.process.job import FolderLock, JobFolder
 from tests.checkpoint.test_folder import save
 
 

@@ -32,8 +32,7 @@ from megasnn.checkpoint.torch_archive import read_state_dict
 from megasnn.checkpoint.whole import verify_checkpoint
 from megasnn.convert.listing import as_json, as_text
 from megasnn.convert.opening import open_source
-from megasnn.process.job import JobFolder
-from megasnn.process.lock import LOCK
+from megasnn.process.job import LOCK, JobFolder
 from tests.checkpoint import crafted
 from tests.checkpoint.crafted import as_format_2, put, put_format_2, seal, values_of
 

@@ -12,7 +12,7 @@ import torch
 from megasnn.checkpoint import save_checkpoint
 from megasnn.comm.group import Group
 from megasnn.config.neuron import NeuronConfig
-from megasnn.convert.model import SavedModel, configured_model
+from megasnn.convert.target import SavedModel, configured_model
 from megasnn.layers import BuildContext
 from megasnn.models.spikformer.dimensions import SpikformerConfig
 from megasnn.models.table import MODELS as TABLE

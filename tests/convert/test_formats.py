@@ -36,13 +36,13 @@ def assert_holds(source: TensorSource, values: dict[str, torch.Tensor]) -> None:
 
 def write(path: Path, values: dict[str, torch.Tensor]) -> None:
     if path.suffix == ".safetensors":
-        with new_safetensors_file(path, described(values), {"format": "pt"}) as file:
+        with new_safetensors_file(path, described(values), {"format": "pt"}) as put:
             for name in reversed(values):
-                file.put(name, values[name])
+                put(name, values[name])
     else:
-        with new_torch_file(path, described(values)) as file:
+        with new_torch_file(path, described(values)) as put:
             for name in reversed(values):
-                file.put(name, values[name])
+                put(name, values[name])
 
 
 def described(values: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:

@@ -14,10 +14,9 @@ import pytest
 
 from megasnn.checkpoint import list_checkpoints
 from megasnn.checkpoint.saving import Progress
-from megasnn.convert.layout import Target, lay_out
-from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
 from megasnn.convert.rank_files import write_rank_files
+from megasnn.convert.target import Target, lay_out, saved_model
 from tests.training.runs import train
 
 ROOT = Path(__file__).parents[2]

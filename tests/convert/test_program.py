@@ -16,7 +16,7 @@ from megasnn.checkpoint.folder import LATEST, remove
 from megasnn.convert.differences import largest_difference
 from megasnn.convert.opening import open_source
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.process.lock import FolderLock
+from megasnn.process.job import FolderLock
 from tests.checkpoint.test_interchange import spikformer
 from tests.convert.saved import MODELS, save_whole
 from tools.convert_checkpoint import main

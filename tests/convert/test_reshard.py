@@ -12,11 +12,10 @@ from megasnn.checkpoint import CheckpointError, load_checkpoint, load_global_ten
 from megasnn.checkpoint.optimizer_state import allocate, describe
 from megasnn.checkpoint.pieces import read_pieces
 from megasnn.checkpoint.planner import plan_reading
-from megasnn.convert.layout import Target
-from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
-from megasnn.convert.reshard import reshard
-from megasnn.process.lock import LOCK
+from megasnn.convert.rank_files import reshard
+from megasnn.convert.target import Target, saved_model
+from megasnn.process.job import LOCK
 from megasnn.schedule.partition import layout_to_bounds, parse_layout
 from tests.convert.saved import EXTRA, MODELS, build, identity, save_whole
 from tools.convert_checkpoint import main

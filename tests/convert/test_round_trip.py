@@ -13,7 +13,7 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_global_tensors, save_checkpoint
-from megasnn.checkpoint.into_model import load_globals_into
+from megasnn.checkpoint.whole import load_globals_into
 from megasnn.models.spikformer.dimensions import SpikformerConfig
 from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel

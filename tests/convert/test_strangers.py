@@ -26,16 +26,14 @@ from megasnn.checkpoint import (
     verify_checkpoint,
 )
 from megasnn.checkpoint.compare import config_differences
-from megasnn.checkpoint.folder import LATEST
+from megasnn.checkpoint.folder import LATEST, Retention, superfluous
 from megasnn.checkpoint.pieces import PIECES
-from megasnn.checkpoint.retention import Retention, superfluous
-from megasnn.convert.layout import Target
 from megasnn.convert.opening import open_source
-from megasnn.convert.reshard import reshard
+from megasnn.convert.rank_files import reshard
+from megasnn.convert.target import Target
 from megasnn.files.described import in_message
 from megasnn.models.names import Made
-from megasnn.process.job import JobFolder
-from megasnn.process.lock import LOCK
+from megasnn.process.job import LOCK, JobFolder
 from tests.checkpoint.crafted import as_format_2, claiming_memory, put, put_format_2, seal, values_of
 from tests.convert.saved import MODELS, save_whole
 from tools.convert_checkpoint import main
@@ -246,7 +244,7 @@ def test_a_link_is_no_checkpoint_of_the_folder(path, tmp_path):
 def test_the_lock_and_the_latest_file_are_not_written_elsewhere(path, tmp_path, kind):
     folder, decoy = path.parent, tmp_path / "decoy"
     before = decoy.read_bytes()
-    (folder / f"{LATEST}.tmp").symlink_to(decoy)
+    (folder / f".{LATEST}.partial").symlink_to(decoy)
     (folder / "iter_0000200.tmp").symlink_to(tmp_path)
     save_global_tensors(folder, TENSORS, iteration=200)
     assert same(folder) and decoy.read_bytes() == before

@@ -162,7 +162,7 @@ def test_the_sample_is_also_recorded_by_a_simulated_camera(monkeypatch) -> None:
 
     few = {split: items[:20] for split, items in image_sets.find_digits().splits.items()}
     listing = image_sets.Listing(few, list("0123456789"))
-    monkeypatch.setattr("megasnn.preprocess.sample_events.find_digits", lambda: listing)
+    monkeypatch.setattr("megasnn.preprocess.sample.find_digits", lambda: listing)
     datasets = open_datasets(DataConfig(), (6, 2, 32, 32), 10)
     assert datasets.valid is not None and (len(datasets.train), len(datasets.valid)) == (20, 20)
     batch = next(loader(datasets.train, global_batch_size=20, micro_batch_size=20).batches()).micro_batches[0]

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
-from megasnn.comm.collectives import gather_columns, sum_and_scatter_columns
+from megasnn.comm.collectives import from_rows, gather_columns, sum_and_scatter_columns, to_rows
 from megasnn.comm.group import Group
-from megasnn.comm.layout import from_rows, to_rows
 from megasnn.comm.statistics import statistics
 from megasnn.layers import ParallelConv
 from tests.distributed.whole import (

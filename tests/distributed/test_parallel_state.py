@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn import parallel_state
-from megasnn.comm.transport import TASKS
+from megasnn.comm.group import TASKS
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,

@@ -21,7 +21,7 @@ from megasnn.parallel_state import ParallelState, destroy_model_parallel, initia
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
 from megasnn.pipeline.transfers import Transfers
-from megasnn.schedule import Action, Kind, Schedule, build_schedule, validate
+from megasnn.schedule import Action, Kind, Schedule, generate, validate
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from tests.distributed.whole import random as random_tensor
 
@@ -147,7 +147,7 @@ def _steps(seeds: range) -> list[tuple[float, dict[str, str]]]:
 def _one_rank() -> dict[int, tuple[float, dict[str, str]]]:
     state = initialize_model_parallel(1, 1)
     try:
-        return {m: _step(build_schedule("1f1b", 1, m), state, 0) for m in range(1, MOST_MICRO_BATCHES + 1)}
+        return {m: _step(generate("1f1b", 1, m), state, 0) for m in range(1, MOST_MICRO_BATCHES + 1)}
     finally:
         destroy_model_parallel()
 

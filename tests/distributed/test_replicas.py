@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from megasnn.checkpoint import describe
+from megasnn.checkpoint.optimizer_state import describe
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.data_parallel.checksum import in_memory_order

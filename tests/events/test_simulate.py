@@ -18,7 +18,7 @@ from megasnn.events import (
     events_to_frames,
     simulate_recording,
 )
-from megasnn.events.checks import Decoded, checked
+from megasnn.events.recording import Decoded, checked
 from tests.events.files import equal
 
 QUIET = SimulatedSensor(noise_rate=0.0, mismatch=0.0)

@@ -13,10 +13,9 @@ from megasnn.checkpoint import CheckpointError, read_metadata, save_checkpoint
 from megasnn.comm.codec import Wire
 from megasnn.config import LayerName, PretrainConfig, to_dict
 from megasnn.convert.exchange import weights_as
-from megasnn.convert.layout import Target
-from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
-from megasnn.convert.reshard import reshard
+from megasnn.convert.rank_files import reshard
+from megasnn.convert.target import Target, saved_model
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelLinear
 from megasnn.models.description import LayerDescription, ModelDescription

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.checkpoint.into_model import load_globals_into
+from megasnn.checkpoint.whole import load_globals_into
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext

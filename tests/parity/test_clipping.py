@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.into_model import load_globals_into
+from megasnn.checkpoint.whole import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import build_optimizer

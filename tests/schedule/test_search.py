@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import ChunkCost, Transfer, equal_costs, generate, per_stage, simulate
-from megasnn.schedule.evaluate import of_named
-from megasnn.schedule.forecast import forecast, forecasts_of_named
+from megasnn.schedule.evaluate import forecast, forecasts_of_named, of_named
 from megasnn.schedule.named import SCHEDULES, CostsOf
 from megasnn.schedule.search import least_time
 

@@ -2,12 +2,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.schedule import Action, ChunkCost, Kind, Schedule, Transfer, build_schedule, simulate
+from megasnn.schedule import Action, ChunkCost, Kind, Schedule, Transfer, generate, plan_schedule, simulate
 
 
 def test_1f1b_reference_values() -> None:
     """p = 4, m = 8, forward 1, backward 1 + 1: the figures every paper on pipelines starts from."""
-    result = simulate(build_schedule("1f1b", 4, 8), [ChunkCost(1, 2)] * 4)
+    result = simulate(generate("1f1b", 4, 8), [ChunkCost(1, 2)] * 4)
     assert result.makespan == 33
     assert result.busy == (24, 24, 24, 24)
     assert result.idle == (9, 9, 9, 9)
@@ -16,7 +16,7 @@ def test_1f1b_reference_values() -> None:
 
 
 def test_gpipe_takes_as_long_and_holds_everything() -> None:
-    result = simulate(build_schedule("gpipe", 4, 8), [ChunkCost(1, 2)] * 4)
+    result = simulate(generate("gpipe", 4, 8), [ChunkCost(1, 2)] * 4)
     assert result.makespan == 33
     assert result.peak_activations == (8, 8, 8, 8)
 
@@ -24,13 +24,13 @@ def test_gpipe_takes_as_long_and_holds_everything() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_bubble_and_memory_of_1f1b(stages: int, micro_batches: int) -> None:
-    result = simulate(build_schedule("1f1b", stages, micro_batches), [ChunkCost(1, 2)] * stages)
+    result = simulate(generate("1f1b", stages, micro_batches), [ChunkCost(1, 2)] * stages)
     assert result.makespan == 3 * (micro_batches + stages - 1)
     assert result.peak_activations == tuple(min(stages - rank, micro_batches) for rank in range(stages))
 
 
 def test_a_transfer_delays_the_receiver_only() -> None:
-    result = simulate(build_schedule("gpipe", 2, 1), [ChunkCost(1, 2, transfer=10), ChunkCost(1, 2)])
+    result = simulate(generate("gpipe", 2, 1), [ChunkCost(1, 2, transfer=10), ChunkCost(1, 2)])
     # F 0-1, transfer 1-11, F 11-12, B 12-14, transfer 14-24, B 24-26.
     assert result.makespan == 26
     assert [(str(t.action), t.start, t.end) for t in result.timeline[0]] == [
@@ -45,7 +45,7 @@ def test_a_transfer_delays_the_receiver_only() -> None:
 def test_a_receive_is_posted_before_it_is_needed() -> None:
     """The last stage computes for 4 while the next tensor, sent at 2, is on its way for 3: it does not wait."""
     costs = [ChunkCost(1, 2, transfer=3), ChunkCost(4, 2)]
-    result = simulate(build_schedule("1f1b", 2, 3, forward_only=True), costs)
+    result = simulate(plan_schedule("1f1b", 2).evaluation(3), costs)
     assert [(t.start, t.end) for t in result.timeline[1] if t.action.kind is Kind.FORWARD] == [
         (4, 8),
         (8, 12),
@@ -56,7 +56,7 @@ def test_a_receive_is_posted_before_it_is_needed() -> None:
 def test_packing_holds_up_the_sender_and_unpacking_the_receiver() -> None:
     way_up, way_down = Transfer(2, send=0.5, receive=0.25), Transfer(4, send=0.125)
     costs = [ChunkCost(1, 2, output=way_up, gradient=way_down), ChunkCost(1, 2)]
-    result = simulate(build_schedule("gpipe", 2, 1), costs)
+    result = simulate(generate("gpipe", 2, 1), costs)
     # F 0-1, packing -1.5, on the way -3.5, unpacking -3.75, F -4.75, B -6.75, packing -6.875, on the way -10.875.
     assert [(str(t.action), t.end) for t in result.timeline[1]][:4] == [
         ("1RECV_F0", 3.75),
@@ -70,7 +70,7 @@ def test_packing_holds_up_the_sender_and_unpacking_the_receiver() -> None:
 
 
 def test_transfers_on_a_link_follow_each_other() -> None:
-    result = simulate(build_schedule("1f1b", 2, 3, forward_only=True), [ChunkCost(1, 2, transfer=5), ChunkCost(1, 2)])
+    result = simulate(plan_schedule("1f1b", 2).evaluation(3), [ChunkCost(1, 2, transfer=5), ChunkCost(1, 2)])
     arrivals = [t.end for t in result.timeline[1] if t.action.kind.is_receive]
     # The second receive is posted when the first is over, and its transfer runs while the first is computed.
     assert arrivals == [6, 11, 16]
@@ -79,7 +79,7 @@ def test_transfers_on_a_link_follow_each_other() -> None:
 
 
 def test_activations_count_as_much_as_the_costs_say() -> None:
-    schedule = build_schedule("gpipe", 2, 3)
+    schedule = generate("gpipe", 2, 3)
     result = simulate(schedule, [ChunkCost(1, 2, activation=0.5), ChunkCost(1, 2, activation=2)])
     assert result.peak_activations == (1.5, 6)
 

@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.schedule import Action, Kind, Schedule, ScheduleError, build_schedule, validate
+from megasnn.schedule import Action, Kind, Schedule, ScheduleError, generate, plan_schedule, validate
+from megasnn.schedule.actions import SENDS
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 
+
+def of_name(name: str, stages: int, micro_batches: int, forward_only: bool) -> Schedule:
+    plan = plan_schedule(name, stages)
+    return plan.evaluation(micro_batches) if forward_only else plan.training(micro_batches)
+
+
 schedules = st.builds(
-    build_schedule,
+    of_name,
     st.sampled_from(["gpipe", "1f1b"]),
     stages=st.integers(1, 4),
     micro_batches=st.integers(1, 5),
@@ -80,7 +87,7 @@ def runs(schedule: Schedule) -> bool:
                     continue
                 if queue.popleft() != action.peer:
                     return False
-            elif action.kind.is_send:
+            elif action.kind in SENDS:
                 if Action(action.chunk, Kind(action.kind.value[-1]), action.micro_batch) not in done[rank]:
                     return False
                 peer = schedule.placement[action.peer.chunk]
@@ -156,7 +163,7 @@ def test_a_placement_that_leaves_a_rank_without_work_is_refused() -> None:
 
 
 def test_the_grid_is_cut_to_the_surroundings_of_the_mark() -> None:
-    schedule = build_schedule("1f1b", 2, 64)
+    schedule = generate("1f1b", 2, 64)
     row = list(schedule.actions[1])
     row[100], row[101] = row[101], row[100]
     with pytest.raises(ScheduleError) as error:

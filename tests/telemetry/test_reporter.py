@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasnn.telemetry import reporter as module
-from megasnn.telemetry.logline import EvaluationRecord
-from megasnn.telemetry.reporter import Reporter, RunOutline, StepFigures
+from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.telemetry.spikes import LayerSpikes
 from tests.telemetry.test_progress import Terminal
 
@@ -34,7 +34,7 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
     reporter = Reporter(RunOutline(40, 50, tmp_path, tmp_path), is_writer=True)
     for number in range(4):
         clock[0] += 0.5
-        reporter.step(StepFigures(2.0 - number / 4, number, 10, 1.5, 0.1, skipped=number == 1))
+        reporter.step(StepResult(2.0 - number / 4, number, 10, 1.5, 0.1, skipped=number == 1))
     with reporter.pause():
         clock[0] += 2.0  # an evaluation: no part of the pace of training, but of the time left
     reporter.log(4, 40, {"time/data_ms": 3.0}, [LayerSpikes("a", 0.5, 0.0, 0.0)], skipped_samples=2)
@@ -54,7 +54,7 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
 def test_nan_is_not_averaged_away(tmp_path, capsys) -> None:
     reporter = Reporter(RunOutline(2, 50, log_directory=tmp_path), is_writer=True)
     for loss in (1.0, nan):
-        reporter.step(StepFigures(loss, 0, 10, nan, 0.1, skipped=loss != 1.0))
+        reporter.step(StepResult(loss, 0, 10, nan, 0.1, skipped=loss != 1.0))
     reporter.log(2, 20, {})
     (line,) = entries(tmp_path, "iteration")
     assert line["loss"] == line["grad_norm"] == "nan" and line["nan_iterations"] == 1
@@ -65,7 +65,7 @@ def test_the_pace_is_that_of_late(clock) -> None:
     reporter = Reporter(RunOutline(1000, 50), is_writer=False)
     for iteration in range(1, 31):
         clock[0] += 10.0 if iteration <= 15 else 1.0
-        reporter.step(StepFigures(1.0, 1, 10, 1.0, 0.1))
+        reporter.step(StepResult(1.0, 1, 10, 1.0, 0.1))
         left = reporter._seconds_left(iteration)
     assert left == 970.0
 
@@ -76,7 +76,7 @@ def test_neither_the_start_nor_the_first_step_is_in_the_pace(tmp_path, clock) ->
     reporter.begin()
     for iteration, seconds in ((11, 9.0), (12, 2.0), (13, 2.0)):
         clock[0] += seconds
-        reporter.step(StepFigures(1.0, 1, 10, 1.0, 0.1))
+        reporter.step(StepResult(1.0, 1, 10, 1.0, 0.1))
         reporter.log(iteration, 10 * iteration, {})
     lines = entries(tmp_path, "iteration")
     assert [line["elapsed_ms"] for line in lines] == [9000, 2000, 2000]
@@ -86,7 +86,7 @@ def test_neither_the_start_nor_the_first_step_is_in_the_pace(tmp_path, clock) ->
 def test_other_ranks_write_nothing(tmp_path, capsys) -> None:
     reporter = Reporter(RunOutline(2, 50, tmp_path, tmp_path), is_writer=False)
     reporter.line("a line")
-    reporter.step(StepFigures(1.0, 1, 10, 1.0, 0.1))
+    reporter.step(StepResult(1.0, 1, 10, 1.0, 0.1))
     reporter.log(1, 10, {})
     reporter.evaluation(EvaluationRecord(1, 10, 5, 1.0, 0.5, 1.0))
     reporter.close()
@@ -112,6 +112,6 @@ def test_the_bar_shows_loss_and_accuracy(monkeypatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     reporter = Reporter(RunOutline(4, 50), is_writer=True)
-    reporter.step(StepFigures(0.5, 3, 4, 1.0, 0.1))
+    reporter.step(StepResult(0.5, 3, 4, 1.0, 0.1))
     reporter.close()
     assert "1/4" in screen.getvalue() and "loss=0.500, accuracy=75%" in screen.getvalue()

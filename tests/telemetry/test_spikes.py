@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.telemetry.spikes import LayerSpikes, SpikeRecorder, mean_spikes
+
+
+@contextmanager
+def recording(recorder: SpikeRecorder) -> Iterator[None]:
+    recorder.enabled = True
+    yield
+    recorder.enabled = False
+
 
 SHAPES = {"stem.neuron": (4, 3, 3), "block.qkv": (8, 5), "head.neuron": (2,)}
 
@@ -16,7 +27,7 @@ def test_rate_silent_and_saturated_by_hand():
     spikes[0, 0, 1] = 1  # fires once
     spikes[:, 1:, 2] = 1  # fires 4 times; neuron 3 is silent
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         recorder.observe("layer", spikes)
     (layer,) = recorder.reduce(None, None, None)
     assert layer.name == "layer"
@@ -26,7 +37,7 @@ def test_rate_silent_and_saturated_by_hand():
 
 def test_micro_batches_of_different_size_count_by_sample():
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         recorder.observe("layer", torch.ones(2, 3, 1, dtype=torch.bool))
         recorder.observe("layer", torch.zeros(2, 1, 1, dtype=torch.bool))
     assert recorder.reduce(None, None, None) == [LayerSpikes("layer", 0.75, 0.0, 0.0)]
@@ -38,7 +49,7 @@ def test_counts_are_exact_in_every_type(dtype):
     spikes = torch.ones(300, 4, 2)
     spikes[0, 0, 0] = 0  # 1199 of 1200: bfloat16 sums could not tell
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         recorder.observe("layer", spikes.to(dtype))
     (layer,) = recorder.reduce(None, None, None)
     assert layer.firing_rate == pytest.approx(2399 / 2400, rel=1e-12) and layer.saturated == 0.5
@@ -47,7 +58,7 @@ def test_counts_are_exact_in_every_type(dtype):
 def test_nothing_is_counted_outside_recording():
     recorder = SpikeRecorder()
     recorder.observe("layer", torch.ones(1, 1, 1))
-    with recorder.recording():
+    with recording(recorder):
         pass
     recorder.observe("layer", torch.ones(1, 1, 1))
     assert recorder.reduce(None, None, None) == []
@@ -55,7 +66,7 @@ def test_nothing_is_counted_outside_recording():
 
 def test_a_layer_that_changes_its_size_is_an_error():
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         recorder.observe("layer", torch.ones(1, 1, 4))
         with pytest.raises(ValueError, match="'layer' had 4 neurons .* now it has 5"):
             recorder.observe("layer", torch.ones(1, 1, 5))
@@ -63,12 +74,12 @@ def test_a_layer_that_changes_its_size_is_an_error():
 
 def test_order_of_the_network_and_a_layer_it_lacks():
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         for name in ("b.fc.neuron", "b", "a.neuron"):
             recorder.observe(name, torch.ones(1, 1, 1))
     found = recorder.reduce(None, None, None, order=["a", "x", "b"])
     assert [layer.name for layer in found] == ["a.neuron", "b.fc.neuron", "b"]
-    with recorder.recording():
+    with recording(recorder):
         recorder.observe("b", torch.ones(1, 1, 1))
     with pytest.raises(ValueError, match=r"\['b'\]"):
         recorder.reduce(None, None, None, order=["a"])
@@ -108,7 +119,7 @@ def _data_and_tensor(samples_of_first: int) -> list[LayerSpikes]:
     data, tensor = divmod(dist.get_rank(), 2)
     data_group, tensor_group = _group([[0, 2], [1, 3]]), _group([[0, 1], [2, 3]])
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         for name in SHAPES:
             shard = _spikes(name).chunk(2, dim=2)[tensor]
             mine = shard[:, :samples_of_first] if data == 0 else shard[:, samples_of_first:]
@@ -119,7 +130,7 @@ def _data_and_tensor(samples_of_first: int) -> list[LayerSpikes]:
 
 def _alone() -> list[LayerSpikes]:
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         for name in SHAPES:
             recorder.observe(name, _spikes(name))
     return recorder.reduce(None, None, None)
@@ -145,7 +156,7 @@ def _pipeline(order: list[str] | None) -> list[LayerSpikes]:
     names = list(SHAPES)
     mine: list[str] = [[names[0], names[2]], [names[1]], []][dist.get_rank()]
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         for name in mine:
             recorder.observe(name, _spikes(name))
     return recorder.reduce(None, None, dist.group.WORLD, order)
@@ -161,7 +172,7 @@ def test_pipeline_ranks_gather_the_layers_in_the_networks_order(ranks):
 
 def _unequal_shards() -> None:
     recorder = SpikeRecorder()
-    with recorder.recording():
+    with recording(recorder):
         recorder.observe("layer", torch.ones(1, 1, 2 + dist.get_rank()))
     with pytest.raises(ValueError, match="'layer' has 3 neurons on data-parallel rank 1 but 2"):
         recorder.reduce(dist.group.WORLD, None, None)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.telemetry.dashboard import BY_SAMPLES, GROUPS, card, layout
 from megasnn.telemetry.event_file import EventWriter
-from megasnn.telemetry.tensorboard import TensorBoard
+from megasnn.telemetry.tensorboard import BY_SAMPLES, GROUPS, TensorBoard, card, charts
 
 LOSS = "1_training/1_loss"
 
@@ -123,12 +122,12 @@ def test_charts_of_several_lines_find_their_scalars(tmp_path):
     board = TensorBoard(tmp_path)
     board.close()
     assert "custom_scalars__config__" in read(tmp_path).PluginTagToContent("custom_scalars")
-    charts = {title: chart[1][0] for charts in layout().values() for title, chart in charts.items()}
+    patterns = {title: chart[1][0] for group in charts().values() for title, chart in group.items()}
     both = [card(name) for name in ("training/loss", "validation/loss")]
-    assert all(re.match(charts["loss"], tag) for tag in both)
-    assert not re.match(charts["loss"], card("training/learning_rate"))
-    assert not any(re.match(pattern, BY_SAMPLES + tag) for pattern in charts.values() for tag in both)
-    assert re.match(charts["peak memory of each rank, MB"], card("memory/peak_mb_rank0"))
+    assert all(re.match(patterns["loss"], tag) for tag in both)
+    assert not re.match(patterns["loss"], card("training/learning_rate"))
+    assert not any(re.match(pattern, BY_SAMPLES + tag) for pattern in patterns.values() for tag in both)
+    assert re.match(patterns["peak memory of each rank, MB"], card("memory/peak_mb_rank0"))
 
 
 def test_flags_stand_in_the_same_run_as_the_scalars(tmp_path):

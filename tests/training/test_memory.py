@@ -33,7 +33,7 @@ from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, 
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.preprocess.sample import shards_of_sample
-from megasnn.schedule import build_schedule, plan_schedule
+from megasnn.schedule import generate, plan_schedule
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training import memory
 from tests.training.runs import TINY, train, without_trial
@@ -46,10 +46,10 @@ def test_the_peak_of_a_step_by_hand() -> None:
         LayerCost(1, 1, 1, held=20, working=(25, 40, 2), message=0, gradient=0),
     ]
     costs = PipelineCosts(tuple(layers), LinkCost())
-    first, last = step_peaks(build_schedule("1f1b", 2, 4), [range(0, 1), range(1, 2)], costs)
+    first, last = step_peaks(generate("1f1b", 2, 4), [range(0, 1), range(1, 2)], costs)
     assert first == StepPeak(kept=10, working=30, messages=15), "the second forward"
     assert last == StepPeak(kept=20, working=40, messages=15), "any backward"
-    (alone,) = step_peaks(build_schedule("1f1b", 1, 4), [range(0, 2)], costs)
+    (alone,) = step_peaks(generate("1f1b", 1, 4), [range(0, 2)], costs)
     assert alone.messages == 0
 
 

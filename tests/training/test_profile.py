@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasnn.comm.clocks import clock_offsets
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.schedule import build_schedule, equal_costs, simulate
+from megasnn.schedule import equal_costs, generate, simulate
 from megasnn.training.profile import measured_simulation
 from tests.training.runs import train
 
@@ -41,7 +41,7 @@ def test_a_run_that_ends_before_a_log_interval_is_profiled_too(ranks, tmp_path_f
 
 def test_measured_times_become_a_timeline_on_one_clock() -> None:
     """What the simulator says, told by ranks whose clocks are apart, comes out as the simulator said it."""
-    schedule = build_schedule("1f1b", 3, 5)
+    schedule = generate("1f1b", 3, 5)
     told = simulate(schedule, equal_costs(3)(schedule.placement))
     ahead = [0.0, 7.0, -2.5]
     times = [

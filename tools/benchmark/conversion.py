@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from megasnn.convert.layout import Target
-from megasnn.convert.model import saved_model
 from megasnn.convert.opening import open_source
-from megasnn.convert.reshard import reshard
+from megasnn.convert.rank_files import reshard
+from megasnn.convert.target import Target, saved_model
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tools.benchmark.ranks import RankProcesses
 

@@ -18,7 +18,7 @@ from megasnn.pipeline.costs import PipelineCosts, agreed_costs, layers_per_chunk
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule
-from megasnn.schedule.forecast import idle_share
+from megasnn.schedule.evaluate import idle_share
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 from megasnn.training.setup import build_context
 from tools.benchmark.models import IMAGE_SIZES, Dimensions, describe

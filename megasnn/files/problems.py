@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, as one exception whose arguments are the problems found."""
+"""Errors of checkpoints and weights: one exception, whose arguments are the problems that were found."""
 
 from __future__ import annotations
 

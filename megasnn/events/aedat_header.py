@@ -1,11 +1,27 @@
-"""The lines of text at the beginning of AEDAT files: a version, then any number of lines that start with '#'."""
+"""What AEDAT files say of themselves: a version, lines of text that start with '#', and the name of a known sensor."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from megasnn.events.events import RecordingError
+from megasnn.events.recording import RecordingError, SensorSize
+
+DVS128 = SensorSize(128, 128)
+
+SENSORS = {
+    "DVS128": DVS128,
+    "DAVIS240": SensorSize(180, 240),
+    "DAVIS346": SensorSize(260, 346),
+    "DAVIS640": SensorSize(480, 640),
+}
+KNOWN = ", ".join(f"{name} ({size.height} x {size.width})" for name, size in SENSORS.items())
+
+
+def sensor_named(text: str) -> SensorSize | None:
+    """The size of the sensor whose name is in `text`, such as "eu.seebetter.ini.chips.davis.DAVIS346B"."""
+    return next((size for name, size in SENSORS.items() if name in text.upper()), None)
+
 
 # jAER and cAER close the header with such a line, after which a '#' is data.
 _LAST_LINE = re.compile(rb"#\s*(End Of ASCII Header|!END-HEADER)\s*$|#!END-HEADER\s*$", re.IGNORECASE)
@@ -15,7 +31,7 @@ _VERSION = re.compile(rb"#!AER-DAT(\d+\.\d+)")
 
 @dataclass(frozen=True)
 class Header:
-    """Attributes: the lines without their line ends, and the first byte after them."""
+    """The lines of a header without their line ends, and the first byte after them."""
 
     lines: tuple[str, ...]
     end: int
