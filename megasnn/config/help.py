@@ -76,7 +76,8 @@ def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> ty
 
 def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     """Name, type with help, and default of each field."""
-    texts, hints = help_texts(type(part)), get_type_hints(type(part), include_extras=True)
+    kind: type = type(part)
+    texts, hints = help_texts(kind), get_type_hints(kind, include_extras=True)
     flags = []
     for entry in fields(part):
         hint, table = hints[entry.name], table_of(hints[entry.name])
