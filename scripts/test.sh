@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Checks style and types and runs the tests, on the CPU, in two processes, each with ranks of its own; arguments go to
-# pytest: bash scripts/test.sh tests/schedule -x (-n 0: in one process, as a debugger needs it)
+# Checks style and types and runs the tests, on the CPU; arguments go to pytest: bash scripts/test.sh tests/schedule -x
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
@@ -8,4 +7,4 @@ prepare_python test
 cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest -q -n 2 --dist loadfile "$@"
+"$PYTHON" -m pytest -q "$@"
