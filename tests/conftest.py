@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +18,13 @@ with contextlib.suppress(CacheError):
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder("numba")))
 
 from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects_to_look_through() -> None:
+    """What modules and tests before have left is not looked through again, whenever Python looks for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

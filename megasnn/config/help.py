@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterable
 from dataclasses import field, fields, is_dataclass, make_dataclass
+from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -40,17 +41,17 @@ def flag_groups(defaults: Any, recipes: Iterable[str] = ()) -> type:
         recipes: names that `--config` takes.
     """
     start = _group("configuration", [_config_flag(recipes)], "Values from a file; flags win over them.")
-    often, rarely = [("configuration", start, field(default_factory=start))], []
+    often, rarely = [_entry("configuration", start)], []
     for name in sorted((part.name for part in fields(defaults)), key=ORDER.index):
         part = getattr(defaults, name)
         flags = _flags(part)
         # A model's fields say which of its flags few runs need.
         rare = RARELY_USED.get(name) or tuple(e.name for e in fields(part) if e.metadata.get("listed_last"))
         group = _group(name, [flag for flag in flags if flag[0] not in rare], type(part).__doc__)
-        often.append((name, group, field(default_factory=group)))
+        often.append(_entry(name, group))
         rarely += [flag for flag in flags if flag[0] in rare]
     last = _group("rarely_used", rarely, "Flags that few runs need.")
-    whole = make_dataclass("Flags", [*often, ("rarely_used", last, field(default_factory=last))])
+    whole = make_dataclass("Flags", [*often, _entry("rarely_used", last)])
     whole.__doc__ = type(defaults).__doc__
     return whole
 
@@ -62,6 +63,11 @@ def _config_flag(recipes: Iterable[str]) -> tuple[str, Any, Any]:
     return "config", Annotated[str | None, tyro.conf.arg(help=f"{text}.")], None
 
 
+def _entry(name: str, group: type) -> tuple[str, Any, Any]:
+    """A field for a group. Where no help is given tyro looks for the source of the class, and there is none."""
+    return name, Annotated[group, tyro.conf.arg(help=group.__doc__ or "")], field(default_factory=group)
+
+
 def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> type:
     group = make_dataclass(name, flags)
     group.__doc__ = text
@@ -70,7 +76,8 @@ def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> ty
 
 def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     """Name, type with help, and default of each field."""
-    texts, hints = help_texts(type(part)), get_type_hints(type(part), include_extras=True)
+    kind: type = type(part)
+    texts, hints = help_texts(kind), get_type_hints(kind, include_extras=True)
     flags = []
     for entry in fields(part):
         hint, table = hints[entry.name], table_of(hints[entry.name])
@@ -81,6 +88,7 @@ def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     return flags
 
 
+@cache
 def help_texts(part: type) -> dict[str, str]:
     """The text below each field of a dataclass, on one line; those that it inherits included."""
     texts: dict[str, str] = {}

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.formats import SampleFormat
-from megasnn.data.order import SampleOrder, Slot
+from megasnn.data.order import SampleOrder, Stretch
 from megasnn.data.reading import SlotReader
 from megasnn.data.workers import AHEAD, WorkerPool
 
@@ -158,7 +158,7 @@ class BatchLoader:
             own = range(len(sizes))[self._dp_rank : self._dp_rank + 1]
         starts = [sum(sizes[:index]) for index in own]
         return [
-            _MicroBatchPlan(index, start, self._order.slots(position + start, sizes[index]))
+            _MicroBatchPlan(index, start, self._order.stretches(position + start, sizes[index]))
             for index, start in zip(own, starts, strict=True)
         ]
 
@@ -170,7 +170,7 @@ class BatchLoader:
         waiting: deque[tuple[_BatchPlan, list[Future[MicroBatch]]]] = deque()
         with closing(WorkerPool[MicroBatch](self._reader, self._num_workers)) as pool:
             for plan in plans:
-                parts = [pool.submit(part.slots, partial(self._finish, part)) for part in plan.micro_batches]
+                parts = [pool.submit(part.stretches, partial(self._finish, part)) for part in plan.micro_batches]
                 waiting.append((plan, parts))
                 ahead = sum(len(futures) for _, futures in list(waiting)[1:])
                 if len(waiting) > 1 and ahead >= AHEAD * self._num_workers:
@@ -180,8 +180,8 @@ class BatchLoader:
 
     def _load(self, plan: _MicroBatchPlan) -> MicroBatch:
         if not self._reads:
-            return self._micro_batch(plan, [slot.sample for slot in plan.slots], None)
-        samples, arrays = self._reader.read(plan.slots)
+            return self._micro_batch(plan, plan.samples, None)
+        samples, arrays = self._reader.read(plan.stretches)
         return self._micro_batch(plan, samples, self.dataset.format.to_tensor(arrays) if arrays else None)
 
     def _finish(self, plan: _MicroBatchPlan, samples: list[int], values: NDArray[np.float32] | None) -> MicroBatch:
@@ -195,9 +195,12 @@ class BatchLoader:
         if images is not None and self._pin_for:
             images = images.pin_memory()
         labels = torch.from_numpy(self.dataset.labels[samples]) if self._need_labels else None
-        ids = [slot.sample for slot in plan.slots]
-        skipped = tuple(self.dataset.describe(due) for due, used in zip(ids, samples, strict=True) if due != used)
-        return MicroBatch(plan.index, plan.start, len(ids), torch.tensor(ids), images, labels, skipped)
+        due, skipped = plan.samples, list[str]()
+        if samples != due:
+            pairs = zip(due, samples, strict=True)
+            skipped = [self.dataset.describe(broken) for broken, used in pairs if broken != used]
+        ids = torch.from_numpy(np.array(due, np.int64))
+        return MicroBatch(plan.index, plan.start, len(due), ids, images, labels, tuple(skipped))
 
 
 def order_identity(dataset: ShardDataset[SampleFormat], global_batch_size: int, last_batch: str) -> str:
@@ -245,7 +248,12 @@ def _check_shares(samples: int, global_batch_size: int, micro_batch_size: int, d
 class _MicroBatchPlan:
     index: int
     start: int
-    slots: list[Slot]
+    stretches: list[Stretch]
+
+    @property
+    def samples(self) -> list[int]:
+        """Those that the order puts here."""
+        return [sample for stretch in self.stretches for sample in stretch.samples]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,21 @@ class Slot(NamedTuple):
     sample: int
 
 
+class Stretch(NamedTuple):
+    """Places of one epoch that follow each other: the first of them, and the samples that belong there.
+
+    It is much smaller than its slots on the way to another process.
+    """
+
+    epoch: int
+    place: int
+    samples: list[int]
+
+    def slots(self) -> Iterator[Slot]:
+        for step, sample in enumerate(self.samples):
+            yield Slot(self.epoch, self.place + step, sample)
+
+
 class SampleOrder:
     """The order of `samples` samples under `seed`, or file order in every epoch when `shuffle` is off.
 
@@ -43,11 +58,15 @@ class SampleOrder:
 
     def slots(self, position: int, count: int) -> list[Slot]:
         """The `count` slots from `position` on, across as many epochs as it takes."""
+        return [slot for stretch in self.stretches(position, count) for slot in stretch.slots()]
+
+    def stretches(self, position: int, count: int) -> list[Stretch]:
+        """These slots, one stretch for each epoch."""
         found = []
         while count:
             epoch, place = divmod(position, self.epoch)
             taken = self.permutation(epoch)[place : min(place + count, self.epoch)].tolist()
-            found += [Slot(epoch, place + step, sample) for step, sample in enumerate(taken)]
+            found.append(Stretch(epoch, place, taken))
             position, count = position + len(taken), count - len(taken)
         return found
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megasnn.augment import Augmentation
 from megasnn.data.dataset import BrokenSample, ShardDataset
 from megasnn.data.formats import SampleFormat
-from megasnn.data.order import SampleOrder, Slot
+from megasnn.data.order import SampleOrder, Slot, Stretch
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class SlotReader:
     need_images: bool
     skip_broken: bool
 
-    def read(self, slots: Sequence[Slot]) -> tuple[list[int], list[NDArray[Any]]]:
-        """The samples that are used in these slots, and, where images are needed, their decoded arrays.
+    def read(self, stretches: Sequence[Stretch]) -> tuple[list[int], list[NDArray[Any]]]:
+        """The samples that are used in their slots, and, where images are needed, their decoded arrays.
 
         Raises:
             BrokenSample: one cannot be decoded, and is not to be skipped.
             ValueError: as `ShardDataset.sample`; not one sample of the data set can be decoded.
         """
-        fetched = [self._fetch(slot) for slot in slots]
+        fetched = [self._fetch(slot) for stretch in stretches for slot in stretch.slots()]
         return [sample for sample, _ in fetched], [image for _, image in fetched if image is not None]
 
     def _fetch(self, slot: Slot) -> tuple[int, NDArray[Any] | None]:

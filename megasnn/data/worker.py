@@ -76,11 +76,11 @@ def _end(worker: int) -> int:
 def _serve(connection: Connection, descriptors: Connection, reader: SlotReader) -> None:
     memory = SharedPlaces()
     while True:
-        task, place, slots = connection.recv()
+        task, place, stretches = connection.recv()
         new = shape = None
         used: list[int] | Exception
         try:
-            used, arrays = reader.read(slots)
+            used, arrays = reader.read(stretches)
             shape = (len(arrays), *arrays[0].shape) if arrays else None
             if shape is not None:
                 size = 4 * prod(shape)

@@ -20,15 +20,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from multiprocessing.reduction import recv_handle
+from selectors import EVENT_READ, DefaultSelector
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.data.memory import Places, SharedPlaces, share
-from megasnn.data.order import Slot
+from megasnn.data.order import Stretch
 from megasnn.data.processes import Template, template
 from megasnn.data.reading import SlotReader
 
@@ -40,7 +40,7 @@ Finish = Callable[[list[int], "NDArray[np.float32] | None"], Result]
 
 @dataclass(frozen=True)
 class _Task(Generic[Result]):
-    slots: Sequence[Slot]
+    stretches: Sequence[Stretch]
     finish: Finish[Result]
     future: Future[Result]
 
@@ -68,12 +68,12 @@ class WorkerPool(Generic[Result]):
         self._thread = threading.Thread(target=self._receive, name="megasnn-data", daemon=True)
         self._thread.start()
 
-    def submit(self, slots: Sequence[Slot], finish: Finish[Result]) -> Future[Result]:
-        """Has slots read. `finish` makes the result, in a thread that must not be kept waiting.
+    def submit(self, stretches: Sequence[Stretch], finish: Finish[Result]) -> Future[Result]:
+        """Has the samples of stretches read. `finish` makes the result, in a thread that must not be kept waiting.
 
         The future raises what reading raised, or ChildProcessError when a worker has been lost.
         """
-        task = _Task(slots, finish, Future[Result]())
+        task = _Task(stretches, finish, Future[Result]())
         with self._lock:
             self._pending.append(task)
             self._hand_out()
@@ -99,17 +99,19 @@ class WorkerPool(Generic[Result]):
             self._pending.popleft().future.set_exception(self._lost)
 
     def _receive(self) -> None:
-        workers = {worker.connection: worker for worker in self._workers}
-        while True:
-            for connection in wait(workers):
-                try:
-                    done = workers[connection].receive()  # type: ignore[index]
-                except Exception as error:
-                    self._fail(error)
-                    return
-                with self._lock:
-                    self._hand_out()
-                _resolve(*done)
+        with DefaultSelector() as connections:
+            for worker in self._workers:
+                connections.register(worker.connection, EVENT_READ, worker)
+            while True:
+                for ready, _ in connections.select():
+                    try:
+                        done = ready.data.receive()
+                    except Exception as error:
+                        self._fail(error)
+                        return
+                    with self._lock:
+                        self._hand_out()
+                    _resolve(*done)
 
     def _fail(self, error: Exception) -> None:
         """One lost worker ends all: what it was reading would be missing in the order."""
@@ -152,7 +154,7 @@ class _Worker(Generic[Result]):
         place = self._free.popleft()
         self.tasks[self._given] = task, place
         with suppress(OSError):  # it is gone: `receive` finds out
-            self.connection.send((self._given, place, task.slots))
+            self.connection.send((self._given, place, task.stretches))
         self._given += 1
 
     def receive(self) -> tuple[_Task[Result], list[int] | Exception, NDArray[np.float32] | None]:

@@ -21,7 +21,7 @@ from megasnn.losses import LOSSES
 from megasnn.models.entry import ModelEntry
 from megasnn.models.table import saved_model_name
 from megasnn.parallel_state import ParallelState
-from megasnn.process.fault import placed
+from megasnn.process.fault import is_ending, placed
 from megasnn.process.job import JobFolder
 from megasnn.sharding import ShardedTensor
 
@@ -149,7 +149,7 @@ class Saves:
             process_group=world,
             background=options.async_save,
             retention=checkpoint.Retention(options.keep_last, options.keep_every, others),
-            report=lambda text: self.report(text),
+            report=self._tell,
         )
         return resumes, notice
 
@@ -221,6 +221,11 @@ class Saves:
                     f"{name}: {before} when it was saved, {value} now: in other data or another order "
                     "its place in the data means nothing (--finetune takes its weights only)"
                 )
+
+    def _tell(self, text: str) -> None:
+        """What becomes of a save; that one fails because another rank has ended was told as the reason to end."""
+        if not is_ending():
+            self.report(text)
 
     def entries(self) -> list[ShardedTensor]:
         """All tensors of this rank that a checkpoint holds: parameters, buffers, and the optimizer's state so far."""

@@ -10,6 +10,7 @@ import pytest
 from tools.benchmark.program import main
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, log = tmp_path / "folder", tmp_path / "log.jsonl"
     folder.mkdir()

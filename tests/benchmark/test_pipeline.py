@@ -43,6 +43,7 @@ def test_what_cannot_be_run_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = "--models spikformer_ti --micro-batches 2 --micro-batch-size 1 --rounds 1 --schedules 1f1b zbv".split()
     assert main(["--pipeline", *small, "--output", str(tmp_path / "log.jsonl")]) == 0

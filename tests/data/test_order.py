@@ -42,3 +42,9 @@ def test_the_order_is_pinned():
     """Checkpoints hold a position only, so the order under a seed must not change between versions."""
     slots = SampleOrder(10, 1234, shuffle=True).slots(5, 10)
     assert [slot.sample for slot in slots] == [1, 0, 5, 6, 9, 8, 2, 4, 3, 7]
+
+
+def test_a_stretch_ends_with_its_epoch() -> None:
+    stretches = SampleOrder(10, 1234, shuffle=True).stretches(5, 20)
+    assert [(one.epoch, one.place, len(one.samples)) for one in stretches] == [(0, 5, 5), (1, 0, 10), (2, 0, 5)]
+    assert [slot.place for slot in stretches[0].slots()] == [5, 6, 7, 8, 9]

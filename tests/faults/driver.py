@@ -166,12 +166,6 @@ def flip_in_a_weight() -> None:
     mock.patch.object(ReplicaCheck, "__call__", flipped).start()
 
 
-def flip_the_first_time() -> None:
-    """Not after torchrun has started all ranks anew."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        flip_in_a_weight()
-
-
 FAULTS = {
     function.__name__: function
     for function in (
@@ -188,7 +182,6 @@ FAULTS = {
         raise_at_the_end,
         nan_in_the_weights,
         flip_in_a_weight,
-        flip_the_first_time,
     )
 }
 

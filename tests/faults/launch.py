@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -117,9 +116,7 @@ class Ranks:
 def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple[str, int] | None) -> None:
     _end_with_parent(signal.SIGKILL)
     os.environ.update(environment)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    _write_to(file)
     import torch
 
     torch.set_num_threads(1)
@@ -131,34 +128,33 @@ def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple
 
 
 class Torchrun:
-    """The program under torchrun; everything it writes goes to one file."""
+    """The program under torchrun, which is forked from the same server; everything that they write goes to one file.
+
+    The ranks are processes that torchrun starts, as always.
+    """
 
     def __init__(self, folder: Path, size: int, program: str, *argv: str, restarts: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.file, self.pid_file = folder / "output.txt", folder / "pid"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command += ["--max-restarts", str(restarts)]
+        flags = ["--standalone", "--nproc-per-node", str(size), "--max-restarts", str(restarts)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
         }
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.file.touch()
         self.started = time.monotonic()
         _running.append(self)
-        with open(self.file, "w") as output:
-            self.process = subprocess.Popen(
-                [*command, str(ROOT / program), *argv],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=lambda: _end_with_parent(signal.SIGTERM),
-            )
+        self.process = context.Process(
+            target=_torchrun, args=(self.file, environment, [*flags, str(ROOT / program), *argv])
+        )
+        self.process.start()
 
     def kill_stalled(self) -> None:
-        process = wait_for_pid(self.pid_file, lambda: self.process.poll() is None, self.file.read_text)
+        process = wait_for_pid(self.pid_file, self.process.is_alive, self.file.read_text)
         self.started = time.monotonic()
         os.kill(process, signal.SIGKILL)
 
@@ -166,21 +162,39 @@ class Torchrun:
         return self.file.read_text()
 
     def end(self, within: float) -> Ended:
-        try:
-            self.process.wait(max(0.0, self.started + within - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        self.process.join(max(0.0, self.started + within - time.monotonic()))
+        if self.process.is_alive():
             self.kill()
-            raise AssertionError(f"still runs after {within} s:\n{self.file.read_text()}") from None
-        return Ended([self.process.returncode], [self.file.read_text()], time.monotonic() - self.started)
+            raise AssertionError(f"still runs after {within} s:\n{self.file.read_text()}")
+        return Ended([self.process.exitcode], [self.file.read_text()], time.monotonic() - self.started)
 
     def kill(self) -> None:
         """The launcher and its ranks, each of which has a session of its own."""
-        if self.process.poll() is None:
+        if self.process.is_alive():
             children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
             for process in (self.process.pid, *(int(child) for file in children for child in file.read_text().split())):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            self.process.wait()
+            self.process.join()
+
+
+def _torchrun(file: Path, environment: dict[str, str], argv: list[str]) -> None:
+    _end_with_parent(signal.SIGTERM)
+    os.setsid()
+    os.chdir(file.parent)
+    os.environ.clear()
+    os.environ.update(environment)
+    _write_to(file)
+    from torch.distributed.run import main
+
+    main(argv)
+
+
+def _write_to(file: Path) -> None:
+    """All that this process and those that it starts write."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
 
 
 _running: list[Ranks | Torchrun] = []

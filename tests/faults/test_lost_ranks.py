@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
 from megasnn.process.fault import GONE
 from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks, Torchrun, lines_of
+from tests.faults.test_signals import wait_for
 
 
 def one_line_each(output: list[str], ranks: list[int]) -> list[str]:
@@ -86,7 +88,10 @@ def test_one_raises_under_torchrun(tmp_path) -> None:
     """The launcher stops the other ranks when one ends: by then all have spoken, the one with the error too."""
     faulty = 3
     argv = ["raise_in_step", str(faulty), *TINY, *TP2, *PP2]
-    ended = Torchrun(tmp_path, 4, "tests/faults/driver.py", *argv).end(45)
+    run = Torchrun(tmp_path, 4, "tests/faults/driver.py", *argv)
+    wait_for(run, "iteration 1/", 120)  # four ranks that import torch
+    run.started = time.monotonic()
+    ended = run.end(15)
     assert ended.status == [1]
     (text,) = ended.output
     stage = faulty // 2

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megasnn.checkpoint import list_checkpoints, load_global_tensors
-from tests.faults.launch import TINY, TP2, Ranks, Torchrun
+from tests.faults.launch import TINY, TP2, Ranks
 from tests.faults.test_saving import same
 
 EACH = (*TINY, "--check-replicas-interval", "1", "--neuron-backend", "torch", "--save-interval", "1")
@@ -50,11 +50,14 @@ def test_the_majority_goes_on(undisturbed, tmp_path) -> None:
     assert same(tmp_path / "run", undisturbed)
 
 
-def test_torchrun_goes_on_from_the_last_good_checkpoint(tmp_path) -> None:
-    argv = ["flip_the_first_time", "1", *EACH, "--save", str(tmp_path / "run")]
-    ended = Torchrun(tmp_path / "torchrun", 2, "tests/faults/driver.py", *argv, restarts=1).end(120)
-    assert ended.status == [0], ended.output
-    (text,) = ended.output
-    assert "replicas differ at iteration 2 (last agreed at iteration 1)" in text
+def test_a_job_that_comes_back_goes_on_from_the_last_good_checkpoint(tmp_path) -> None:
+    argv, job = [*EACH, "--save", str(tmp_path / "run")], {"TORCHELASTIC_RUN_ID": "job-7"}
+    ended = Ranks(tmp_path / "before", 2, *argv, fault=("flip_in_a_weight", 1), more=job).end(60)
+    assert ended.status == [1, 1], ended.output
+    assert "replicas differ at iteration 2 (last agreed at iteration 1)" in "".join(ended.output)
+    assert list_checkpoints(tmp_path / "run") == [1]
+    ended = Ranks(tmp_path / "after", 2, *argv, more=job).end(60)
+    assert ended.status == [0, 0], ended.output
+    text = ended.output[0]
     assert "continuing at iteration 1, 4 samples consumed" in text and "iter_0000002 in" in text
     assert list_checkpoints(tmp_path / "run") == [1, 2, 3, 4]

@@ -92,7 +92,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     """It passes SIGTERM on to all ranks, and gives them time."""
     run = Torchrun(tmp_path, 2, "pretrain_spikformer.py", *TINY, *TP2, *ENDLESS, "--save", str(tmp_path / "run"))
     wait_for(run, "iteration      3/")
-    run.process.send_signal(signal.SIGTERM)
+    os.kill(run.process.pid, signal.SIGTERM)
     run.started = time.monotonic()
     ended = run.end(20)
     assert f"saved {tmp_path / 'run'}" in ended.output[0]

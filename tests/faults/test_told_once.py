@@ -24,7 +24,7 @@ def told_once(ended: Ended, kind: str, text: str, *places: str) -> str:
     place = told.removeprefix(f"[rank {teller}] ").partition(f": {kind}: ")[0]
     for rank in set(range(RANKS)) - {teller}:
         last = f"[rank {rank}] stopping, because of rank {teller}: {kind} {place}"
-        assert lines_of(rank, ended.output[rank]) == [last], ended.output
+        assert lines_of(rank, ended.output[rank]) == [last] and ended.output[rank].endswith(f"{last}\n"), ended.output
         assert rank == 0 or ended.output[rank] == f"{last}\n", "ranks other than 0 print nothing else"
     return told
 

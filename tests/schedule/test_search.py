@@ -150,10 +150,10 @@ def seconds(name: str, stages: int, micro_batches: int, costs_of: CostsOf | None
 
 
 def test_large_schedules_are_found_in_seconds() -> None:
-    """A core of 2026 takes a fifth of this; looking at all ranks for every action took 9, 31 and 80 s."""
-    assert seconds("interleaved", 32, 512) < 6
-    assert seconds("zbv", 64, 256) < 10
-    assert seconds("auto", 32, 256, uneven(32, moves=True)) < 25
+    """A core takes a fifth of this. Looking at all ranks for every action, twice the size took 9, 31 and 80 s."""
+    assert seconds("interleaved", 32, 256) < 3
+    assert seconds("zbv", 32, 256) < 3
+    assert seconds("auto", 16, 256, uneven(16, moves=True)) < 6
 
 
 @pytest.mark.matrix

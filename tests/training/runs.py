@@ -16,6 +16,7 @@ from megasnn.config import parse, validate
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import plan
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.link import LinkCost
 from megasnn.training import memory
@@ -76,12 +77,15 @@ def _run(model: str, flags: list[str], only_load: bool = False) -> Outcome:
 
 @contextmanager
 def without_trial() -> Iterator[None]:
-    """Inside, no layer runs before the training does: none is tried out to see what memory it needs."""
+    """Inside, no layer runs before the training does: none is tried out to see what memory or time it needs.
 
-    def no_costs(model: ModelDescription, *_: object) -> PipelineCosts:
-        return PipelineCosts(tuple(LayerCost(0, 0, 0) for _ in model.layers), LinkCost())
+    A pipeline is cut and scheduled as if all layers took the same time.
+    """
 
-    with mock.patch.object(memory, "measure_memory", no_costs):
+    def alike(model: ModelDescription, *_: object) -> PipelineCosts:
+        return PipelineCosts(tuple(LayerCost(1, 1, 1) for _ in model.layers), LinkCost())
+
+    with mock.patch.object(memory, "measure_memory", alike), mock.patch.object(plan, "agreed_costs", alike):
         yield
 
 

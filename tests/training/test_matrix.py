@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasnn.data.event_files import FRAMES, encode_frames
 from megasnn.preprocess.writing import write_shard
-from tests.training.runs import Outcome, train, train_vgg, whole
+from tests.training.runs import Outcome, train, train_vgg, whole, without_trial
 
 STEPS, SAVED_AT = 3, 2
 TENSOR, PIPELINE = "--tensor-model-parallel-size {}".format, "--pipeline-model-parallel-size {}".format
@@ -45,7 +45,8 @@ def continued(cache: str, data: str, flags: str, saves: list[str]) -> list[Outco
 
 
 def run(cache: str, data: str, flags: list[str]) -> Outcome:
-    return train_vgg(*COMMON, "--data-path", data, *flags) if data else train(cache, *COMMON, *flags)
+    with without_trial():
+        return train_vgg(*COMMON, "--data-path", data, *flags) if data else train(cache, *COMMON, *flags)
 
 
 @pytest.fixture(scope="module")
