@@ -35,7 +35,8 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
-    from megasnn.models.entry import ModelEntry as ModelEntry
+    from megasnn.models.layer import layer as layer
+    from megasnn.models.model import Model as Model
     from megasnn.models.table import MODELS as MODELS
     from megasnn.parallel_state import ParallelState as ParallelState
     from megasnn.parallel_state import destroy_model_parallel as destroy_model_parallel

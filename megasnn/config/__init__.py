@@ -8,7 +8,7 @@ from megasnn.config.logging import LoggingConfig
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.pretrain import LayerName, ModelConfig, PretrainConfig
+from megasnn.config.pretrain import ModelConfig, PretrainConfig
 from megasnn.config.serialise import (
     changed_flags,
     comparable_flags,
@@ -26,7 +26,6 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
-    "LayerName",
     "LoggingConfig",
     "ModelConfig",
     "NeuronConfig",

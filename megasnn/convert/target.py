@@ -52,13 +52,14 @@ def target_ranks(
     problems: list[str] = []
     for rank in ranks:
         group = Group("tensor", tuple(range(tensor_size)), rank.tensor)
-        layers = [
-            model.description.layers[index]
+        layers = model.description.named_layers(BuildContext(group))
+        mine = [
+            layers[index]
             for span, home in zip(bounds, placement, strict=True)
             if home == rank.pipeline
             for index in span
         ]
-        for entry in sharded_tensors((layer.name, layer.build(BuildContext(group))) for layer in layers):
+        for entry in sharded_tensors(mine):
             rank.entries.extend(_saved(entry, tensors, problems))
         taken.update(entry.name for entry in rank.entries)
     problems += [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in taken]

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.layers.context import BuildContext
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.initialisers import ones, zeros
 from megasnn.sharding import declare_buffer, declare_parameter
 
 
@@ -35,7 +36,7 @@ class ParallelBatchNorm(nn.Module):
     def __init__(
         self,
         channels: int,
-        context: BuildContext,
+        context: BuildContext | None = None,
         *,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
@@ -44,6 +45,8 @@ class ParallelBatchNorm(nn.Module):
         blocks: int = 1,
     ) -> None:
         super().__init__()
+        context = context_for(context)
+        self.time_steps = context.time_steps
         self.eps, self.momentum = eps, momentum
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int]] = []
@@ -53,12 +56,12 @@ class ParallelBatchNorm(nn.Module):
         for name in ("running_mean", "running_var"):
             self.register_buffer(name, None)
         if affine:
-            declare_parameter(self, "weight", shard(initialise=_ones), context.dtype)
-            declare_parameter(self, "bias", shard(initialise=_zeros), context.dtype)
+            declare_parameter(self, "weight", shard(initialise=ones), context.dtype)
+            declare_parameter(self, "bias", shard(initialise=zeros), context.dtype)
         if track_running_stats:
-            declare_buffer(self, "running_mean", shard(initialise=_zeros), context.dtype)
-            declare_buffer(self, "running_var", shard(initialise=_ones), context.dtype)
-            declare_buffer(self, "num_batches_tracked", context.shard((), initialise=_zeros), torch.int64)
+            declare_buffer(self, "running_mean", shard(initialise=zeros), context.dtype)
+            declare_buffer(self, "running_var", shard(initialise=ones), context.dtype)
+            declare_buffer(self, "num_batches_tracked", context.shard((), initialise=zeros), torch.int64)
 
     @property
     def uses_batch_statistics(self) -> bool:
@@ -70,7 +73,9 @@ class ParallelBatchNorm(nn.Module):
             y = F.batch_norm(flat, None, None, self.weight, self.bias, training=True, eps=self.eps)
             with torch.no_grad():
                 variance, mean = torch.var_mean(flat, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
-            self.record(mean, variance, flat.numel() // flat.shape[1])
+            # A single time step stands for all of them: equal frames have the same mean and variance.
+            repeats = self.time_steps if len(x) == 1 else 1
+            self.record(mean, variance, repeats * flat.numel() // flat.shape[1])
         else:
             y = F.batch_norm(flat, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return y.unflatten(0, x.shape[:2])
@@ -82,11 +87,3 @@ class ParallelBatchNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
-
-
-def _ones(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.fill_(1)
-
-
-def _zeros(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.zero_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasnn.layers.context import BuildContext
+from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.random import keyed_generator
 
@@ -23,8 +23,9 @@ class ParallelDropout(KeyedLayer):
         ValueError: p outside [0, 1); in training, positions that are missing or are not those of N samples.
     """
 
-    def __init__(self, p: float, name: str, context: BuildContext) -> None:
+    def __init__(self, p: float, name: str, context: BuildContext | None = None) -> None:
         super().__init__()
+        context = context_for(context)
         if not 0 <= p < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1, got {p}")
         self.p, self.name = p, name

@@ -9,6 +9,5 @@ watch.py      what is measured for the log and TensorBoard
 """
 
 from megasnn.training.program import run
-from megasnn.training.setup import neuron_spec
 
-__all__ = ["neuron_spec", "run"]
+__all__ = ["run"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from megasnn.models.entry import ModelEntry
 
 import megasnn
 from megasnn.checkpoint import CheckpointError, read_metadata, save_checkpoint
@@ -21,7 +22,6 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelLinear
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.models.dialects import dialect_for, dialect_of
-from megasnn.models.entry import ModelEntry
 from megasnn.models.spikformer.model import trunc_normal
 from megasnn.models.table import MODELS, guess_model
 from megasnn.pretraining import pretrain

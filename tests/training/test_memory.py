@@ -21,9 +21,10 @@ from megasnn.config import parse
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
+from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optim import build_optimizer, held_state_bytes, state_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import memory as pipeline_memory
@@ -54,8 +55,8 @@ def test_the_peak_of_a_step_by_hand() -> None:
 
 
 def test_what_layers_keep_is_measured_with_few_samples_and_grows_with_them() -> None:
-    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, context = describe_spikformer(config, NeuronSpec()), BuildContext()
+    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, context = describe(config, NeuronSpec()), BuildContext()
     state = torch.random.get_rng_state()
     few, many = (
         measure_memory(model, samples, context, torch.device("cpu"), WireOptions()).layers for samples in (2, 12)
@@ -79,8 +80,8 @@ def test_the_state_of_the_optimizer_is_known_before_it_is_there() -> None:
 
 @pytest.mark.parametrize(("device", "batches", "snapshots"), [("cpu", 2, 1), ("cuda", 1, 0)])
 def test_what_lies_in_the_hosts_memory_is_no_part_of_a_gpus(monkeypatch, device, batches, snapshots) -> None:
-    config = parse(PretrainSpikformerConfig, [*TINY, "--num-workers", "1", "--async-save", "--save", "nowhere"])
-    model = describe_spikformer(config.model, NeuronSpec())
+    config = parse(run_config(Spikformer), [*TINY, "--num-workers", "1", "--async-save", "--save", "nowhere"])
+    model = describe(config.model, NeuronSpec())
     state = initialize_model_parallel(1, 1)
     try:
         bounds = (range(len(model.layers)),)
@@ -116,8 +117,8 @@ def _tracked(model: ModelDescription, built: list[str], broken: str = "") -> Mod
 
 
 def test_layers_that_are_built_alike_are_tried_once(monkeypatch) -> None:
-    config = SpikformerConfig(embed_dim=32, depth=4, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, tried = describe_spikformer(config, NeuronSpec()), []
+    config = Spikformer(embed_dim=32, depth=4, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, tried = describe(config, NeuronSpec()), []
     run_once = pipeline_memory.MeasuredLayer.run_once
 
     def counted(layer, *arguments, **more):
@@ -132,8 +133,8 @@ def test_layers_that_are_built_alike_are_tried_once(monkeypatch) -> None:
 
 
 def test_a_trial_that_takes_long_or_fails_ends_without_a_forecast(monkeypatch) -> None:
-    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, built = describe_spikformer(config, NeuronSpec()), []
+    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, built = describe(config, NeuronSpec()), []
     arguments = (2, BuildContext(), torch.device("cpu"), WireOptions())
     with pytest.raises(NotMeasuredError, match="more than 0 s"):
         measure_memory(_tracked(model, built), *arguments, seconds=0)
@@ -143,8 +144,8 @@ def test_a_trial_that_takes_long_or_fails_ends_without_a_forecast(monkeypatch) -
 
 
 def _trial_of(broken_rank: int) -> str:
-    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model = describe_spikformer(config, NeuronSpec())
+    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model = describe(config, NeuronSpec())
     state = initialize_model_parallel(1, 1)
     try:
         broken = model.layers[1].name if state.rank == broken_rank else ""
