@@ -6,7 +6,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.keyed import KeyedLayer, apply_layer
-from megasnn.layers.linear import ParallelLinear
+from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
 from megasnn.layers.unit import ConvNormNeuron
 
@@ -14,6 +14,7 @@ __all__ = [
     "BuildContext",
     "ConvNormNeuron",
     "KeyedLayer",
+    "MeanLinear",
     "ParallelBatchNorm",
     "ParallelConv",
     "ParallelDropout",

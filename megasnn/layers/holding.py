@@ -2,8 +2,8 @@
 
 Neurons give spikes, 0 or 1. What is computed from spikes without leaving the whole numbers (a sum of two branches, a
 product, max pooling, another view) has a largest value that is known: such tensors travel and are kept as bits or
-bytes. Of everything else nothing is known, and it is dense. That the largest value is right is checked wherever a tensor is
-packed.
+bytes. Of everything else nothing is known, and it is dense. That the largest value is right is checked wherever a
+tensor is packed.
 """
 
 from __future__ import annotations

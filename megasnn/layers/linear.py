@@ -99,6 +99,13 @@ class ParallelLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.plan}"
 
 
+class MeanLinear(ParallelLinear):
+    """Mean over the space, then a linear layer: `[T, N, C_local, *space]` -> logits `[T, N, num_classes]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(3).mean(dim=-1))
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What the forward and the backward of one layer have in common."""

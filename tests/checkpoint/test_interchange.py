@@ -19,6 +19,7 @@ from megasnn.checkpoint import (
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
+from megasnn.models.spikformer.dimensions import Spikformer as Ours
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly, to_spikingjelly
 from megasnn.sharding import materialise, sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, expected, known

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
 from megasnn.layers.initialisers import trunc_normal
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.models.spikformer.model import Head
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
@@ -42,7 +41,7 @@ class Row(Model):
     def layers(self) -> Iterable[Layer]:
         for index, inputs in enumerate([3, CHANNELS, CHANNELS, CHANNELS]):
             yield layer(f"unit.{index}", ConvNormNeuron(inputs, CHANNELS, initialise=trunc_normal), unit="unit")
-        yield layer("head", Head(CHANNELS, CLASSES))
+        yield layer("head", MeanLinear(CHANNELS, CLASSES))
 
 
 def _model() -> ModelDescription:

@@ -88,7 +88,7 @@ def test_spikformer_on_event_frames() -> None:
 @pytest.mark.parametrize("shape", [(4, 2, 16, 16), (3, 4, 2, 16, 16), (4, 3, 2, 16, 8), (4, 3, 2, 16)])
 def test_frames_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     """FEATURES 0.21."""
-    config = VggDvs("4,P,8", image_size=16, time_steps=3)
+    config = VggDvs(channels="4,P,8", image_size=16, time_steps=3)
     model = describe(config, NEURON)
     chunk = build_chunk(model, [range(3)], 0, BuildContext(), torch.device("cpu"), seed=0)
     with pytest.raises(ValueError, match=r"expected event frames \[N, 3, 2, 16, 16\]"):

@@ -28,7 +28,7 @@ from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, record_step
 
 # Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
-CONFIG = VggDvs("8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
+CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
 POOLS = [block.pool for block in CONFIG.blocks]
 NEURON = NeuronSpec(tau=1.333, decay_input=False, surrogate="atan")
 SIZES = [3, 3, 3, 2]

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megasnn.layers import ConvNormNeuron, ParallelLinear, SpikingSelfAttention
+from megasnn.layers import ConvNormNeuron, MeanLinear, SpikingSelfAttention
 from megasnn.layers.initialisers import trunc_normal, zeros
 from megasnn.models.layer import Layer, layer
 from megasnn.models.spikformer.dimensions import STEM_STAGES, Spikformer
@@ -33,7 +33,8 @@ def layers_of(model: Spikformer) -> Iterable[Layer]:
         name = f"blocks.{block}"
         yield layer(f"{name}.attention", AttentionHalf(dim, model.num_heads, initialise=trunc_normal), unit=name)
         yield layer(f"{name}.mlp", MLPHalf(dim, model.mlp_dim), unit=name)
-    yield layer("head", Head(dim, model.num_classes))
+    head = MeanLinear(dim, model.num_classes, initialise=trunc_normal, initialise_bias=zeros)
+    yield layer("head", head)
 
 
 class PositionalEncoding(ConvNormNeuron):
@@ -60,13 +61,3 @@ class MLPHalf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(self.fc1(x))
-
-
-class Head(ParallelLinear):
-    """Mean over the tokens, then a linear layer: `[T, N, C_local, H, W]` -> logits `[T, N, num_classes]`."""
-
-    def __init__(self, dim: int, num_classes: int) -> None:
-        super().__init__(dim, num_classes, initialise=trunc_normal, initialise_bias=zeros)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(3).mean(dim=-1))
