@@ -5,10 +5,11 @@ from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout
-from megasnn.layers.keyed import KeyedLayer, apply_layer
+from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
 from megasnn.layers.unit import ConvNormNeuron
+from megasnn.layers.whole import apply_layer
 
 __all__ = [
     "BuildContext",

@@ -25,6 +25,7 @@ class ParallelBatchNorm(nn.Module):
         channels: the global number; each rank holds `channels / size`.
         momentum: weight of the new statistics; None for the average over all steps.
         blocks: as in ParallelConv, for a norm after fused q, k, v.
+        whole: every rank has all channels, of the same input.
     """
 
     weight: Tensor | None
@@ -43,6 +44,7 @@ class ParallelBatchNorm(nn.Module):
         affine: bool = True,
         track_running_stats: bool = True,
         blocks: int = 1,
+        whole: bool = False,
     ) -> None:
         super().__init__()
         context = context_for(context)
@@ -50,7 +52,7 @@ class ParallelBatchNorm(nn.Module):
         self.eps, self.momentum = eps, momentum
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int]] = []
-        shard = partial(context.shard, (channels,), 0, blocks)
+        shard = partial(context.shard, (channels,), None if whole else 0, blocks)
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
         for name in ("running_mean", "running_var"):

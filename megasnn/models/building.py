@@ -15,7 +15,7 @@ from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of
-from megasnn.layers.keyed import apply_layer
+from megasnn.layers.whole import apply_layer, is_plain, make_whole
 from megasnn.models.description import LayerDescription, ModelDescription, frames_of
 from megasnn.models.layer import Layer
 
@@ -71,7 +71,18 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
         except (ValueError, RuntimeError, OverflowError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
             raise ValueError(f"{place}: {error}") from error
-    return layers
+        return [_as_layer(each, context, each is layers[0], each is layers[-1]) for each in layers]
+
+
+def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> Layer:
+    """The layer; of a plain module, made one that is whole on every tensor parallel rank."""
+    if not is_plain(each.module):
+        return each
+    try:
+        module = make_whole(each.module, context, first=first, last=last, initialise=each.initialise)
+    except ValueError as error:
+        raise ValueError(f"{each.name}: {error}") from error
+    return replace(each, module=module)
 
 
 def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:

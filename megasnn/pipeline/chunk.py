@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
 from megasnn.layers.context import BuildContext
-from megasnn.layers.keyed import apply_layer
 from megasnn.layers.weight_gradients import WeightGradients
+from megasnn.layers.whole import apply_layer
 from megasnn.models.description import ModelDescription, frames_of
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
 

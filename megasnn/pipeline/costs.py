@@ -21,8 +21,8 @@ from tqdm import tqdm
 from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
-from megasnn.layers.keyed import apply_layer
 from megasnn.layers.weight_gradients import Task, WeightGradients
+from megasnn.layers.whole import apply_layer
 from megasnn.models.description import LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.executor import Entry
 from megasnn.pipeline.link import LinkCost, measure_link
