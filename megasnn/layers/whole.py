@@ -60,7 +60,7 @@ def make_whole(
         the layer: the module itself, or what it is swapped for.
     Raises:
         ValueError: what cannot be computed alike on every layout: dropout, which draws without a key, tied weights,
-            lazy modules, buffers that are not saved, SpikingJelly's single-step mode.
+            lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
     _refuse(module)
     knows_no_time = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
@@ -168,6 +168,10 @@ class WholeBatchNorm(ParallelBatchNorm):
 
 
 def _refuse(module: nn.Module) -> None:
+    if any(not tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        raise ValueError(
+            f"this {type(module).__name__} has values already: make modules in `layers`, as they are yielded"
+        )
     for path, each in module.named_modules():
         what = f"{path or type(each).__name__} ({type(each).__name__})"
         if (isinstance(each, _DropoutNd) or type(each).__name__ in ("Dropout", "Dropout2d")) and each.p:

@@ -94,6 +94,10 @@ class Model(ABC):
         Raises:
             ValueError: SpikingJelly has no such model, or names are missing or unexpected (lists them).
         """
+        for dialect in self.dialects():
+            if dialect.name == "spikingjelly":
+                recipe = dialect.to_ours(state_dict)
+                return {ours: made.of(state_dict[name] for name in made.sources) for ours, made in recipe.items()}
         raise ValueError(f"SpikingJelly has no model {self.name}; leave --load-spikingjelly out")
 
 

@@ -58,9 +58,9 @@ def line(monkeypatch) -> type[Model]:
     return Line
 
 
-def saved(folder: Path, model: type[Model], **changed) -> Path:
+def saved(folder: Path, of: type[Model], **changed) -> Path:
     """A checkpoint of weights of the model's default configuration."""
-    config = run_config(model)()
+    config = run_config(of)()
     layers = describe(config.model, config.neuron.spec).named_layers(BuildContext())
     materialise(layers, CPU, 0)
     arguments = {
@@ -71,7 +71,7 @@ def saved(folder: Path, model: type[Model], **changed) -> Path:
         "extra": {},
         "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)},
         "layout": None,
-        "model": model.name,
+        "model": of.name,
     }
     return save_checkpoint(folder, **(arguments | changed))
 

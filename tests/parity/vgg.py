@@ -134,7 +134,7 @@ def one_step(
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
         config = VggDvs(
-            CONFIG.channels,
+            channels=CONFIG.channels,
             image_size=CONFIG.image_size,
             time_steps=CONFIG.time_steps,
             num_classes=CONFIG.num_classes,
