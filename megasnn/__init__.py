@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
     from megasnn.layers import ParallelPLIF as ParallelPLIF
+    from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription

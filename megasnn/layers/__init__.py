@@ -7,7 +7,8 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import MeanLinear, ParallelLinear
-from megasnn.layers.neuron import ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
+from megasnn.layers.neuron import NeuronLayer, ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
+from megasnn.layers.own_neuron import SpikingNeuron
 from megasnn.layers.unit import ConvNormNeuron
 from megasnn.layers.whole import apply_layer
 
@@ -16,6 +17,7 @@ __all__ = [
     "ConvNormNeuron",
     "KeyedLayer",
     "MeanLinear",
+    "NeuronLayer",
     "ParallelBatchNorm",
     "ParallelConv",
     "ParallelDropout",
@@ -24,6 +26,7 @@ __all__ = [
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
+    "SpikingNeuron",
     "SpikingSelfAttention",
     "apply_layer",
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasnn.kernels.reference import batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.initialisers import ones, zeros
 from megasnn.sharding import declare_buffer, declare_parameter
@@ -72,14 +72,15 @@ class ParallelBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
         if self.uses_batch_statistics:
-            y = F.batch_norm(flat, None, None, self.weight, self.bias, training=True, eps=self.eps)
+            y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
                 variance, mean = torch.var_mean(flat, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
             # A single time step stands for all of them: equal frames have the same mean and variance.
             repeats = self.time_steps if len(x) == 1 else 1
             self.record(mean, variance, repeats * flat.numel() // flat.shape[1])
         else:
-            y = F.batch_norm(flat, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            assert self.running_mean is not None and self.running_var is not None
+            y = batch_norm(flat, (self.running_mean, self.running_var), self.weight, self.bias, self.eps)
         return y.unflatten(0, x.shape[:2])
 
     def record(self, mean: Tensor, variance: Tensor, count: int) -> None:

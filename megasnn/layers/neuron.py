@@ -17,12 +17,43 @@ from megasnn.sharding import declare_parameter
 SpikeObserver = Callable[[Tensor], None]
 
 
-class ParallelNeuron(nn.Module):
-    """A layer of neurons: `[T, N, C_local, *space]` in, spikes out. Input of a single time step comes at each of them.
+class NeuronLayer(nn.Module):
+    """What all layers of neurons have: `[T, N, C_local, *space]` in, spikes out.
 
-    A neuron depends on its own channel only, so that nothing is communicated. Every call starts from the resting
-    potential, unless `carry_over` keeps the last potential for the next call (truncated backpropagation through time);
-    the potential is held for the local channels only, without its history in the graph, and `reset` forgets it.
+    A neuron depends on its own channel only, so that nothing is communicated. Input of a single time step comes at
+    each of them.
+
+    Attributes:
+        time_steps: T of the model.
+        observer: called with the spikes of every forward when set (spike statistics).
+    """
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.time_steps = context.time_steps
+        self.observer: SpikeObserver | None = None
+
+    def steps_of(self, x: Tensor) -> int:
+        """The number of time steps that the spikes for an input have."""
+        return self.time_steps if len(x) == 1 else len(x)
+
+    def at_every_step(self, x: Tensor) -> Tensor:
+        """The input at each of the time steps."""
+        steps = self.steps_of(x)
+        return x if len(x) == steps else x.expand(steps, *x.shape[1:])
+
+    def observed(self, spikes: Tensor) -> Tensor:
+        if self.observer is not None:
+            self.observer(spikes.detach())
+        return hold(spikes, 1)
+
+
+class ParallelNeuron(NeuronLayer):
+    """A layer of neurons that a description tells: LIF, IF, parametric LIF, with the fastest kernels there are.
+
+    Every call starts from the resting potential, unless `carry_over` keeps the last potential for the next call
+    (truncated backpropagation through time); the potential is held for the local channels only, without its history in
+    the graph, and `reset` forgets it.
 
     A learned time constant 1 / sigmoid(w) is one for the layer: every rank holds `w` whole and sees the gradient of
     its own channels, which `partial_gradient` has summed.
@@ -33,7 +64,6 @@ class ParallelNeuron(nn.Module):
         spec: the same.
         w: parameter of a neuron that learns its time constant; otherwise None.
         v: the potential `[N, C_local, *space]` after the last step, with `carry_over`; otherwise None.
-        observer: called with the spikes of every forward when set (spike statistics).
     Raises:
         ValueError: the description is of another kind than that of the class.
     """
@@ -44,16 +74,14 @@ class ParallelNeuron(nn.Module):
     def __init__(
         self, spec: NeuronSpec | None = None, context: BuildContext | None = None, *, carry_over: bool = False
     ) -> None:
-        super().__init__()
         context = context_for(context)
+        super().__init__(context)
         spec = spec or context.neuron
         if self.kind not in (None, spec.kind):
             name = type(self).__name__
             raise ValueError(f"{name} is a neuron of kind {self.kind!r}, the description says {spec.kind!r}")
         self.spec, self.backend, self.carry_over = spec, context.neuron_backend, carry_over
-        self.time_steps = context.time_steps
         self.v: Tensor | None = None
-        self.observer: SpikeObserver | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
             start = -math.log(spec.tau - 1.0)
@@ -64,21 +92,10 @@ class ParallelNeuron(nn.Module):
             declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=fill), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        steps = self.steps_of(x)
-        x = x if len(x) == steps else x.expand(steps, *x.shape[1:])
-        spikes, v = neuron_multi_step(x, self.spec, self.v, self.w, self.backend)
+        spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
         if self.carry_over:
             self.v = v.detach()
         return self.observed(spikes)
-
-    def steps_of(self, x: Tensor) -> int:
-        """The number of time steps that the spikes for an input have."""
-        return self.time_steps if len(x) == 1 else len(x)
-
-    def observed(self, spikes: Tensor) -> Tensor:
-        if self.observer is not None:
-            self.observer(spikes.detach())
-        return hold(spikes, 1)
 
     def reset(self) -> None:
         self.v = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
@@ -10,7 +11,7 @@ from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv, Style
-from megasnn.layers.neuron import ParallelNeuron
+from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
 from megasnn.sharding import Initialiser
 
 
@@ -26,7 +27,7 @@ class ConvNormNeuron(nn.Module):
     Args:
         in_channels, out_channels: global numbers.
         padding: None keeps height and width at stride 1.
-        neuron: None for the neuron of the context.
+        neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
         max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
             none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
         style, whole_input, wire, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
@@ -46,7 +47,7 @@ class ConvNormNeuron(nn.Module):
         pointwise: bool = False,
         max_pool: bool = False,
         average_pool: int = 1,
-        neuron: NeuronSpec | None = None,
+        neuron: NeuronSpec | NeuronLayer | None = None,
         style: Style | None = None,
         whole_input: bool | None = None,
         wire: Wire | None = None,
@@ -75,11 +76,14 @@ class ConvNormNeuron(nn.Module):
             initialise_bias=initialise_bias,
         )
         self.norm = ParallelBatchNorm(out_channels, context, blocks=blocks)
-        self.neuron = ParallelNeuron(neuron, context)
+        self.neuron = neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
         self.max_pool = max_pool
 
     def forward(self, x: Tensor) -> Tensor:
         norm, neuron = self.norm, self.neuron
+        if not isinstance(neuron, ParallelNeuron) or neuron.carry_over:  # none that the fused kernels know
+            y = norm(self.conv(x))
+            return neuron(_max_pool(y) if self.max_pool else y)
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
         steps = neuron.steps_of(y)
@@ -106,3 +110,7 @@ class ConvNormNeuron(nn.Module):
 
     def extra_repr(self) -> str:
         return f"max_pool={self.max_pool}"
+
+
+def _max_pool(x: Tensor) -> Tensor:
+    return F.max_pool2d(x.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, x.shape[:2])

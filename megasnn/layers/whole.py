@@ -30,12 +30,12 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.neuron import ParallelNeuron
+from megasnn.layers.neuron import NeuronLayer
 from megasnn.sharding import describe_tensor, is_described
 
 ModuleInitialiser = Callable[[nn.Module], None]
 
-_SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, ParallelNeuron, KeyedLayer)
+_SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, KeyedLayer)
 _CHANNELWISE = (
     *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
     *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
@@ -103,7 +103,7 @@ def call_whole(layer: nn.Module, x: Tensor) -> Tensor:
     how: _Whole = vars(layer)["_whole"]
     for each in layer.modules():
         reset = getattr(each, "reset", None)
-        if callable(reset) and not isinstance(each, ParallelNeuron):
+        if callable(reset) and not isinstance(each, NeuronLayer):
             reset()
     if len(x) == 1 < how.time_steps:
         x = x.expand(how.time_steps, *x.shape[1:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
@@ -14,22 +13,19 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
-from megasnn.engine import Engine
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
 from megasnn.layers.holding import content_of
 from megasnn.layers.whole import apply_layer
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
 from megasnn.sharding import materialise
-from tests.parity.ranks import Layout, RankStep, assemble, record_step
-from tests.parity.test_layouts import error, name_of
+from tests.models.steps import LAYOUTS, assert_equal, images, one_step
+from tests.parity.ranks import Layout, assemble
+from tests.parity.test_layouts import name_of
 
-CLASSES, SIZES = 4, [2, 2, 1]
+CLASSES = 4
 CPU = torch.device("cpu")
 
 
@@ -63,47 +59,10 @@ class Plain(Model):
         yield layer("head", nn.Linear(2 * self.width, self.num_classes))
 
 
-LAYOUTS = [
-    Layout(tensor=2),
-    Layout(pipeline=2),
-    Layout(2, 1, 1),
-    Layout(1, 1, 4, "gpipe"),
-    Layout(2, 2, 2, "zbv"),
-]
-
-
-def images() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    values = torch.randn(sum(SIZES), 3, 8, 8, generator=generator, dtype=torch.float64)
-    return values, torch.randint(0, CLASSES, (sum(SIZES),), generator=generator)
-
-
-def one_step(layout: Layout) -> RankStep:
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
-    try:
-        model = describe(Plain())
-        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        context = BuildContext(state.tensor, torch.float64, torch.float64)
-        return record_step(Engine(model, state, context, bounds, plan), state, *images(), SIZES[0])
-    finally:
-        destroy_model_parallel()
-
-
-@cache
-def alone(ranks) -> list[RankStep]:
-    return ranks(1, one_step, Layout())
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_every_layout_computes_the_same(ranks, layout: Layout) -> None:
-    steps, one = ranks(layout.world_size, one_step, layout), alone(ranks)
-    assert all(step.loss == pytest.approx(one[0].loss, rel=1e-9) for step in steps)
-    for what in ("gradients", "buffers"):
-        expected, found = assemble(one, what), assemble(steps, what)
-        assert expected.keys() == found.keys()
-        # A bias before a norm has no gradient but rounding.
-        assert all(error(found[name], value) < 1e-9 or value.abs().max() < 1e-12 for name, value in expected.items())
+    one = ranks(1, one_step, Plain(), Layout())
+    assert_equal(ranks(layout.world_size, one_step, Plain(), layout), one)
     expected = assemble(one, "gradients")
     assert expected["block.0.weight"].abs().max() > 0 < expected["conv.weight"].abs().max()
 
@@ -117,7 +76,7 @@ def test_one_rank_computes_what_the_modules_compute_by_themselves() -> None:
     for name, module in built:
         named[name].load_state_dict(module.state_dict())
     functional.set_step_mode(theirs, "m")
-    x, _ = images()
+    x, _ = images(Plain())
     y = x.unsqueeze(0)
     for _, module in built:
         y = apply_layer(module, y, None)
