@@ -34,6 +34,8 @@ class ParallelDropout(KeyedLayer):
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if x.is_meta:
+            return torch.empty_like(x)
         if samples is None or len(samples) != x.shape[1]:
             raise ValueError(f"{self.name}: dropout needs the positions of {x.shape[1]} samples, got {samples}")
         return x * self._mask(x, samples).to(x.device, x.dtype)

@@ -46,8 +46,8 @@ def test_what_no_flag_gives_is_the_checkpoints(run, more, capsys) -> None:
     found = read("--load", str(run), *more)
     assert same_model(found, *NEURON) and found.training.micro_batch_size == 8
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"--load {run} gives --embed-dim 32 --depth 1 ")
-    assert "--time-steps 2" in line and line.endswith("--neuron if --v-reset none")
+    assert line.startswith(f"--load {run} gives --image-size 8 --in-channels 1 ")
+    assert "--time-steps 2 --embed-dim 32 --depth 1" in line and line.endswith("--neuron if --v-reset none")
     validate(found, 1)
 
 
@@ -138,4 +138,4 @@ def test_a_run_goes_on_with_it(run, tmp_path) -> None:
     more = ["--micro-batch-size", "4", "--global-batch-size", "10", "--num-workers", "0"]
     ended = subprocess.run([*program, *more], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert f"--load {run} gives --embed-dim 32" in ended.stdout and "continuing at iteration 1" in ended.stdout
+    assert f"--load {run} gives --image-size 8" in ended.stdout and "continuing at iteration 1" in ended.stdout
