@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.kernels import NeuronSpec as NeuronSpec
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
+    from megasnn.layers import MeanLinear as MeanLinear
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv
     from megasnn.layers import ParallelDropout as ParallelDropout
@@ -32,10 +33,12 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
     from megasnn.layers import ParallelPLIF as ParallelPLIF
+    from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
-    from megasnn.models.entry import ModelEntry as ModelEntry
+    from megasnn.models.layer import layer as layer
+    from megasnn.models.model import Model as Model
     from megasnn.models.table import MODELS as MODELS
     from megasnn.parallel_state import ParallelState as ParallelState
     from megasnn.parallel_state import destroy_model_parallel as destroy_model_parallel

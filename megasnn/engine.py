@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
-from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelNeuron
+from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
@@ -108,14 +108,14 @@ class Engine:
         self._correct_here += count_correct(logits, labels)
         return loss
 
-    def neurons(self) -> list[tuple[str, ParallelNeuron]]:
+    def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
         return [
             (path, module)
             for chunk in self.chunks.values()
             for name, layer in chunk.named_layers()
             for path, module in layer.named_modules(prefix=name)
-            if isinstance(module, ParallelNeuron)
+            if isinstance(module, NeuronLayer)
         ]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> float:

@@ -3,40 +3,71 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megasnn.checkpoint.choice import first_legible
-from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, flags_between, from_dict, parse
+from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.defaults import Values
 from megasnn.files.described import in_message
-from megasnn.models.entry import ModelEntry
+from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
 from megasnn.process.launch import launch
 
 
-def pretrain(model: str, argv: Sequence[str]) -> int:
+def pretrain(model: str | type[Model], argv: Sequence[str] | None = None) -> int:
     """Trains a model as the flags say; the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
-        model: name of the model in the table (megasnn/models/table.py).
-        argv: flags, without the program's name.
+        model: its class, or its name in the table (megasnn/models/table.py). A class that the table lacks is put in.
+        argv: flags, without the program's name. None: those of this process, which then ends with the exit status, so
+            that a script needs no more than this call.
     Raises:
-        ValueError: the table does not know the model.
-        SystemExit: after the help.
+        ValueError: the table does not know the name, or knows another model by it.
+        SystemExit: after the help, and without `argv` always.
     """
-    entry = MODELS[model]
+    chosen = _in_table(model)
+    flags = sys.argv[1:] if argv is None else argv
+
+    def read(speaks: bool) -> PretrainConfig:
+        config = configuration(chosen, flags, speaks)
+        validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+        refuse_unbuildable(config)
+        return config
 
     def train(config: PretrainConfig) -> int:
         from megasnn import training  # torch, once the flags are right
 
-        return training.run(config, entry)
+        return training.run(config)
 
-    return launch(lambda speaks: configuration(entry, argv, speaks), train)
+    status = launch(read, train)
+    if argv is None:
+        sys.exit(status)
+    return status
 
 
-def configuration(entry: ModelEntry[Any], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:
+def _in_table(model: str | type[Model]) -> type[Model]:
+    if isinstance(model, str):
+        return MODELS[model]
+    if MODELS.setdefault(model.name, model) is not model:
+        raise ValueError(
+            f"the name {model.name!r} of {model.__name__} is that of another model; give it another `name`"
+        )
+    return model
+
+
+def refuse_unbuildable(config: PretrainConfig) -> None:
+    """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
+    from megasnn.models.building import building_problems
+
+    problems = building_problems(config.model, config.neuron.spec, config.parallel.tensor_model_parallel_size)
+    if problems:
+        raise ConfigError(problems)
+
+
+def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:
     """The configuration of a run that trains this model, not yet validated; rank 0 says what it takes from --load.
 
     The checkpoint of --load gives the dimensions and the neuron that neither a flag nor the file of --config gives.
@@ -44,29 +75,29 @@ def configuration(entry: ModelEntry[Any], argv: Sequence[str], console_outputs: 
     Raises:
         as `parse`.
     """
-    given = parse(entry.config, argv, console_outputs, entry.recipes)
-    saved = _saved_model(entry, given.checkpoint)
+    given = parse(run_config(model), argv, console_outputs, model.recipes())
+    saved = _saved_model(model, given.checkpoint)
     if not saved:
         return given
-    config = parse(entry.config, argv, console_outputs, entry.recipes, saved)
+    config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
     taken = flags_between(given, config)
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
     return config
 
 
-def _saved_model(entry: ModelEntry[Any], options: CheckpointConfig) -> Values:
+def _saved_model(model: type[Model], options: CheckpointConfig) -> Values:
     """Dimensions and neuron of the checkpoint to load; empty where it does not say them, or there is none of this
     model. What is wrong with a checkpoint is told when it is loaded."""
     try:
         found = first_legible(Path(options.load), options.ckpt_step) if options.load else None
     except OSError:  # a folder that may not be read, a name that is too long
         return {}
-    if found is None or found.config is None or saved_model_name(found) not in (None, entry.name):
+    if found is None or found.config is None or saved_model_name(found) not in (None, model.name):
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
     try:
-        from_dict(entry.config, values)
+        from_dict(run_config(model), values)
     except ConfigError:
         return {}
     return values

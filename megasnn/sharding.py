@@ -189,6 +189,16 @@ def declare_buffer(module: nn.Module, name: str, shard: Shard, dtype: torch.dtyp
     _shards(module)[name] = shard
 
 
+def describe_tensor(module: nn.Module, name: str, shard: Shard) -> None:
+    """Describes a parameter or buffer that a module has already, on the meta device."""
+    _shards(module)[name] = shard
+
+
+def is_described(module: nn.Module) -> bool:
+    """Whether tensors of the module itself are described."""
+    return bool(vars(module).get("_described_shards"))
+
+
 def _shards(module: nn.Module) -> dict[str, Shard]:
     if "_described_shards" not in module.__dict__:
         module.__dict__["_described_shards"] = {}

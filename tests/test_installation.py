@@ -15,8 +15,9 @@ import pytest
 
 import megasnn
 from megasnn.config import parse
+from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
-from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pretraining import pretrain
 from megasnn.process.launch import launch, misfit
 from tests.rank_pool import PRELOADED
@@ -56,10 +57,10 @@ def test_nothing_of_ours_imports_torchvision_or_torchaudio(tmp_path) -> None:
     ],
 )
 def test_builds_that_do_not_fit_are_told_in_a_sentence(error, capsys) -> None:
-    def train(config: PretrainVggDvsConfig) -> int:
+    def train(config: run_config(VggDvs)) -> int:
         raise error
 
-    assert launch(lambda speaks: parse(PretrainVggDvsConfig, ["--train-iters", "1"], speaks), train) == 1
+    assert launch(lambda speaks: parse(run_config(VggDvs), ["--train-iters", "1"], speaks), train) == 1
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and str(error) in text and "torchvision" in text and "pip install" in text
 

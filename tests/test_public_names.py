@@ -12,11 +12,12 @@ import megasnn
 
 WITHOUT_TORCH = {
     "imports": "import megasnn, megasnn.schedule, megasnn.config, megasnn.models.table, megasnn.pretraining",
-    "public names": "import megasnn; megasnn.pretrain, megasnn.MODELS, megasnn.PretrainConfig, megasnn.ModelEntry",
+    "public names": "import megasnn; megasnn.pretrain, megasnn.MODELS, megasnn.PretrainConfig, megasnn.Model",
     "flags": """
 from megasnn import MODELS, parse, validate
-for entry in MODELS.values():
-    config = parse(entry.config, ["--train-iters", "1", "--pipeline-model-parallel-size", "2"])
+from megasnn.models.model import run_config
+for model in MODELS.values():
+    config = parse(run_config(model), ["--train-iters", "1", "--tensor-model-parallel-size", "2"])
     validate(config, world_size=2)
 """,
     "a drawing": """

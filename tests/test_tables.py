@@ -20,7 +20,8 @@ from megasnn.kernels.spec import Neuron
 from megasnn.kernels.unit import neuron_multi_step
 from megasnn.losses import LOSSES, Loss
 from megasnn.losses.sums import mse_sum
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
 from megasnn.schedule import SCHEDULES, Action, Kind, Schedule, plan_schedule
 from megasnn.schedule.actions import COMPUTE
@@ -90,8 +91,8 @@ def one_of_each() -> Iterator[None]:
         yield
 
 
-def config(*flags: str) -> PretrainSpikformerConfig:
-    return parse(PretrainSpikformerConfig, ["--train-iters", "1", *flags])
+def config(*flags: str) -> run_config(Spikformer):
+    return parse(run_config(Spikformer), ["--train-iters", "1", *flags])
 
 
 def problems(*flags: str, world_size: int = 1) -> tuple[str, ...]:
@@ -121,7 +122,7 @@ def test_flags_and_files_take_it_while_it_is_there(capsys: pytest.CaptureFixture
     with one_of_each():
         found = config(*(word for flag in FLAGS for word in (flag, NAME)))
         assert validate(found, 1) is None
-        assert from_dict(PretrainSpikformerConfig, to_dict(found)) == found
+        assert from_dict(run_config(Spikformer), to_dict(found)) == found
         with pytest.raises(SystemExit):
             config("--help")
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -133,7 +134,7 @@ def test_flags_and_files_take_it_while_it_is_there(capsys: pytest.CaptureFixture
             config(flag, NAME)
         assert NAME in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"training.loss \(--loss\) cannot be 'made-up'"):
-        from_dict(PretrainSpikformerConfig, to_dict(found))
+        from_dict(run_config(Spikformer), to_dict(found))
 
 
 def test_a_schedule_is_planned_forecast_and_held_to_the_memory_limit() -> None:

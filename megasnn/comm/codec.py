@@ -23,11 +23,14 @@ class Wire(Enum):
 
 
 def encode(flat: Tensor, wire: Wire, check: bool = False) -> Tensor:
-    """Packs a contiguous 1-d tensor: uint8 for SPIKES ([ceil(n/8)]) and COUNTS ([n]), itself for DENSE.
+    """Packs a contiguous 1-d tensor: uint8 for SPIKES ([ceil(n/8)]) and COUNTS ([n]), itself for DENSE. Of a
+    tensor without values (on the meta device), the shape of that.
 
     Raises:
         ValueError: with `check`, a value that the format cannot hold exactly.
     """
+    if flat.is_meta:
+        return encoded_like(flat.numel(), wire, flat.dtype, flat.device)
     if wire is Wire.SPIKES:
         return codec.pack_bits(flat, check=check)
     if wire is Wire.COUNTS:

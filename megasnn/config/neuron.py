@@ -8,7 +8,7 @@ from typing import Annotated
 
 from megasnn.config.checks import above, at_least
 from megasnn.config.names import name_in
-from megasnn.kernels import BACKENDS, NEURONS, SURROGATES
+from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
 
 Surrogate = Annotated[str, name_in(SURROGATES)]
 
@@ -36,6 +36,20 @@ class NeuronConfig:
     """Sharpness of the surrogate gradient; "none" is SpikingJelly's default for it (4 for sigmoid, 2 for atan)."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
     """What computes the neurons; auto takes the fastest that can be used."""
+
+    @property
+    def spec(self) -> NeuronSpec:
+        """The neuron that these flags describe. Raises ValueError for values that `problems` lists."""
+        return NeuronSpec(
+            self.neuron,
+            self.tau,
+            self.v_threshold,
+            self.v_reset,
+            self.decay_input,
+            self.detach_reset,
+            self.surrogate,
+            self.surrogate_alpha,
+        )
 
     def problems(self) -> list[str]:
         wrong = above(self, 0, "v_threshold") or self._reset_problems()

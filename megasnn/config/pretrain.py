@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from megasnn.config.checkpoint import CheckpointConfig
 from megasnn.config.data import DataConfig
@@ -21,32 +21,37 @@ SAME_FUNCTION = {"same_function": True}
 another value."""
 
 
-class LayerName(NamedTuple):
-    """Name of a layer.
+class ModelConfig(Protocol):
+    """What those that do not know the models ask of any model's configuration; see `megasnn.models.model.Model`."""
 
-    Attributes:
-        unit: the coarser part that the layer belongs to ("patch_embed", "blocks.0", "head"); explicit layouts count
-            units or layers.
-        part: which part of its unit; "" where it is the only one.
-    """
-
-    unit: str
-    part: str = ""
+    name: ClassVar[str]
+    """Under which checkpoints know the model."""
+    neuron: ClassVar[type[NeuronConfig]]
+    """With the defaults of the model's neuron."""
 
     @property
-    def name(self) -> str:
-        """Global name, the prefix of its parameters' names."""
-        return f"{self.unit}.{self.part}" if self.part else self.unit
+    def time_steps(self) -> int:
+        """T."""
 
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
 
-class ModelConfig(Protocol):
-    """What the checks across parts ask of any model's configuration."""
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample."""
 
-    def layers(self) -> Sequence[LayerName]:
-        """All layers, from input to output."""
+    def layers(self) -> Iterable[Any]:
+        """The layers (`megasnn.models.layer.Layer`) from input to logits."""
+
+    def units(self) -> list[str]:
+        """The unit of each layer, from input to output."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         """What is wrong with the dimensions, on so many tensor parallel ranks."""
+
+    def from_spikingjelly(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state_dict of SpikingJelly's model under our global names."""
 
 
 @dataclass(frozen=True)

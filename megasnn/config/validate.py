@@ -65,7 +65,10 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 def _partition_problems(config: PretrainConfig) -> list[str]:
     """Whether the model's layers can be laid out on the pipeline's chunks."""
-    parallel, units = config.parallel, [layer.unit for layer in config.model.layers()]
+    parallel = config.parallel
+    if parallel.layout is None and parallel.chunks == 1:
+        return []
+    units = config.model.units()
     if parallel.layout is not None:
         return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
     if parallel.chunks > len(units):

@@ -13,7 +13,7 @@ from megasnn.convert.safetensors_file import new_safetensors_file
 from megasnn.convert.source import DerivedSource, TensorSource
 from megasnn.convert.target import without_memory
 from megasnn.convert.torch_file import new_torch_file
-from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, entry_of, is_ours
+from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, is_ours, model_of
 from megasnn.models.names import renamed
 from megasnn.sharding import Shard
 from megasnn.telemetry.progress import byte_bar
@@ -67,7 +67,7 @@ def import_weights(source: TensorSource, save: Path) -> tuple[Path, str]:
     title = "MegaSNN" if is_ours(source.tensors) else dialect_of(source.tensors).title
     weights = weights_as(source, "megasnn")
     entries = [without_memory(name, Shard(info.shape), info) for name, info in weights.tensors.items()]
-    entry = entry_of(source.facts.model, weights.tensors)
+    entry = model_of(source.facts.model, weights.tensors)
     model = None if entry is None else entry.name
     progress = Progress(0, 0, {"source": str(source.path)}, None, None, model)
     return write_rank_files(save, progress, None, [entries], weights), title

@@ -18,15 +18,15 @@ from megasnn.config import ModelConfig, PretrainConfig, from_dict
 from megasnn.convert.source import Facts, TensorInfo, TensorSource
 from megasnn.files.problems import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
+from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.dialects import entry_of
-from megasnn.models.entry import ModelEntry
+from megasnn.models.dialects import model_of
+from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS
 from megasnn.pipeline.costs import layers_per_chunk, measure_layers
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
 from megasnn.sharding import Shard, ShardedTensor, sharded_tensors
-from megasnn.training.setup import neuron_spec
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,34 @@ def saved_model(source: TensorSource) -> SavedModel:
     Raises:
         CheckpointError: it is none of the table of models, or there is no configuration of it (weights from elsewhere).
     """
-    config, entry = source.facts.config, entry_of(source.facts.model, source.tensors)
+    config, model = source.facts.config, model_of(source.facts.model, source.tensors)
     if config is None:
         raise CheckpointError(
             f"{source.path} holds weights without a model configuration, so how its tensors are cut is not known; "
             "start a run from it with --load ... --finetune: what that run saves can be laid out"
         )
-    if entry is None:
+    if model is None:
         raise CheckpointError(f"{source.path} is of a model that is unknown here; known: {', '.join(MODELS)}")
-    return configured_model(entry, config, source.path)
+    return configured_model(model, config, source.path)
 
 
-def configured_model(entry: ModelEntry[Any], config: Mapping[str, Any], path: object) -> SavedModel:
+def configured_model(model: type[Model], config: Mapping[str, Any], path: object) -> SavedModel:
     """The model of a saved configuration {"model": ..., "neuron": ...}.
 
     Raises:
         CheckpointError: it is no configuration of this model, or one that cannot be.
     """
     try:
-        run: PretrainConfig = from_dict(entry.config, {part: config[part] for part in ("model", "neuron")})
+        run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not of the model {entry.name} as it is here: {error}") from None
+        raise CheckpointError(f"{path} is not of the model {model.name} as it is here: {error}") from None
     if problems := run.model.problems(tensor_parallel=1):  # before its layers are counted out
-        raise CheckpointError(f"{path}: there is no model {entry.name} like this:", *problems)
-    return SavedModel(entry.name, run.model, entry.describe(run.model, neuron_spec(run)))
+        raise CheckpointError(f"{path}: there is no model {model.name} like this:", *problems)
+    try:
+        described = describe(run.model, run.neuron.spec)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: there is no model {model.name} like this: {error}") from None
+    return SavedModel(model.name, run.model, described)
 
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
@@ -205,13 +209,14 @@ def target_ranks(
     problems: list[str] = []
     for rank in ranks:
         group = Group("tensor", tuple(range(tensor_size)), rank.tensor)
-        layers = [
-            model.description.layers[index]
+        layers = model.description.named_layers(BuildContext(group))
+        mine = [
+            layers[index]
             for span, home in zip(bounds, placement, strict=True)
             if home == rank.pipeline
             for index in span
         ]
-        for entry in sharded_tensors((layer.name, layer.build(BuildContext(group))) for layer in layers):
+        for entry in sharded_tensors(mine):
             rank.entries.extend(_saved(entry, tensors, problems))
         taken.update(entry.name for entry in rank.entries)
     problems += [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in taken]

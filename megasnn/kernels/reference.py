@@ -6,7 +6,8 @@ Charge, fire and reset do the arithmetic of SpikingJelly 2.0.0 (``spikingjelly/_
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,32 @@ REDUCED = (torch.bfloat16, torch.float16)
 
 @cache
 def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
-    """SpikingJelly's surrogate function of that name: a step forward, its smooth gradient backward."""
+    """The surrogate function of that name: a step forward, a smooth gradient backward."""
+    entry = SURROGATES[name]
+    if entry.gradient is not None:
+        return partial(_step, entry.gradient, alpha)
     from spikingjelly.activation_based import surrogate
 
-    function = getattr(surrogate, SURROGATES[name].spikingjelly)
-    return function(alpha=alpha)
+    return getattr(surrogate, str(entry.spikingjelly))(alpha=alpha)
+
+
+def _step(gradient: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
+    return _Step.apply(x, gradient, alpha)
+
+
+class _Step(torch.autograd.Function):
+    """1 where the input is 0 or more; backward multiplies by a function of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Callable[[Tensor, float], Tensor], alpha: float) -> Tensor:
+        ctx.gradient, ctx.alpha = gradient, alpha
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.gradient(x, ctx.alpha), None, None
 
 
 def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
@@ -52,6 +74,20 @@ def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor 
     return torch.stack(spikes).to(x.dtype), v
 
 
+def batch_norm(
+    x: Tensor, running: tuple[Tensor, Tensor] | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """torch's, on ``[N, C, ...]``, with these statistics or those of `x`.
+
+    Of a single frame in channels-last order torch 2.13 takes the gradient's memory order for the input's, and returns
+    a wrong gradient without a word: such a frame goes in as rows ``[pixels, C]``.
+    """
+    mean, var = running or (None, None)
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if len(x) == 1 else x
+    y = F.batch_norm(rows, mean, var, weight, bias, training=running is None, eps=eps)
+    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1) if len(x) == 1 else y
+
+
 def norm_pool_neuron(
     x: Tensor,
     weight: Tensor | None,
@@ -69,14 +105,13 @@ def norm_pool_neuron(
     """
     flat = x.flatten(0, 1)
     flat = flat.float() if x.dtype in REDUCED else flat
+    y = batch_norm(flat, running, weight, bias, eps)
     if running is None:
         with torch.no_grad():
             over = [dim for dim in range(flat.ndim) if dim != 1]
             var, mean = torch.var_mean(flat, dim=over, correction=0)
-        y = F.batch_norm(flat, None, None, weight, bias, training=True, eps=eps)
     else:
         mean, var = running
-        y = F.batch_norm(flat, mean, var, weight, bias, training=False, eps=eps)
     if pool:
         y = F.max_pool2d(y, kernel_size=3, stride=2, padding=1)
     y = y.unflatten(0, x.shape[:2]).expand(time_steps, *[-1] * (x.ndim - 1))

@@ -53,10 +53,22 @@ NEURONS: Table[Neuron] = Table(
 
 
 class Surrogate(NamedTuple):
-    """A surrogate gradient: its class in spikingjelly.activation_based.surrogate, and the default of its alpha."""
+    """A surrogate gradient.
 
-    spikingjelly: str
+    Attributes:
+        spikingjelly: its class in spikingjelly.activation_based.surrogate; None where `gradient` says it.
+        alpha: the default of its sharpness.
+        gradient: (potential above the threshold, alpha) -> the derivative that stands for that of the step.
+    """
+
+    spikingjelly: str | None
     alpha: float
+    gradient: Callable[[Tensor, float], Tensor] | None = None
+
+
+def _triangle(x: Tensor, alpha: float) -> Tensor:
+    """A triangle of height 1 / alpha and half width alpha (arXiv 2202.11946, equation 4)."""
+    return (alpha - x.abs()).clamp(min=0) / alpha**2
 
 
 SURROGATES: Table[Surrogate] = Table(
@@ -75,6 +87,7 @@ SURROGATES: Table[Surrogate] = Table(
         "s2nn": Surrogate("S2NN", 4.0),
         "soft_sign": Surrogate("SoftSign", 2.0),
         "super_spike": Surrogate("SuperSpike", 1.0),
+        "triangular": Surrogate(None, 1.0, _triangle),
     },
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megasnn.kernels.backends import AUTO, backend_for
@@ -18,7 +19,7 @@ def neuron_multi_step(
     """A layer of neurons over all time steps.
 
     Args:
-        x: input current ``[T, N, ...]``, in any memory order.
+        x: input current ``[T, N, ...]``, in any memory order. On the meta device only shapes are computed.
         v0: membrane potential before the first step ``[N, ...]``; without it ``v_reset``, or 0 with a soft reset.
         w: the parameter of a plif neuron, a scalar.
 
@@ -32,6 +33,8 @@ def neuron_multi_step(
     _check_neuron(x, spec, w)
     if v0 is not None and v0.shape != x.shape[1:]:
         raise ValueError(f"v0 {tuple(v0.shape)} must have the shape of one time step, {tuple(x.shape[1:])}")
+    if x.is_meta:
+        return torch.empty_like(x), x.new_empty(x.shape[1:])
     return backend_for(backend, x, spec).neuron_multi_step(x, spec, v0, w)
 
 
@@ -56,7 +59,8 @@ def norm_pool_neuron(
     statistics alone: the caller merges what is returned. In evaluation it uses the running statistics.
 
     Args:
-        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``. With ``T = 1 < time_steps`` the same input comes at every step.
+        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``; on the meta device as for `neuron_multi_step`. With
+            ``T = 1 < time_steps`` the same input comes at every step.
         weight, bias: ``[C]`` or None.
         running_mean, running_var: ``[C]``; without them evaluation normalises with the batch as well.
         pool: needs ``[T, N, C, H, W]``.
@@ -72,6 +76,9 @@ def norm_pool_neuron(
     _check_neuron(x, spec, w)
     steps = x.shape[0] if time_steps is None else time_steps
     _check_norm(x, weight, bias, training, pool, steps)
+    if x.is_meta:
+        space = [(side + 1) // 2 for side in x.shape[3:]] if pool else x.shape[3:]
+        return x.new_empty((steps, *x.shape[1:3], *space)), x.new_empty(x.shape[2:3]), x.new_empty(x.shape[2:3])
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
     return backend_for(backend, x, spec).norm_pool_neuron(x, weight, bias, running, eps, spec, w, pool, steps)
 

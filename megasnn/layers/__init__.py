@@ -5,15 +5,19 @@ from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout
-from megasnn.layers.keyed import KeyedLayer, apply_layer
-from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.neuron import ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
+from megasnn.layers.keyed import KeyedLayer
+from megasnn.layers.linear import MeanLinear, ParallelLinear
+from megasnn.layers.neuron import NeuronLayer, ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
+from megasnn.layers.own_neuron import SpikingNeuron
 from megasnn.layers.unit import ConvNormNeuron
+from megasnn.layers.whole import apply_layer
 
 __all__ = [
     "BuildContext",
     "ConvNormNeuron",
     "KeyedLayer",
+    "MeanLinear",
+    "NeuronLayer",
     "ParallelBatchNorm",
     "ParallelConv",
     "ParallelDropout",
@@ -22,6 +26,7 @@ __all__ = [
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
+    "SpikingNeuron",
     "SpikingSelfAttention",
     "apply_layer",
 ]

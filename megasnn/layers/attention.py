@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire, encode
 from megasnn.comm.collectives import from_rows, join_columns, to_rows
-from megasnn.layers.context import BuildContext
+from megasnn.kernels import NeuronSpec
+from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.unit import ConvNormNeuron
+from megasnn.sharding import Initialiser
 
 SCALE = 0.125
 
@@ -27,10 +31,14 @@ class SpikingSelfAttention(nn.Module):
     (`blocks=3` of its convolution and norm), so that a rank's channels are its heads' q, k and v.
 
     Args:
+        dim: C, the global number of channels.
+        v_threshold: from which the neuron behind the attention fires; 0.5 in Spikformer.
+        neuron: of the units before and behind it; None for the neuron of the context.
+        initialise: fills the global weights; by default as torch does.
+    Attributes:
         qkv: unit from C to 3C channels.
-        neuron: fires on the attention's result (threshold 0.5 in Spikformer).
+        neuron: fires on the attention's result.
         projection: unit from C to C channels.
-
     Raises:
         ValueError: the heads do not divide by the number of ranks, or the channels by the heads.
     """
@@ -39,13 +47,14 @@ class SpikingSelfAttention(nn.Module):
         self,
         dim: int,
         num_heads: int,
-        context: BuildContext,
+        context: BuildContext | None = None,
         *,
-        qkv: ConvNormNeuron,
-        neuron: ParallelNeuron,
-        projection: ConvNormNeuron,
+        v_threshold: float = 0.5,
+        neuron: NeuronSpec | None = None,
+        initialise: Initialiser | None = None,
     ) -> None:
         super().__init__()
+        context = context_for(context)
         if dim % num_heads:
             raise ValueError(f"--embed-dim {dim} does not divide by --num-heads {num_heads}")
         if num_heads % context.tensor.size:
@@ -53,7 +62,10 @@ class SpikingSelfAttention(nn.Module):
                 f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {context.tensor.size}"
             )
         self.local_heads = num_heads // context.tensor.size
-        self.qkv, self.neuron, self.projection = qkv, neuron, projection
+        neuron = neuron or context.neuron
+        unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
+        self.qkv, self.projection = unit(dim, 3 * dim, blocks=3), unit(dim, dim)
+        self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)

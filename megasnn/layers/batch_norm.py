@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.layers.context import BuildContext
+from megasnn.kernels.reference import batch_norm
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.initialisers import ones, zeros
 from megasnn.sharding import declare_buffer, declare_parameter
 
 
@@ -24,6 +25,7 @@ class ParallelBatchNorm(nn.Module):
         channels: the global number; each rank holds `channels / size`.
         momentum: weight of the new statistics; None for the average over all steps.
         blocks: as in ParallelConv, for a norm after fused q, k, v.
+        whole: every rank has all channels, of the same input.
     """
 
     weight: Tensor | None
@@ -35,30 +37,33 @@ class ParallelBatchNorm(nn.Module):
     def __init__(
         self,
         channels: int,
-        context: BuildContext,
+        context: BuildContext | None = None,
         *,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
         blocks: int = 1,
+        whole: bool = False,
     ) -> None:
         super().__init__()
+        context = context_for(context)
+        self.time_steps = context.time_steps
         self.eps, self.momentum = eps, momentum
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int]] = []
-        shard = partial(context.shard, (channels,), 0, blocks)
+        shard = partial(context.shard, (channels,), None if whole else 0, blocks)
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
         for name in ("running_mean", "running_var"):
             self.register_buffer(name, None)
         if affine:
-            declare_parameter(self, "weight", shard(initialise=_ones), context.dtype)
-            declare_parameter(self, "bias", shard(initialise=_zeros), context.dtype)
+            declare_parameter(self, "weight", shard(initialise=ones), context.dtype)
+            declare_parameter(self, "bias", shard(initialise=zeros), context.dtype)
         if track_running_stats:
-            declare_buffer(self, "running_mean", shard(initialise=_zeros), context.dtype)
-            declare_buffer(self, "running_var", shard(initialise=_ones), context.dtype)
-            declare_buffer(self, "num_batches_tracked", context.shard((), initialise=_zeros), torch.int64)
+            declare_buffer(self, "running_mean", shard(initialise=zeros), context.dtype)
+            declare_buffer(self, "running_var", shard(initialise=ones), context.dtype)
+            declare_buffer(self, "num_batches_tracked", context.shard((), initialise=zeros), torch.int64)
 
     @property
     def uses_batch_statistics(self) -> bool:
@@ -67,12 +72,15 @@ class ParallelBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
         if self.uses_batch_statistics:
-            y = F.batch_norm(flat, None, None, self.weight, self.bias, training=True, eps=self.eps)
+            y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
                 variance, mean = torch.var_mean(flat, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
-            self.record(mean, variance, flat.numel() // flat.shape[1])
+            # A single time step stands for all of them: equal frames have the same mean and variance.
+            repeats = self.time_steps if len(x) == 1 else 1
+            self.record(mean, variance, repeats * flat.numel() // flat.shape[1])
         else:
-            y = F.batch_norm(flat, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            assert self.running_mean is not None and self.running_var is not None
+            y = batch_norm(flat, (self.running_mean, self.running_var), self.weight, self.bias, self.eps)
         return y.unflatten(0, x.shape[:2])
 
     def record(self, mean: Tensor, variance: Tensor, count: int) -> None:
@@ -82,11 +90,3 @@ class ParallelBatchNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
-
-
-def _ones(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.fill_(1)
-
-
-def _zeros(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.zero_()

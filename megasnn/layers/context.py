@@ -1,13 +1,17 @@
-"""What every sharded layer needs to know when it is built: passed down, so that no layer reads a global."""
+"""What every sharded layer needs to know when it is built: the context that is entered while a model is built."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 
 from megasnn.comm.group import Group, alone
 from megasnn.grid import Axis, Coordinates, Grid, Place
+from megasnn.kernels import NeuronSpec
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.sharding import Cut, Initialiser, Shard
 
@@ -17,12 +21,14 @@ class BuildContext:
     """
     Attributes:
         tensor: the tensor-parallel group the layers are cut over.
-        data: the ranks that hold the same layers for other samples.
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         seed: of what layers draw in training (dropout).
         weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
+        data: the ranks that hold the same layers for other samples.
+        neuron: of the layers that are not given one of their own.
+        time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
     """
 
     tensor: Group = field(default_factory=lambda: alone("tensor"))
@@ -32,6 +38,8 @@ class BuildContext:
     seed: int = 0
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     data: Group = field(default_factory=lambda: alone("data"))
+    neuron: NeuronSpec = field(default_factory=NeuronSpec)
+    time_steps: int = 1
 
     @property
     def place(self) -> Place:
@@ -61,3 +69,21 @@ class BuildContext:
         cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tensor", Cut(dim, blocks)),)
         partial: tuple[Axis, ...] = ("tensor",) if partial_gradient and self.tensor.size > 1 else ()
         return Shard(global_shape, cuts, self.place, partial, initialise)
+
+
+_entered: ContextVar[BuildContext] = ContextVar("BuildContext")
+
+
+@contextmanager
+def building(context: BuildContext) -> Iterator[None]:
+    """Inside, layers are built for this context without being handed it."""
+    token = _entered.set(context)
+    try:
+        yield
+    finally:
+        _entered.reset(token)
+
+
+def context_for(given: BuildContext | None) -> BuildContext:
+    """What a layer's constructor builds for: the context that it was given, the one that is entered, or one rank."""
+    return given or _entered.get(None) or BuildContext()

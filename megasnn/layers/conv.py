@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,11 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire, encode
-from megasnn.comm.collectives import from_rows, gather_columns, join_columns, sum_and_scatter_columns, to_rows
+from megasnn.comm.collectives import (
+    all_reduce_sum,
+    from_rows,
+    gather_columns,
+    join_columns,
+    sum_and_scatter_columns,
+    to_rows,
+)
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
-from megasnn.layers.context import BuildContext
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.holding import content_of
+from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
 
@@ -48,18 +57,17 @@ class ParallelConv(nn.Module):
 
     Args:
         kernel_size: of a square kernel; with `pointwise` the weight has the shape of a Conv1d, `[out, in, 1]`.
-        style: see the module's text.
-        whole_input: the input holds all channels on every rank (images): nothing is gathered, and no input
-            gradient is summed. Only with style "column".
-        wire: what the input is known to hold; decides how it travels and how it is kept for backward. Checked: a
-            value that does not fit raises ValueError in forward.
+        style: see the module's text; None for the one that moves fewer bytes.
+        whole_input: the input holds all channels on every rank (images), so that nothing is gathered. Only with style
+            "column". None: what the dry run shows (`megasnn.layers.holding`).
+        wire: what the input is known to hold; decides how it travels and how it is kept for backward. None: what the
+            dry run shows. Checked: a value that does not fit raises ValueError in forward.
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
         padding_mode: as in torch; applied before the channels are gathered, since padding is per channel.
         pool: average pooling (this many pixels square, without overlap) of the input, first of all. The input as it is
             travels and is kept, so that spikes stay spikes; the input gradient travels pooled.
-        initialise: fills the global weight.
-        initialise_bias: fills the global bias, with zeros by default.
+        initialise, initialise_bias: fill the global weight and bias; by default as torch does.
 
     Raises:
         ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode,
@@ -74,52 +82,61 @@ class ParallelConv(nn.Module):
         in_channels: int,
         out_channels: int,
         kernel_size: int,
-        context: BuildContext,
+        context: BuildContext | None = None,
         *,
-        initialise: Initialiser,
-        style: Style = "column",
+        initialise: Initialiser | None = None,
+        style: Style | None = None,
         stride: int = 1,
         padding: int = 0,
         padding_mode: str = "zeros",
         groups: int = 1,
         bias: bool = False,
         pointwise: bool = False,
-        whole_input: bool = False,
-        wire: Wire = Wire.DENSE,
+        whole_input: bool | None = None,
+        wire: Wire | None = None,
         blocks: int = 1,
         pool: int = 1,
         initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
+        context = context_for(context)
         group = context.tensor
+        if style is None:
+            style = "column" if whole_input else cheaper_style(in_channels, out_channels)
         if pool > 1 and padding_mode != "zeros":
             raise ValueError(f"pool {pool} comes before padding, and padding_mode {padding_mode!r} pads first")
         _check(in_channels, out_channels, kernel_size, groups, group, style, padding_mode, pointwise, whole_input)
         shape = (out_channels, in_channels // groups, *((1,) if pointwise else (kernel_size, kernel_size)))
         cut = 1 if style == "row" and groups == 1 else 0
-        weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise)
+        default = uniform(torch.Size(shape[1:]).numel())
+        weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default)
         declare_parameter(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias:
-            shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or _zeros)
+            shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
             declare_parameter(self, "bias", shard, context.dtype)
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.padding, self.padding_mode = padding, padding_mode
+        self._learns_wire, self._learns_whole = wire is None, whole_input is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self.plan = _Plan(
             group=group,
             gather=style == "column" and groups == 1 and not whole_input,
             scatter=style == "row" and groups == 1,
-            wire=wire,
+            wire=wire or Wire.DENSE,
             geometry=Geometry(
                 stride=stride,
                 padding=padding if padding_mode == "zeros" else 0,
                 groups=groups if groups == 1 else groups // group.size,
             ),
             pool=pool,
+            whole=bool(whole_input),
         )
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """Without `add_bias`, what the bias would be added to."""
+        if x.is_meta:
+            return self._dry_run(x)
         if self.padding_mode != "zeros" and self.padding:
             mode = PADDING_MODES[self.padding_mode]
             x = F.pad(x.flatten(0, 1), (self.padding,) * 4, mode).unflatten(0, x.shape[:2])
@@ -127,6 +144,34 @@ class ParallelConv(nn.Module):
         y = _Convolve.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
+
+    def _dry_run(self, x: Tensor) -> Tensor:
+        """Learns from the input what it holds and whether it has all channels; gives the shape of the output.
+
+        Raises ValueError for a number of channels that does not fit.
+        """
+        group, plan = self.plan.group, self.plan
+        whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
+        if self._learns_wire:
+            plan = replace(plan, wire=content_of(x))
+        if whole and (plan.scatter or plan.geometry.groups > 1):
+            raise ValueError(
+                f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
+                f"'column', and no groups; it has {self.in_channels} channels in and {self.out_channels} out"
+            )
+        self.plan = replace(plan, gather=plan.gather and not whole, whole=whole or plan.whole)
+        expected = self.in_channels if self.plan.whole else self.in_channels / group.size
+        if x.shape[2] != expected:
+            have = x.shape[2] if self.plan.whole else x.shape[2] * group.size
+            raise ValueError(f"a convolution of {self.in_channels} input channels is given {have}")
+        stride = plan.geometry.stride
+        space = [(side // plan.pool + 2 * self.padding - self.kernel_size) // stride + 1 for side in x.shape[3:]]
+        if min(space) < 1:
+            raise ValueError(f"a convolution with kernel_size {self.kernel_size} is given {list(x.shape[3:])} pixels")
+        return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {self.plan}"
 
 
 def _check(
@@ -138,7 +183,7 @@ def _check(
     style: str,
     padding_mode: str,
     pointwise: bool,
-    whole_input: bool,
+    whole_input: bool | None,
 ) -> None:
     if style not in ("column", "row"):
         raise ValueError(f"style must be 'column' or 'row', got {style!r}")
@@ -153,14 +198,12 @@ def _check(
             f"groups {groups} must divide in_channels {in_channels} and out_channels {out_channels} and be a multiple "
             f"of --tensor-model-parallel-size {group.size}"
         )
-    cut = {"out_channels": out_channels} if whole_input else {"in_channels": in_channels, "out_channels": out_channels}
+    cut = {"out_channels": out_channels}
+    if whole_input is False or whole_input is None and style == "row":
+        cut["in_channels"] = in_channels
     for name, channels in cut.items():
         if channels % group.size:
             raise ValueError(f"{name} {channels} does not divide by --tensor-model-parallel-size {group.size}")
-
-
-def _zeros(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.zero_()
 
 
 @dataclass(frozen=True)
@@ -173,6 +216,7 @@ class _Plan:
     wire: Wire
     geometry: Geometry
     pool: int
+    whole: bool = False  # the input has all channels on every rank
 
 
 class _Convolve(torch.autograd.Function):
@@ -208,6 +252,8 @@ class _Convolve(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             kernel = _kernel(weight, grad.dtype)
             finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
+            if plan.whole:  # each rank has computed what its own output channels contribute
+                all_reduce_sum(finish(), plan.group, "backward")
         if ctx.leave is not None:
             add = partial(_add_weight_gradient, plan, payloads, ctx.row_shape, ctx.input_shape, grad_images)
             ctx.leave(add)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasnn.layers.context import BuildContext
+from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.random import keyed_generator
 
@@ -23,8 +23,9 @@ class ParallelDropout(KeyedLayer):
         ValueError: p outside [0, 1); in training, positions that are missing or are not those of N samples.
     """
 
-    def __init__(self, p: float, name: str, context: BuildContext) -> None:
+    def __init__(self, p: float, name: str, context: BuildContext | None = None) -> None:
         super().__init__()
+        context = context_for(context)
         if not 0 <= p < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1, got {p}")
         self.p, self.name = p, name
@@ -33,6 +34,8 @@ class ParallelDropout(KeyedLayer):
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if x.is_meta:
+            return torch.empty_like(x)
         if samples is None or len(samples) != x.shape[1]:
             raise ValueError(f"{self.name}: dropout needs the positions of {x.shape[1]} samples, got {samples}")
         return x * self._mask(x, samples).to(x.device, x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 
 class KeyedLayer(nn.Module):
@@ -12,8 +12,3 @@ class KeyedLayer(nn.Module):
     keyed random number hangs on. They come with every call, so that several micro-batches can be under way, and a
     forward that is computed again sees the same. None where positions mean nothing, in evaluation.
     """
-
-
-def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
-    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples."""
-    return layer(x, samples) if isinstance(layer, KeyedLayer) else layer(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from megasnn.comm.codec import Wire, encode
 from megasnn.comm.collectives import all_reduce_sum, gather_alike, gather_columns, join_columns, sum_and_scatter_columns
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import add_product
-from megasnn.layers.context import BuildContext
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.holding import content_of
+from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
 
@@ -25,6 +27,9 @@ class ParallelLinear(nn.Module):
     output is whole on every rank, and the bias is added once, after the sum. Style "column" gathers the input and
     computes this rank's output features; `gather_output` gathers those too.
 
+    Args:
+        wire: as in ParallelConv.
+        initialise, initialise_bias: fill the global weight and bias; by default as torch does.
     Raises:
         ValueError: features that do not divide by the number of ranks, an unknown style.
     """
@@ -36,17 +41,18 @@ class ParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        context: BuildContext,
+        context: BuildContext | None = None,
         *,
-        initialise: Initialiser,
+        initialise: Initialiser | None = None,
         style: str = "row",
         bias: bool = True,
         gather_output: bool = False,
-        wire: Wire = Wire.DENSE,
+        wire: Wire | None = None,
         initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
-        group = context.tensor
+        context = context_for(context)
+        group, default = context.tensor, uniform(in_features)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
         if gather_output and style == "row":
@@ -54,23 +60,49 @@ class ParallelLinear(nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size % group.size and (name == "in_features" or style == "column"):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
-        self.plan, self.gather_output = _Plan(group, style, wire), gather_output
+        self.in_features, self.out_features = in_features, out_features
+        self.plan, self.gather_output = _Plan(group, style, wire or Wire.DENSE), gather_output
+        self._learns_wire = wire is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
-        shard = context.shard((out_features, in_features), cut, initialise=initialise)
+        shard = context.shard((out_features, in_features), cut, initialise=initialise or default)
         declare_parameter(self, "weight", shard, context.dtype)
         self.register_parameter("bias", None)
         if bias:
             dim = None if style == "row" else 0
-            shard = context.shard((out_features,), dim, initialise=initialise_bias or _zeros)
+            shard = context.shard((out_features,), dim, initialise=initialise_bias or default)
             declare_parameter(self, "bias", shard, context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return self._dry_run(x)
         owed = self.weight_gradients.of(self.weight)
         y = _Multiply.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return gather_alike(y, self.plan.group) if self.gather_output else y
+
+    def _dry_run(self, x: Tensor) -> Tensor:
+        """Learns from the input what it holds; gives the shape of the output. Raises ValueError for features that do
+        not fit."""
+        size = self.plan.group.size
+        if x.shape[-1] * size != self.in_features:
+            raise ValueError(f"a linear layer of {self.in_features} input features is given {x.shape[-1] * size}")
+        if self._learns_wire:
+            self.plan = replace(self.plan, wire=content_of(x))
+        whole = self.plan.style == "row" or self.gather_output
+        features = self.out_features if whole else self.out_features // size
+        return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.plan}"
+
+
+class MeanLinear(ParallelLinear):
+    """Mean over the space, then a linear layer: `[T, N, C_local, *space]` -> logits `[T, N, num_classes]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(3).mean(dim=-1))
 
 
 @dataclass(frozen=True)
@@ -119,7 +151,3 @@ def _add_weight_gradient(
     plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
     add_product(total, grad.t(), join_columns(payloads, plan.wire, row_shape, grad.dtype))
-
-
-def _zeros(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.zero_()

@@ -10,59 +10,98 @@ from torch import Tensor, nn
 
 from megasnn.kernels import NEURONS, NeuronSpec
 from megasnn.kernels.unit import neuron_multi_step
-from megasnn.layers.context import BuildContext
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.holding import hold
 from megasnn.sharding import declare_parameter
 
 SpikeObserver = Callable[[Tensor], None]
 
 
-class ParallelNeuron(nn.Module):
-    """A layer of neurons of any kind without learned parameters: `[T, N, C_local, *space]` in, spikes out.
+class NeuronLayer(nn.Module):
+    """What all layers of neurons have: `[T, N, C_local, *space]` in, spikes out.
 
-    A neuron depends on its own channel only, so that nothing is communicated. Every call starts from the resting
-    potential, unless `carry_over` keeps the last potential for the next call (truncated backpropagation through time);
-    the potential is held for the local channels only, without its history in the graph, and `reset` forgets it.
+    A neuron depends on its own channel only, so that nothing is communicated. Input of a single time step comes at
+    each of them.
 
     Attributes:
-        spec: what the neuron computes.
-        v: the potential `[N, C_local, *space]` after the last step, with `carry_over`; otherwise None.
+        time_steps: T of the model.
         observer: called with the spikes of every forward when set (spike statistics).
+    """
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.time_steps = context.time_steps
+        self.observer: SpikeObserver | None = None
+
+    def steps_of(self, x: Tensor) -> int:
+        """The number of time steps that the spikes for an input have."""
+        return self.time_steps if len(x) == 1 else len(x)
+
+    def at_every_step(self, x: Tensor) -> Tensor:
+        """The input at each of the time steps."""
+        steps = self.steps_of(x)
+        return x if len(x) == steps else x.expand(steps, *x.shape[1:])
+
+    def observed(self, spikes: Tensor) -> Tensor:
+        if self.observer is not None:
+            self.observer(spikes.detach())
+        return hold(spikes, 1)
+
+
+class ParallelNeuron(NeuronLayer):
+    """A layer of neurons that a description tells: LIF, IF, parametric LIF, with the fastest kernels there are.
+
+    Every call starts from the resting potential, unless `carry_over` keeps the last potential for the next call
+    (truncated backpropagation through time); the potential is held for the local channels only, without its history in
+    the graph, and `reset` forgets it.
+
+    A learned time constant 1 / sigmoid(w) is one for the layer: every rank holds `w` whole and sees the gradient of
+    its own channels, which `partial_gradient` has summed.
+
+    Args:
+        spec: what the neuron computes; None for the neuron of the context (the flags `--neuron`, `--tau` ...).
+    Attributes:
+        spec: the same.
+        w: parameter of a neuron that learns its time constant; otherwise None.
+        v: the potential `[N, C_local, *space]` after the last step, with `carry_over`; otherwise None.
     Raises:
         ValueError: the description is of another kind than that of the class.
     """
 
     kind: str | None = None  # of all neurons that a class makes; None where the description decides
+    w: Tensor | None
 
-    def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, spec: NeuronSpec | None = None, context: BuildContext | None = None, *, carry_over: bool = False
+    ) -> None:
+        context = context_for(context)
+        super().__init__(context)
+        spec = spec or context.neuron
         if self.kind not in (None, spec.kind):
             name = type(self).__name__
             raise ValueError(f"{name} is a neuron of kind {self.kind!r}, the description says {spec.kind!r}")
         self.spec, self.backend, self.carry_over = spec, context.neuron_backend, carry_over
         self.v: Tensor | None = None
-        self.observer: SpikeObserver | None = None
+        self.register_parameter("w", None)
+        if NEURONS[spec.kind].learns:
+            start = -math.log(spec.tau - 1.0)
 
-    @property
-    def time_constant(self) -> Tensor | None:
-        """The learned time constant's parameter, for neurons that have one."""
-        return None
+            def fill(tensor: Tensor, generator: torch.Generator) -> None:
+                tensor.fill_(start)
+
+            declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=fill), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        spikes, v = neuron_multi_step(x, self.spec, self.v, self.time_constant, self.backend)
+        spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
         if self.carry_over:
             self.v = v.detach()
         return self.observed(spikes)
-
-    def observed(self, spikes: Tensor) -> Tensor:
-        if self.observer is not None:
-            self.observer(spikes.detach())
-        return spikes
 
     def reset(self) -> None:
         self.v = None
 
     def extra_repr(self) -> str:
-        return str(self.spec)
+        return f"{self.spec}, time_steps={self.time_steps}"
 
 
 class ParallelLIF(ParallelNeuron):
@@ -77,35 +116,7 @@ class ParallelIF(ParallelNeuron):
     kind = "if"
 
 
-class ParallelLearnedNeuron(ParallelNeuron):
-    """Neurons with a learned time constant 1 / sigmoid(w), one for the layer.
-
-    Every rank holds `w` whole and sees the gradient of its own channels: `partial_gradient` has it summed.
-    """
-
-    w: Tensor
-
-    def __init__(self, spec: NeuronSpec, context: BuildContext, *, carry_over: bool = False) -> None:
-        super().__init__(spec, context, carry_over=carry_over)
-        start = -math.log(spec.tau - 1.0)
-
-        def fill(tensor: Tensor, generator: torch.Generator) -> None:
-            tensor.fill_(start)
-
-        declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=fill), context.dtype)
-
-    @property
-    def time_constant(self) -> Tensor:
-        return self.w
-
-
-class ParallelPLIF(ParallelLearnedNeuron):
+class ParallelPLIF(ParallelNeuron):
     """LIF with a learned time constant (arXiv 2007.05785; SpikingJelly's ParametricLIFNode)."""
 
     kind = "plif"
-
-
-def build_neuron(spec: NeuronSpec, context: BuildContext) -> ParallelNeuron:
-    """The layer for a description."""
-    layer = ParallelLearnedNeuron if NEURONS[spec.kind].learns else ParallelNeuron
-    return layer(spec, context)

@@ -2,47 +2,91 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasnn.comm.codec import Wire
+from megasnn.kernels import NeuronSpec
 from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.conv import ParallelConv
-from megasnn.layers.neuron import ParallelNeuron
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.conv import ParallelConv, Style
+from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
+from megasnn.sharding import Initialiser
 
 
 class ConvNormNeuron(nn.Module):
-    """conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
+    """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
 
-    With `time_steps`, the input is one frame `[1, N, C, H, W]` shown at every step: convolution, norm and pool are
-    computed once, which gives the same values and statistics as over the T equal frames.
+    Input of a single time step `[1, N, C, H, W]` is shown at every step: convolution, norm and pool are computed once,
+    which gives the same values and statistics as over the T equal frames.
 
     A convolution's bias cancels against the batch's mean: it is not added while the norm uses that, only counted in the
     mean, and its gradient is exactly zero.
 
-    Raises:
-        ValueError: a neuron that carries its potential over: the fused unit always starts at rest.
+    Args:
+        in_channels, out_channels: global numbers.
+        padding: None keeps height and width at stride 1.
+        neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
+        max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
+            none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
+        style, whole_input, wire, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
     """
 
     def __init__(
         self,
-        conv: ParallelConv,
-        norm: ParallelBatchNorm,
-        neuron: ParallelNeuron,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        context: BuildContext | None = None,
         *,
-        pool: bool = False,
-        time_steps: int | None = None,
+        stride: int = 1,
+        padding: int | None = None,
+        groups: int = 1,
+        bias: bool = False,
+        pointwise: bool = False,
+        max_pool: bool = False,
+        average_pool: int = 1,
+        neuron: NeuronSpec | NeuronLayer | None = None,
+        style: Style | None = None,
+        whole_input: bool | None = None,
+        wire: Wire | None = None,
+        blocks: int = 1,
+        initialise: Initialiser | None = None,
+        initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
-        if neuron.carry_over:
-            raise ValueError("a neuron with carry_over must stand alone: conv, norm and neuron as one start at rest")
-        self.conv, self.norm, self.neuron = conv, norm, neuron
-        self.pool, self.time_steps = pool, time_steps
+        context = context_for(context)
+        self.conv = ParallelConv(
+            in_channels,
+            out_channels,
+            kernel_size,
+            context,
+            stride=stride,
+            padding=kernel_size // 2 if padding is None else padding,
+            groups=groups,
+            bias=bias,
+            pointwise=pointwise,
+            pool=average_pool,
+            style=style,
+            whole_input=whole_input,
+            wire=wire,
+            blocks=blocks,
+            initialise=initialise,
+            initialise_bias=initialise_bias,
+        )
+        self.norm = ParallelBatchNorm(out_channels, context, blocks=blocks)
+        self.neuron = neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
+        self.max_pool = max_pool
 
     def forward(self, x: Tensor) -> Tensor:
         norm, neuron = self.norm, self.neuron
+        if not isinstance(neuron, ParallelNeuron) or neuron.carry_over:  # none that the fused kernels know
+            y = norm(self.conv(x))
+            return neuron(_max_pool(y) if self.max_pool else y)
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
-        steps = y.shape[0] if self.time_steps is None else self.time_steps
+        steps = neuron.steps_of(y)
         spikes, mean, variance = norm_pool_neuron(
             y,
             norm.weight,
@@ -52,8 +96,8 @@ class ConvNormNeuron(nn.Module):
             spec=neuron.spec,
             training=norm.uses_batch_statistics,
             eps=norm.eps,
-            w=neuron.time_constant,
-            pool=self.pool,
+            w=neuron.w,
+            pool=self.max_pool,
             time_steps=steps,
             backend=neuron.backend,
         )
@@ -63,3 +107,10 @@ class ConvNormNeuron(nn.Module):
             mean = mean if constant is None else mean + constant.detach()
             norm.record(mean, variance, repeats * y.numel() // y.shape[2])
         return neuron.observed(spikes)
+
+    def extra_repr(self) -> str:
+        return f"max_pool={self.max_pool}"
+
+
+def _max_pool(x: Tensor) -> Tensor:
+    return F.max_pool2d(x.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, x.shape[:2])

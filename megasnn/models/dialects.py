@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from megasnn.files.problems import CheckpointError
-from megasnn.models.entry import ModelEntry
+from megasnn.models.model import Model
 from megasnn.models.names import Dialect
 from megasnn.models.table import MODELS, guess_model
 
@@ -21,7 +20,7 @@ def is_ours(names: Collection[str]) -> bool:
     return guess_model(names) is not None
 
 
-def entry_of(model: str | None, ours: Collection[str]) -> ModelEntry[Any] | None:
+def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
     """The model that weights are of; None when it is none in the table.
 
     Args:
@@ -55,11 +54,11 @@ def dialect_for(program: str, ours: Collection[str], model: str | None = None) -
 
     Args:
         program: name of the dialect.
-        ours, model: as for `entry_of`.
+        ours, model: as for `model_of`.
     Raises:
         CheckpointError: the program has no such model, or the table of models does not know it.
     """
-    entry = entry_of(model, ours)
+    entry = model_of(model, ours)
     for dialect in entry.dialects() if entry is not None else ():
         if dialect.name == program:
             return dialect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,3 +97,35 @@ def require_equal(expected: Iterable[str], given: Iterable[str], title: str) -> 
     expected, given = set(expected), set(given)
     missing = [f"{name}: missing" for name in expected - given]
     raise_problems(title, missing + [f"{name}: unexpected" for name in given - expected])
+
+
+def prefix_dialect(name: str, title: str, *, marker: str, prefixes: Mapping[str, str]) -> Dialect:
+    """A dialect in which the tensors are the same, and names differ in the path of the module only.
+
+    Args:
+        name, title, marker: as in Dialect.
+        prefixes: our path of a module -> theirs; `{}` stands for the same number on both sides, in the same order.
+    """
+    back = {theirs: ours for ours, theirs in prefixes.items()}
+    return Dialect(
+        name,
+        title,
+        marker,
+        incoming=lambda theirs: renamed(_moved(theirs, back)),
+        outgoing=lambda ours, model: renamed(_moved(ours, prefixes)),
+    )
+
+
+def _moved(names: Collection[str], prefixes: Mapping[str, str]) -> dict[str, str]:
+    """New name -> old name, for those names whose module is known."""
+    patterns = [
+        (re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"\.([^.]+)"), new) for old, new in prefixes.items()
+    ]
+    moved = {}
+    for name in names:
+        for pattern, new in patterns:
+            match = pattern.fullmatch(name)
+            if match:
+                *numbers, tensor = match.groups()
+                moved[f"{new.format(*numbers)}.{tensor}"] = name
+    return moved

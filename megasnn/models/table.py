@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from megasnn.checkpoint.description import Metadata
-from megasnn.models import spikformer, vgg_dvs
-from megasnn.models.entry import ModelEntry
+from megasnn.models.model import Model
+from megasnn.models.sew_resnet.dimensions import SewResNet
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.table import Table
 
-MODELS: Table[ModelEntry[Any]] = Table("model", {entry.name: entry for entry in (spikformer.ENTRY, vgg_dvs.ENTRY)})
+MODELS: Table[type[Model]] = Table("model", {model.name: model for model in (Spikformer, VggDvs, SewResNet)})
 
 
-def guess_model(tensors: Collection[str]) -> ModelEntry[Any] | None:
+def guess_model(tensors: Collection[str]) -> type[Model] | None:
     """The model whose tensors have these global names; None when it is none in the table.
 
     For files of weights, which do not say of which model they are, and for checkpoints from before they said it.
     """
-    return next((entry for entry in MODELS.values() if entry.marker in tensors), None)
+    return next((model for model in MODELS.values() if model.marker in tensors), None)
 
 
 def saved_model_name(metadata: Metadata) -> str | None:

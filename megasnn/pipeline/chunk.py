@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Wire
 from megasnn.layers.context import BuildContext
-from megasnn.layers.keyed import apply_layer
 from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.layers.whole import apply_layer
+from megasnn.models.description import ModelDescription, frames_of
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
 
 
@@ -21,6 +21,8 @@ class PipelineChunk(nn.Module):
 
     A chunk without layers (legal in an explicit layout) hands its input on.
 
+    Args:
+        bounds: the layers of each chunk.
     Attributes:
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
@@ -28,20 +30,27 @@ class PipelineChunk(nn.Module):
         weight_gradients: where its layers leave the second part of their backward.
     """
 
-    def __init__(
-        self, index: int, chunks: int, descriptions: Sequence[LayerDescription], output: Wire, context: BuildContext
-    ) -> None:
+    def __init__(self, model: ModelDescription, bounds: Sequence[range], index: int, context: BuildContext) -> None:
         super().__init__()
+        span = bounds[index]
         self.index = index
-        self.is_first, self.is_last = index == 0, index == chunks - 1
-        self.names = [description.name for description in descriptions]
+        self.is_first, self.is_last = index == 0, index == len(bounds) - 1
+        self.names = [model.layers[i].name for i in span]
         self.weight_gradients = WeightGradients()
-        context = replace(context, weight_gradients=self.weight_gradients)
-        self.layers = nn.ModuleList(description.build(context) for description in descriptions)
-        self.output = output
+        layers = model.build(replace(context, weight_gradients=self.weight_gradients))
+        self.layers = nn.ModuleList(layers[i] for i in span)
+        # What crosses the boundary is the output of the last layer before it, in this chunk or an earlier one.
+        self.output = model.layers[span.stop - 1].output if span.stop > 0 else Wire.DENSE
+        self._input_shape = model.input_shape
 
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
-        """`samples`: see KeyedLayer."""
+        """
+        Args:
+            x: output of the chunk before; of the first chunk, images or frames as they are loaded.
+            samples: see KeyedLayer.
+        """
+        if self.is_first:
+            x = frames_of(x, self._input_shape)
         for layer in self.layers:
             x = apply_layer(layer, x, samples)
         return x
@@ -70,15 +79,12 @@ def build_chunk(
     device: torch.device,
     seed: int,
 ) -> PipelineChunk:
-    """Builds chunk `index` only: describes its layers, then gives their tensors memory and keyed initial values."""
-    span = bounds[index]
-    # What crosses the boundary is the output of the last layer before it, in this chunk or an earlier one.
-    output = model.layers[span.stop - 1].output if span.stop > 0 else Wire.DENSE
-    chunk = PipelineChunk(index, len(bounds), [model.layers[i] for i in span], output, context)
+    """Builds chunk `index`: of all layers, only its own get memory, and keyed initial values."""
+    chunk = PipelineChunk(model, bounds, index, context)
     materialise(chunk.named_layers(), device, seed)
     return chunk
 
 
 def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:
     """The description of every tensor of the whole model, on the meta device: nothing is allocated."""
-    return list(sharded_tensors((layer.name, layer.build(context)) for layer in model.layers))
+    return list(sharded_tensors(model.named_layers(context)))

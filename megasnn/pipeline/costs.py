@@ -7,7 +7,7 @@ measure nevertheless, at the same time: in training every core is at work, and s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -21,9 +21,9 @@ from tqdm import tqdm
 from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
-from megasnn.layers.keyed import apply_layer
 from megasnn.layers.weight_gradients import Task, WeightGradients
-from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.layers.whole import apply_layer
+from megasnn.models.description import LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.executor import Entry
 from megasnn.pipeline.link import LinkCost, measure_link
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
@@ -165,15 +165,54 @@ def measure_layers(
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
+    x = frames_of(x, model.input_shape)
+    measured = MeasuredLayers(model, context, range(samples), device)
     costs: list[LayerCost] = []
     each = -(-len(model.layers) // stages)
     quiet = True if dist.is_initialized() and dist.get_rank() > 0 else None  # None: only on a terminal
     for first in tqdm(range(0, len(model.layers), each), desc="measuring layers", leave=False, disable=quiet):
-        described = model.layers[first : first + each]
-        layers = [MeasuredLayer(description, context, range(samples), device) for description in described]
+        layers = [measured(index) for index in range(first, min(first + each, len(model.layers)))]
         x = _measure(layers, x, needs_input_gradient=first > 0)
         costs += [layer.cost(wires) for layer in layers]
     return costs
+
+
+class MeasuredLayers:
+    """Copies of a model's layers, by their number; each gets its memory when it is asked for, once."""
+
+    def __init__(self, model: ModelDescription, context: BuildContext, samples: range, device: torch.device) -> None:
+        self._weight_gradients = WeightGradients()
+        built = model.build(replace(context, weight_gradients=self._weight_gradients))
+        self._layers: list[nn.Module | None] = list(built)
+        self._model, self._samples, self._device = model, samples, device
+
+    def alike(self, index: int) -> Hashable:
+        """Equal for layers that are built in the same way."""
+        layer = self._layers[index]
+        assert layer is not None, "a layer that was measured is gone"
+        return _structure(layer)
+
+    def __call__(self, index: int) -> MeasuredLayer:
+        layer, self._layers[index] = self._layers[index], None  # its memory is free when it has been measured
+        assert layer is not None
+        return MeasuredLayer(self._model.layers[index], layer, self._weight_gradients, self._samples, self._device)
+
+
+def _structure(layer: nn.Module) -> Hashable:
+    """Class, settings and tensors' shapes of every module in a layer."""
+    return tuple((path, type(module), *_settings(module)) for path, module in layer.named_modules())
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    for name, value in sorted(vars(module).items()):
+        if not name.startswith("_"):
+            try:
+                hash(value)
+            except TypeError:
+                value = repr(value)
+            yield name, value
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield name, (tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
 class MeasuredLayer:
@@ -184,11 +223,16 @@ class MeasuredLayer:
     """
 
     def __init__(
-        self, description: LayerDescription, context: BuildContext, samples: range, device: torch.device
+        self,
+        description: LayerDescription,
+        layer: nn.Module,
+        weight_gradients: WeightGradients,
+        samples: range,
+        device: torch.device,
     ) -> None:
-        self._wire, self._samples, self._weight_gradients = description.output, samples, WeightGradients()
-        self._layer = description.build(replace(context, weight_gradients=self._weight_gradients))
-        materialise([(description.name, self._layer)], device, seed=0)
+        self._wire, self._samples, self._weight_gradients = description.output, samples, weight_gradients
+        self._layer = layer
+        materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._held = 0
         self._output: Tensor | None = None

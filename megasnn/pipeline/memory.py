@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.layers.context import BuildContext
-from megasnn.models.description import LayerDescription, ModelDescription
-from megasnn.pipeline.costs import LayerCost, MeasuredLayer, PipelineCosts
+from megasnn.models.description import ModelDescription, frames_of
+from megasnn.pipeline.costs import LayerCost, MeasuredLayers, PipelineCosts
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import Schedule
@@ -96,17 +94,19 @@ def measure_memory(
     trial = min(samples, TRIAL_SAMPLES)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((trial, *model.input_shape), generator=generator).to(device, context.dtype)
+    x = frames_of(x, model.input_shape)
+    layers = MeasuredLayers(model, context, range(trial), device)
     known: dict[Hashable, tuple[LayerCost, torch.Size]] = {}
     found = []
     for index, description in enumerate(model.layers):
-        kind = (_alike(description), x.shape, index > 0)
+        kind = (layers.alike(index), description.output, x.shape, index > 0)
         if kind in known:
             shape = known[kind][1]
             x = x if x.shape == shape else x.new_zeros(shape)
         else:
             error = None
             try:
-                layer = MeasuredLayer(description, context, range(trial), device)
+                layer = layers(index)
                 x = layer.run_once(x, needs_input_gradient=index > 0)
                 known[kind] = _for_samples(layer.cost(wires), samples / trial), x.shape
             except Exception as caught:
@@ -118,17 +118,6 @@ def measure_memory(
             _go_on(world, device, error, late, seconds)
         found.append(known[kind][0])
     return PipelineCosts(tuple(found), LinkCost())
-
-
-def _alike(description: LayerDescription) -> Hashable:
-    """Equal for layers that are built in the same way; a build that cannot be compared is equal to itself only."""
-    build = description.build
-    if isinstance(build, partial):
-        kind = (build.func, build.args, tuple(sorted(build.keywords.items())), description.output)
-        with suppress(TypeError):  # an argument that has no hash
-            hash(kind)
-            return kind
-    return description.name
 
 
 def _go_on(world: Group, device: torch.device, error: str | None, late: bool, seconds: float) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
 
-from megasnn.config import ConfigError, PretrainConfig, validate
+from megasnn.config import ConfigError, PretrainConfig
 from megasnn.process.terminal import keep_going
 from megasnn.process.torchrun import tell_torchrun
 
@@ -24,13 +24,14 @@ Config = TypeVar("Config", bound=PretrainConfig)
 
 
 def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> int:
-    """Reads the configuration and validates it, then trains; the exit status, 2 for one that cannot work.
+    """Reads the configuration, then trains; the exit status, 2 for one that cannot work.
 
     A mistake in the flags is reported at once by the first rank of each machine, since each machine has a command line
     of its own; the other ranks refer to it.
 
     Args:
-        read: makes the configuration of a command line; told whether this rank may print the help or an error.
+        read: makes the configuration of a command line, or raises ConfigError for one that cannot work; told whether
+            this rank may print the help or an error.
         train: where torch should be imported.
     Raises:
         SystemExit: after the help.
@@ -41,7 +42,6 @@ def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> in
     speaks = int(os.environ.get("LOCAL_RANK", rank)) == 0
     try:
         config = read(speaks)
-        validate(config, world_size)
     except (SystemExit, ConfigError) as error:
         if isinstance(error, SystemExit) and not error.code:
             raise

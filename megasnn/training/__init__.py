@@ -9,4 +9,3 @@ watch.py      what is measured for the log and TensorBoard
 """
 
 from megasnn.training.program import run as run
-from megasnn.training.setup import neuron_spec as neuron_spec

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
@@ -13,7 +12,7 @@ from megasnn.data import BatchLoader, Datasets, GlobalBatch, epoch_samples, open
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.grid import HOLDING_AXES
-from megasnn.models.entry import ModelEntry
+from megasnn.models.building import describe
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.preprocess.sample import shards_of_sample
@@ -30,7 +29,6 @@ from megasnn.training.saving import Saves, refuse_other_model
 from megasnn.training.setup import (
     build_context,
     micro_batch_counts,
-    neuron_spec,
     plan_of,
     sample_loss,
     wire_options,
@@ -52,7 +50,6 @@ class TrainingRun:
     def __init__(
         self,
         config: PretrainConfig,
-        entry: ModelEntry[Any],
         state: ParallelState,
         stop: StopSignals | None = None,
     ) -> None:
@@ -60,8 +57,8 @@ class TrainingRun:
         self.config, self.state = config, state
         self.iteration = self.consumed_samples = 0
         self._started = time.monotonic()
-        refuse_other_model(config, entry.name, state)
-        model, training, parallel = entry.describe(config.model, neuron_spec(config)), config.training, config.parallel
+        refuse_other_model(config, state)
+        model, training, parallel = describe(config.model, config.neuron.spec), config.training, config.parallel
         with placed("while opening the data"):
             self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
@@ -82,7 +79,7 @@ class TrainingRun:
         self._epoch_samples = epoch_samples(
             len(self.datasets.train), training.global_batch_size, config.data.last_batch
         )
-        self.saves = Saves(config, entry, self.engine, self.step.optimizer, state, dataset, layout)
+        self.saves = Saves(config, self.engine, self.step.optimizer, state, dataset, layout)
         self.replicas = ReplicaCheck(
             self.saves.entries,
             {axis: state.group(axis) for axis in HOLDING_AXES},

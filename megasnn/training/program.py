@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import torch
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.data_parallel import ReplicaError
-from megasnn.models.entry import ModelEntry
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
 from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
 from megasnn.process.signals import StopSignals
@@ -21,7 +19,7 @@ from megasnn.training.loop import TrainingRun
 SAVE_FAILED = 3
 
 
-def run(config: PretrainConfig, entry: ModelEntry[Any]) -> int:
+def run(config: PretrainConfig) -> int:
     """A whole run as a program: the exit status, with the error named on this rank's standard error.
 
     0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
@@ -30,10 +28,9 @@ def run(config: PretrainConfig, entry: ModelEntry[Any]) -> int:
 
     Args:
         config: validated (megasnn.config.validate).
-        entry: the model whose configuration this is.
     """
     try:
-        return 0 if _train(config, entry) else SAVE_FAILED
+        return 0 if _train(config) else SAVE_FAILED
     except Exception as error:
         cause, _ = cause_and_place(error)
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
@@ -46,7 +43,7 @@ def run(config: PretrainConfig, entry: ModelEntry[Any]) -> int:
     return 1
 
 
-def _train(config: PretrainConfig, entry: ModelEntry[Any]) -> bool:
+def _train(config: PretrainConfig) -> bool:
     """A whole run: joins the ranks, builds, loads, trains, evaluates, saves.
 
     Returns:
@@ -66,7 +63,7 @@ def _train(config: PretrainConfig, entry: ModelEntry[Any]) -> bool:
             )
         stage = f"pipeline stage {state.pipeline.rank}"
         with placed(f"on {stage}"):
-            run = TrainingRun(config, entry, state, stop)
+            run = TrainingRun(config, state, stop)
 
         def step() -> str:
             return f"{stage}, after iteration {run.iteration}"

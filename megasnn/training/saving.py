@@ -18,7 +18,6 @@ from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
 from megasnn.losses import LOSSES
-from megasnn.models.entry import ModelEntry
 from megasnn.models.table import saved_model_name
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import is_ending, placed
@@ -44,13 +43,13 @@ class StartingPoint:
 
 
 @placed("while looking at the checkpoint of --load")
-def refuse_other_model(config: PretrainConfig, model: str, state: ParallelState) -> None:
+def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
     """Raises CheckpointError on every rank when --load names a checkpoint of another model, --finetune or not, or one
     of other dimensions or another neuron that is to be continued.
 
     Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
     """
-    options, identity = config.checkpoint, _identity(config)
+    options, model, identity = config.checkpoint, config.model.name, _identity(config)
 
     def refuse() -> Identity:
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
@@ -77,7 +76,6 @@ class Saves:
     """Checkpoints of one run.
 
     Args:
-        entry: the model, whose name and configuration later runs are compared with.
         dataset: fingerprint of the training data.
         layout: layers of each chunk, for people who read the checkpoint.
     """
@@ -85,15 +83,14 @@ class Saves:
     def __init__(
         self,
         config: PretrainConfig,
-        entry: ModelEntry[Any],
         engine: Engine,
         optimizer: torch.optim.Optimizer,
         state: ParallelState,
         dataset: object,
         layout: str,
     ) -> None:
-        self._options, self._entry, self._engine, self._state = config.checkpoint, entry, engine, state
-        self._dimensions = config.model
+        self._options, self._engine, self._state = config.checkpoint, engine, state
+        self._model = config.model
         self._optimizer, self._layout = optimizer, layout
         self._identity = _identity(config)
         self._data_identity = _data_identity(config, dataset)
@@ -115,7 +112,7 @@ class Saves:
                 begin = self._continue(str(options.save), restarted=True)
             elif options.load_spikingjelly:
                 theirs = checkpoint.read_state_dict(options.load_spikingjelly)
-                weights = self._entry.from_spikingjelly(self._dimensions, theirs)
+                weights = self._model.from_spikingjelly(theirs)
                 checkpoint.load_globals_into(self._engine.tensors, weights, self._state.world.handle)
                 begin = StartingPoint()
             elif options.load:
@@ -161,7 +158,7 @@ class Saves:
                 folder,
                 tensors=self._engine.tensors,
                 optimizer=None if options.no_load_optim and not restarted else self._optimizer,
-                model=self._entry.name,
+                model=self._model.name,
                 config=self._identity,
                 step=None if restarted else options.ckpt_step,
                 process_group=self._state.world.handle,
@@ -199,7 +196,7 @@ class Saves:
         loaded = checkpoint.load_checkpoint(
             folder,
             tensors=self._engine.tensors,
-            model=self._entry.name,
+            model=self._model.name,
             step=self._options.ckpt_step,
             process_group=self._state.world.handle,
             leave=head if self._options.reset_head else None,
@@ -244,7 +241,7 @@ class Saves:
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
         extra = {**self._data_identity, "recipe": self._recipe}
-        progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout, self._entry.name)
+        progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout, self._model.name)
         self._saver.save(progress, self._engine.tensors, self._optimizer)
 
     def finish(self) -> bool:

@@ -8,11 +8,9 @@ from functools import partial
 import torch
 
 from megasnn.batching import micro_batches_of
-from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.engine import SampleLoss
-from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
 from megasnn.models.description import ModelDescription
@@ -23,14 +21,6 @@ from megasnn.schedule.partition import layout_to_bounds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def neuron_spec(config: PretrainConfig) -> NeuronSpec:
-    """The neuron that the configuration describes."""
-    n = config.neuron
-    return NeuronSpec(
-        n.neuron, n.tau, n.v_threshold, n.v_reset, n.decay_input, n.detach_reset, n.surrogate, n.surrogate_alpha
-    )
 
 
 def sample_loss(training: TrainingConfig) -> SampleLoss:

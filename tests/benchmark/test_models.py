@@ -7,7 +7,7 @@ import torch
 
 from megasnn.layers import BuildContext
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
@@ -20,7 +20,7 @@ from tools.benchmark.training_steps import SpikingJellyStep, megasnn_step
 def test_tensors_correspond(name: str, parameters: int) -> None:
     model = LayoutBenchmark(model=name).dimensions()  # type: ignore[arg-type]
     theirs = spikingjelly_model(model).state_dict()
-    if isinstance(model, VggDvsConfig):
+    if isinstance(model, VggDvs):
         expected = vgg_from_spikingjelly(theirs, [block.pool for block in model.blocks])
     else:
         expected = from_spikingjelly(theirs, model.depth)

@@ -18,8 +18,8 @@ from megasnn.checkpoint import (
 )
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.building import describe
+from megasnn.models.spikformer.dimensions import Spikformer as Ours
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly, to_spikingjelly
 from megasnn.sharding import materialise, sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, expected, known
@@ -68,11 +68,8 @@ def test_round_trip_through_a_checkpoint(tmp_path, kind, depth):
 
 def our_layers(kind: str) -> list[tuple[str, torch.nn.Module]]:
     """Our model of the same dimensions, whole."""
-    config = SpikformerConfig(
-        embed_dim=16, depth=2, num_heads=2, patch_size=4, image_size=16, time_steps=2, num_classes=5
-    )
-    layers = describe_spikformer(config, NeuronSpec(kind=kind)).layers
-    return [(layer.name, layer.build(BuildContext())) for layer in layers]
+    config = Ours(embed_dim=16, depth=2, num_heads=2, patch_size=4, image_size=16, time_steps=2, num_classes=5)
+    return describe(config, NeuronSpec(kind=kind)).named_layers(BuildContext())
 
 
 @pytest.mark.parametrize("kind", NEURONS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megasnn.config import ConfigError, parse, validate
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
     ],
 )
 def test_refused(flags: str, problem: str) -> None:
-    config = parse(PretrainSpikformerConfig, ["--train-iters", "10", *flags.split()])
+    config = parse(run_config(Spikformer), ["--train-iters", "10", *flags.split()])
     with pytest.raises(ConfigError) as caught:
         validate(config, 1)
     assert problem in str(caught.value)
@@ -39,14 +40,14 @@ def test_refused(flags: str, problem: str) -> None:
 
 def test_the_same_with_an_effect_is_accepted() -> None:
     flags = "--train-iters 10 --data-path x.tar --valid-data-path y.tar --eval-interval 5 --surrogate erf"
-    assert validate(parse(PretrainSpikformerConfig, flags.split()), 1) is None
+    assert validate(parse(run_config(Spikformer), flags.split()), 1) is None
 
 
 def test_replicas_are_counted_without_tensor_and_pipeline_ranks() -> None:
     flags = "--train-iters 1 --tensor-model-parallel-size 2 --replica-mismatch majority --check-replicas-interval 1"
-    config = parse(PretrainSpikformerConfig, flags.split())
+    config = parse(run_config(Spikformer), flags.split())
     assert validate(config, 6) is None
     with pytest.raises(ConfigError, match=r"and there are 2 \(world size 4 / tensor 2 / pipeline 1\); use stop"):
         validate(config, 4)
     alone = "--train-iters 1 --check-replicas-interval 0".split()
-    assert validate(parse(PretrainSpikformerConfig, alone), 1) is None
+    assert validate(parse(run_config(Spikformer), alone), 1) is None

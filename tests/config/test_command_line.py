@@ -5,16 +5,17 @@ import pytest
 
 from megasnn.config import parse
 from megasnn.config.help import ORDER, RARELY_USED, help_texts
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
-from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 
 
-def cli(*argv: str) -> PretrainSpikformerConfig:
-    return parse(PretrainSpikformerConfig, argv)
+def cli(*argv: str) -> run_config(Spikformer):
+    return parse(run_config(Spikformer), argv)
 
 
 def test_without_flags_everything_has_its_default() -> None:
-    assert cli() == PretrainSpikformerConfig()
+    assert cli() == run_config(Spikformer)()
 
 
 def test_flags_are_flat_and_megatrons() -> None:
@@ -39,12 +40,12 @@ def test_switches_have_a_negative_form_and_the_last_one_wins() -> None:
 @pytest.mark.parametrize("text", ["none", "None", "NONE"])
 def test_none_can_be_said(text: str) -> None:
     assert cli("--v-reset", text).neuron.v_reset is None
-    assert cli("--variant", text).model == SpikformerConfig()
+    assert cli("--variant", text).model == Spikformer()
 
 
 @pytest.mark.parametrize("form", [["--variant", "spikformer_s"], ["--variant=spikformer_s"]])
 def test_flags_win_over_the_variant(form: list[str]) -> None:
-    assert cli(*form).model == SpikformerConfig(variant="spikformer_s")
+    assert cli(*form).model == Spikformer(variant="spikformer_s")
     for argv in (["--depth", "2", *form], [*form, "--depth", "2"]):
         model = cli(*argv).model
         assert (model.depth, model.embed_dim, model.patch_size, model.image_size) == (2, 384, 16, 224)
@@ -64,7 +65,7 @@ def test_a_flag_wins_even_with_the_value_of_another_default() -> None:
     ],
 )
 def test_variants(variant: str | None, expected: tuple[int, ...]) -> None:
-    m = SpikformerConfig(variant=variant)  # type: ignore[arg-type]
+    m = Spikformer(variant=variant)  # type: ignore[arg-type]
     assert (m.embed_dim, m.depth, m.num_heads, m.patch_size, m.image_size, m.num_classes) == expected
 
 
@@ -80,7 +81,7 @@ def test_help_has_groups_texts_and_defaults(capsys: pytest.CaptureFixture[str]) 
     assert "--model." not in text and "--no-no-" not in text
 
 
-@pytest.mark.parametrize("config_class", [PretrainSpikformerConfig, PretrainVggDvsConfig])
+@pytest.mark.parametrize("config_class", [run_config(Spikformer), run_config(VggDvs)])
 def test_what_is_rarely_used_comes_last(capsys: pytest.CaptureFixture[str], config_class: type) -> None:
     with pytest.raises(SystemExit):
         parse(config_class, ["--help"])
@@ -96,12 +97,12 @@ def test_what_is_rarely_used_comes_last(capsys: pytest.CaptureFixture[str], conf
 
 def test_the_rarely_used_are_fields_of_their_parts() -> None:
     for part, names in RARELY_USED.items():
-        known = {f.name for c in (PretrainSpikformerConfig(), PretrainVggDvsConfig()) for f in fields(getattr(c, part))}
+        known = {f.name for c in (run_config(Spikformer)(), run_config(VggDvs)()) for f in fields(getattr(c, part))}
         assert set(names) <= known
 
 
 def test_every_flag_has_a_text_on_one_line() -> None:
-    for config in (PretrainSpikformerConfig(), PretrainVggDvsConfig()):
+    for config in (run_config(Spikformer)(), run_config(VggDvs)()):
         for part in fields(config):
             own = getattr(config, part.name)
             texts = help_texts(type(own))
@@ -149,5 +150,5 @@ def test_mistakes_end_with_status_2(argv: list[str], message: str, capsys: pytes
 
 def test_other_ranks_can_keep_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(PretrainSpikformerConfig, ["--lr", "fast"], console_outputs=False)
+        parse(run_config(Spikformer), ["--lr", "fast"], console_outputs=False)
     assert capsys.readouterr() == ("", "")

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megasnn.config import ConfigError, parse, to_json
 from megasnn.config.names import table_of
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
-from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 
 ROOT = Path(__file__).parents[2]
 BY_TYPE = {
@@ -51,8 +52,8 @@ def random_configs(config_class: type) -> st.SearchStrategy[Any]:
     return st.builds(config_class, **parts)
 
 
-def spikformer(path: Path, *flags: str) -> PretrainSpikformerConfig:
-    return parse(PretrainSpikformerConfig, ["--config", str(path), *flags])
+def spikformer(path: Path, *flags: str) -> run_config(Spikformer):
+    return parse(run_config(Spikformer), ["--config", str(path), *flags])
 
 
 def written(folder: Path, values: object) -> Path:
@@ -61,7 +62,7 @@ def written(folder: Path, values: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("config_class", [PretrainSpikformerConfig, PretrainVggDvsConfig])
+@pytest.mark.parametrize("config_class", [run_config(Spikformer), run_config(VggDvs)])
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_a_run_writes_given_back_is_the_same(config_class, data, tmp_path) -> None:
@@ -74,25 +75,25 @@ def test_flags_win_wherever_they_stand(tmp_path) -> None:
     path = written(
         tmp_path, {"optimizer": {"lr": 2, "min_lr": 0.5}, "checkpoint": {"no_load_optim": True, "load": "x"}}
     )
-    config = parse(PretrainSpikformerConfig, ["--lr", "3", f"--config={path}", "--no-load-optim", "--load", "none"])
+    config = parse(run_config(Spikformer), ["--lr", "3", f"--config={path}", "--no-load-optim", "--load", "none"])
     assert (config.optimizer.lr, config.optimizer.min_lr) == (3.0, 0.5)
     assert config.checkpoint.no_load_optim and config.checkpoint.load is None
     assert not spikformer(path, "--no-no-load-optim").checkpoint.no_load_optim
-    assert spikformer(path, "--config", "none") == PretrainSpikformerConfig()
+    assert spikformer(path, "--config", "none") == run_config(Spikformer)()
 
 
 def test_a_variant_of_the_file_gives_its_dimensions(tmp_path) -> None:
     path = written(tmp_path, {"model": {"variant": "spikformer_s", "depth": 3}})
-    assert spikformer(path).model == SpikformerConfig(variant="spikformer_s", depth=3)
+    assert spikformer(path).model == Spikformer(variant="spikformer_s", depth=3)
 
 
 def test_the_flag_of_a_variant_replaces_the_dimensions_of_the_file(tmp_path) -> None:
-    saved = PretrainSpikformerConfig(model=SpikformerConfig(embed_dim=64, num_classes=3, time_steps=7, mlp_ratio=2.0))
+    saved = run_config(Spikformer)(model=Spikformer(embed_dim=64, num_classes=3, time_steps=7, mlp_ratio=2.0))
     path = written(tmp_path, to_json(saved))
-    named = SpikformerConfig(variant="spikformer_ti", time_steps=7, mlp_ratio=2.0)
+    named = Spikformer(variant="spikformer_ti", time_steps=7, mlp_ratio=2.0)
     assert spikformer(path, "--variant", "spikformer_ti").model == named
     assert spikformer(path, "--variant", "spikformer_ti", "--depth", "2").model == replace(named, depth=2)
-    assert spikformer(path, "--variant", "none").model == SpikformerConfig(time_steps=7, mlp_ratio=2.0)
+    assert spikformer(path, "--variant", "none").model == Spikformer(time_steps=7, mlp_ratio=2.0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_what_does_not_fit_is_refused_with_file_and_field(tmp_path, values, mess
 
 
 def test_a_file_of_another_model_is_refused(tmp_path) -> None:
-    path = written(tmp_path, to_json(PretrainVggDvsConfig()))
+    path = written(tmp_path, to_json(run_config(VggDvs)()))
     with pytest.raises(ConfigError) as refused:
         spikformer(path)
     assert [problem.split(": ")[1].split(";")[0] for problem in refused.value.problems] == [
@@ -139,13 +140,13 @@ def test_a_file_of_another_model_is_refused(tmp_path) -> None:
 def test_what_is_no_file_is_refused(tmp_path, monkeypatch, name) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="--config"):
-        parse(PretrainSpikformerConfig, ["--config", name])
+        parse(run_config(Spikformer), ["--config", name])
 
 
 def test_help_shows_the_flag_and_the_values_of_the_file(tmp_path, capsys) -> None:
     path = written(tmp_path, {"model": {"image_size": 20}})
     with pytest.raises(SystemExit) as stopped:
-        parse(PretrainSpikformerConfig, ["--config", str(path), "--help"], recipes={"spikformer/small": path})
+        parse(run_config(Spikformer), ["--config", str(path), "--help"], recipes={"spikformer/small": path})
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert stopped.value.code == 0
     assert "--config STR" in text and "recipe: spikformer/small." in text

@@ -5,8 +5,8 @@ import sys
 
 from megasnn.config import NeuronConfig
 from megasnn.kernels import NeuronSpec
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.building import describe
+from megasnn.models.spikformer.dimensions import Spikformer
 
 LOWEST = (
     "megasnn",
@@ -45,6 +45,6 @@ def test_the_neurons_defaults_are_those_of_its_description() -> None:
 
 
 def test_the_layers_that_are_counted_are_those_that_are_built() -> None:
-    config = SpikformerConfig(depth=3)
-    built = describe_spikformer(config, NeuronSpec()).layers
+    config = Spikformer(depth=3)
+    built = describe(config, NeuronSpec()).layers
     assert [(each.name, each.unit) for each in config.layers()] == [(layer.name, layer.unit) for layer in built]

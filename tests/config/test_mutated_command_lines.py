@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from megasnn.config import ConfigError, parse, validate
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
-from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from tools import convert_checkpoint, draw_schedule, preprocess_data, show_data
 
 SECONDS = 2.5  # of the processor, for each program
@@ -70,8 +71,8 @@ def draw(argv: Sequence[str]) -> None:
 
 # Commands in front of the flags; what they read is not there.
 PROGRAMS: dict[str, tuple[Program, tuple[str, ...]]] = {
-    "spikformer": (pretrain(PretrainSpikformerConfig), ("",)),
-    "vgg": (pretrain(PretrainVggDvsConfig), ("",)),
+    "spikformer": (pretrain(run_config(Spikformer)), ("",)),
+    "vgg": (pretrain(run_config(VggDvs)), ("",)),
     "draw": (draw, ("1f1b", "zbv", "auto", "interleaved", "v-min")),
     "show": (show_data.main, ("absent.tar --output x.png", "absent")),
     "convert": (

@@ -17,13 +17,14 @@ from megasnn.config import (
     to_json,
 )
 from megasnn.kernels import SURROGATES
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 configs = st.builds(
-    PretrainSpikformerConfig,
+    run_config(Spikformer),
     model=st.builds(
-        SpikformerConfig,
+        Spikformer,
         variant=st.sampled_from([None, "spikformer_ti", "spikformer_s"]),
         depth=st.integers(1, 200),
         patch_size=st.sampled_from([4, 16]),
@@ -42,25 +43,25 @@ configs = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(configs)
-def test_round_trip(config: PretrainSpikformerConfig) -> None:
-    assert from_dict(PretrainSpikformerConfig, to_dict(config)) == config
-    assert from_json(PretrainSpikformerConfig, to_json(config)) == config
+def test_round_trip(config: run_config(Spikformer)) -> None:
+    assert from_dict(run_config(Spikformer), to_dict(config)) == config
+    assert from_json(run_config(Spikformer), to_json(config)) == config
 
 
 def test_what_is_missing_takes_its_default() -> None:
-    config = from_dict(PretrainSpikformerConfig, {"model": {"variant": "spikformer_s"}, "optimizer": {"lr": 1}})
-    assert config.model == SpikformerConfig(variant="spikformer_s")
+    config = from_dict(run_config(Spikformer), {"model": {"variant": "spikformer_s"}, "optimizer": {"lr": 1}})
+    assert config.model == Spikformer(variant="spikformer_s")
     assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
 
 
 def test_what_is_unknown_or_of_a_wrong_type_is_refused_at_once() -> None:
-    values = json.loads(to_json(PretrainSpikformerConfig()))
+    values = json.loads(to_json(run_config(Spikformer)()))
     values["model"] |= {"wings": 2, "depth": "4", "patch_size": 8}
     values["training"] = 3
     values["data"] |= {"shuffle": 1}
     values["parallel"] |= {"tensor_model_parallel_size": True}
     with pytest.raises(ConfigError) as error:
-        from_dict(PretrainSpikformerConfig, values)
+        from_dict(run_config(Spikformer), values)
     assert sorted(error.value.problems) == [
         "data.shuffle (--shuffle) cannot be 1",
         "model.depth (--depth) cannot be '4'",
@@ -72,7 +73,7 @@ def test_what_is_unknown_or_of_a_wrong_type_is_refused_at_once() -> None:
 
 
 def test_the_table_marks_what_was_changed() -> None:
-    config = PretrainSpikformerConfig(model=SpikformerConfig(variant="spikformer_ti", depth=2))
+    config = run_config(Spikformer)(model=Spikformer(variant="spikformer_ti", depth=2))
     config = replace(config, neuron=NeuronConfig(v_reset=None))
     lines = describe(config).splitlines()
     changed = [line.split()[1:] for line in lines if "*" in line]

@@ -1,11 +1,12 @@
 import pytest
 
 from megasnn.config import ConfigError, parse, validate
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 
 
 def problems(*argv: str, world_size: int = 1, length: str = "--train-iters 10") -> tuple[str, ...]:
-    config = parse(PretrainSpikformerConfig, [*length.split(), *argv])
+    config = parse(run_config(Spikformer), [*length.split(), *argv])
     try:
         validate(config, world_size)
     except ConfigError as error:
@@ -168,7 +169,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_an_object_of_an_unknown_variant_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="unknown --variant 'vgg'"):
-        SpikformerConfig(variant="vgg")  # type: ignore[arg-type]
+        Spikformer(variant="vgg")  # type: ignore[arg-type]
 
 
 def test_a_memory_limit_is_checked_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 
 from megasnn.config import ConfigError, from_json, parse, to_json, validate
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import (
-    PretrainVggDvsConfig,
     VggBlock,
-    VggDvsConfig,
+    VggDvs,
     VggNeuronConfig,
     parse_channels,
 )
@@ -16,7 +17,7 @@ LENGTH = ("--train-iters", "10")
 
 def problems(*argv: str, world_size: int = 1) -> list[str]:
     try:
-        validate(parse(PretrainVggDvsConfig, [*LENGTH, *argv]), world_size)
+        validate(parse(run_config(VggDvs), [*LENGTH, *argv]), world_size)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -25,7 +26,7 @@ def problems(*argv: str, world_size: int = 1) -> list[str]:
 def test_channels() -> None:
     assert parse_channels("8, 16,p,32") == ((VggBlock(8, False), VggBlock(16, False), VggBlock(32, True)), False)
     assert parse_channels("P,8,P") == ((VggBlock(8, True),), True)
-    default = VggDvsConfig()
+    default = VggDvs()
     assert [block.channels for block in default.blocks] == [64, 128, 256, 256, 512, 512, 512, 512]
     assert [block.pool for block in default.blocks] == [False, False, True, False, True, False, True, False]
     assert default.final_pool and default.final_size == 3
@@ -69,16 +70,14 @@ def test_what_works() -> None:
 
 
 def test_defaults_are_those_of_spikingjelly_and_survive_json() -> None:
-    config = parse(PretrainVggDvsConfig, [])
+    config = parse(run_config(VggDvs), [])
     neuron = config.neuron
     assert (neuron.tau, neuron.decay_input, neuron.surrogate, neuron.detach_reset) == (1.333, False, "atan", True)
-    assert isinstance(neuron, VggNeuronConfig) and config.model == VggDvsConfig()
-    assert from_json(PretrainVggDvsConfig, to_json(config)) == config
+    assert isinstance(neuron, VggNeuronConfig) and config.model == VggDvs()
+    assert from_json(run_config(VggDvs), to_json(config)) == config
 
 
 def test_spikformers_event_frames_need_two_channels() -> None:
-    from megasnn.models.spikformer.dimensions import SpikformerConfig
-
-    (problem,) = SpikformerConfig(event_frames=True).problems(1)
+    (problem,) = Spikformer(event_frames=True).problems(1)
     assert problem == "--event-frames have two polarities: set --in-channels 2, not 3"
-    assert SpikformerConfig(event_frames=True, in_channels=2).problems(1) == []
+    assert Spikformer(event_frames=True, in_channels=2).problems(1) == []

@@ -14,24 +14,24 @@ from megasnn.comm.group import Group
 from megasnn.config.neuron import NeuronConfig
 from megasnn.convert.target import SavedModel, configured_model
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.table import MODELS as TABLE
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.random import keyed_generator
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
 
 CPU = torch.device("cpu")
-MODELS: dict[str, SpikformerConfig | VggDvsConfig] = {
-    "spikformer": SpikformerConfig(
+MODELS: dict[str, Spikformer | VggDvs] = {
+    "spikformer": Spikformer(
         embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, patch_size=4, image_size=8, time_steps=2, num_classes=5
     ),
-    "vgg": VggDvsConfig(channels="8,P,8,16", image_size=8, time_steps=2, num_classes=5),
+    "vgg": VggDvs(channels="8,P,8,16", image_size=8, time_steps=2, num_classes=5),
 }
-ENTRIES = {SpikformerConfig: TABLE["spikformer"], VggDvsConfig: TABLE["vgg_dvs"]}
+ENTRIES = {Spikformer: TABLE["spikformer"], VggDvs: TABLE["vgg_dvs"]}
 EXTRA = {"dataset": "digits", "seed": 3}
 
 
-def identity(model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> dict[str, Any]:
+def identity(model: Spikformer | VggDvs, neuron: str = "plif") -> dict[str, Any]:
     """The configuration as a run keeps it; parametric neurons have whole tensors with state of their own."""
     dimensions = asdict(model)
     for choice in ("variant", "tensor_parallel_style"):
@@ -41,7 +41,7 @@ def identity(model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> di
     return {"model": dimensions, "neuron": neurons}
 
 
-def model_like(model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> SavedModel:
+def model_like(model: Spikformer | VggDvs, neuron: str = "plif") -> SavedModel:
     return configured_model(ENTRIES[type(model)], identity(model, neuron), "a test")
 
 
@@ -57,14 +57,14 @@ def build(
     model: SavedModel, seed: int = 0, tensor: int = 0, size: int = 1, layers: Sequence[int] | None = None
 ) -> Rank:
     context = BuildContext(Group("tensor", tuple(range(size)), tensor))
-    chosen = model.description.layers if layers is None else [model.description.layers[index] for index in layers]
-    built = [(layer.name, layer.build(context)) for layer in chosen]
+    built = model.description.named_layers(context)
+    built = built if layers is None else [built[index] for index in layers]
     materialise(built, CPU, seed)
     tensors = list(sharded_tensors(built))
     return Rank(tensors, torch.optim.AdamW([entry.tensor for entry in tensors if entry.is_parameter]))
 
 
-def save_whole(folder: Path, model: SpikformerConfig | VggDvsConfig, neuron: str = "plif") -> Path:
+def save_whole(folder: Path, model: Spikformer | VggDvs, neuron: str = "plif") -> Path:
     """Saves as one rank, after one step with gradients that follow from the tensors' names."""
     described = model_like(model, neuron)
     rank = build(described)

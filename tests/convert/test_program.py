@@ -49,7 +49,7 @@ def weights(folder: Path, change: float = 0.0, **others: torch.Tensor) -> Path:
 def test_inspect_shows_the_tree_and_the_totals(run, capsys):
     status, text = answers(capsys, "inspect", run)
     assert status == 0
-    assert "iteration 100, 6400 samples consumed" in text and "model: embed_dim 32" in text
+    assert "iteration 100, 6400 samples consumed" in text and "embed_dim 32" in text
     assert re.search(
         r"\n {6}qkv\n {8}conv.weight +float32 +12 KiB +\[96, 32, 1\] +3 pieces in 1 files\n {8}neuron.w ", text
     )

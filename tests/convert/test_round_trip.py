@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint import load_global_tensors, save_checkpoint
 from megasnn.checkpoint.whole import load_globals_into
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.spikformer.dimensions import Spikformer as Ours
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 from tests.convert.saved import build, identity, model_like
@@ -23,9 +23,9 @@ from tools.convert_checkpoint import main
 
 SPIKFORMER = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, time_steps=2, num_classes=5)
 CONFIGS = {
-    "spikformer": SpikformerConfig(patch_size=4, **SPIKFORMER),
-    "imagenet": SpikformerConfig(patch_size=16, **SPIKFORMER),
-    "vgg": VggDvsConfig(),
+    "spikformer": Ours(patch_size=4, **SPIKFORMER),
+    "imagenet": Ours(patch_size=16, **SPIKFORMER),
+    "vgg": VggDvs(),
 }
 
 

@@ -10,7 +10,8 @@ from megasnn.config import ConfigError, DataConfig, parse, validate
 from megasnn.data.event_files import FrameSettings, decode_sample, encode_events, encode_frames, make_frames
 from megasnn.data.event_frames import EventFormat
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, events_to_frames
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from tests.data.shard_files import loader, open_datasets, write_shard
 
 
@@ -142,7 +143,7 @@ def test_options_of_frames_that_are_finished_are_refused(tmp_path) -> None:
         open_datasets(DataConfig(data_path=str(shard), split_by="time"), (5, 2, 12, 12), 3)
     flags = "--train-iters 1 --split-by time --frame-duration 10".split()
     with pytest.raises(ConfigError, match="--split-by time and --frame-duration 10 exclude"):
-        validate(parse(PretrainSpikformerConfig, flags), 1)
+        validate(parse(run_config(Spikformer), flags), 1)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: b"", lambda data: b"PK\3\4" + data[:40]])

@@ -12,7 +12,8 @@ from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FrameSettings
 from megasnn.data.event_frames import EventFormat
 from megasnn.data.shards import open_shard
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from tests.data.shard_files import CLASSES, loader, write_shard
 from tests.data.test_events import as_events
 
@@ -117,7 +118,7 @@ def test_ends_of_epochs_that_cannot_be(dataset) -> None:
         loader(dataset, global_batch_size=8, micro_batch_size=2, dp_size=4, last_batch="keep")
     flags = "--train-iters none --train-samples 100 --global-batch-size 8 --last-batch keep".split()
     with pytest.raises(ConfigError, match="--train-iters rather than --train-samples"):
-        validate(parse(PretrainSpikformerConfig, flags), 1)
+        validate(parse(run_config(Spikformer), flags), 1)
 
 
 def test_a_place_in_the_data_is_not_taken_for_one_in_another_order(dataset) -> None:

@@ -259,7 +259,7 @@ def test_pooled_spikes_travel_as_bits_and_their_gradient_pooled(ranks) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(inputs=6, outputs=8), "in_channels 6 .*--tensor-model-parallel-size 4"),
+        (dict(inputs=6, outputs=8, whole_input=False), "in_channels 6 .*--tensor-model-parallel-size 4"),
         (dict(inputs=8, outputs=6), "out_channels 6 .*--tensor-model-parallel-size 4"),
         (dict(inputs=3, outputs=6, whole_input=True), "out_channels 6"),
         (dict(inputs=8, outputs=8, groups=2), "groups 2 .*multiple of --tensor-model-parallel-size 4"),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasnn.comm.group import Group, alone
 from megasnn.layers import BuildContext, ParallelDropout
-from megasnn.layers.keyed import apply_layer
+from megasnn.layers.whole import apply_layer
 
 T, C = 3, 40
 P = 0.25

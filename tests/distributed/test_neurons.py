@@ -7,9 +7,10 @@ import torch
 from spikingjelly.activation_based import functional, neuron, surrogate
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ParallelBatchNorm, ParallelConv, ParallelIF, ParallelLIF
+from megasnn.layers import BuildContext, ParallelIF, ParallelLIF
 from megasnn.layers.unit import ConvNormNeuron
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.sharding import materialise
 
 
 def sequence(channels: int = 8) -> torch.Tensor:
@@ -52,8 +53,15 @@ def test_a_description_of_another_neuron_is_refused() -> None:
         ParallelIF(NeuronSpec(kind="lif"), BuildContext())
 
 
-def test_carry_over_inside_a_unit_is_refused() -> None:
-    context = BuildContext()
-    conv = ParallelConv(4, 4, 1, context, initialise=lambda tensor, generator: tensor.zero_())
-    with pytest.raises(ValueError, match="carry_over"):
-        ConvNormNeuron(conv, ParallelBatchNorm(4, context), ParallelLIF(NeuronSpec(), context, carry_over=True))
+def test_a_unit_takes_a_neuron_that_carries_its_potential_over() -> None:
+    """One call on all steps gives what two calls on halves give, with the norm's statistics of evaluation."""
+    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+    unit = ConvNormNeuron(8, 8, 1, context, neuron=ParallelLIF(NeuronSpec(), context, carry_over=True)).eval()
+    materialise([("unit", unit)], torch.device("cpu"), 0)
+    x = 4 * sequence().unsqueeze(-1)
+    whole = unit(x)
+    unit.neuron.reset()
+    halves = torch.cat([unit(x[:3]), unit(x[3:])])
+    assert torch.equal(halves, whole) and 0 < whole.mean() < 1
+    unit.neuron.reset()
+    assert not torch.equal(unit(x[3:]), whole[3:])

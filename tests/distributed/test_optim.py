@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv, ParallelLinear, ParallelPLIF
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
 from megasnn.optim import GradientNorm, build_optimizer, learning_rate
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.sharding import ShardedTensor
@@ -23,9 +23,8 @@ def _layers(inner: BuildContext) -> dict[str, nn.Module]:
     """Cut by column with blocks, cut by row, norms, a scalar and a bias that every rank holds whole."""
 
     def unit(style: str, blocks: int) -> ConvNormNeuron:
-        conv = ParallelConv(8, 24, 3, inner, initialise=nothing, style=style, blocks=blocks)
-        spec = NeuronSpec(kind="plif")
-        return ConvNormNeuron(conv, ParallelBatchNorm(24, inner, blocks=blocks), ParallelPLIF(spec, inner))
+        neuron = NeuronSpec(kind="plif")
+        return ConvNormNeuron(8, 24, 3, inner, padding=0, neuron=neuron, initialise=nothing, style=style, blocks=blocks)
 
     return {
         "stem": unit("column", 3),

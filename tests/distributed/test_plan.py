@@ -11,7 +11,7 @@ from megasnn.comm.agreement import decided_by_first
 from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import costs as costs_module
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, measure_layers
@@ -21,7 +21,7 @@ from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule import Kind
 from tests.parity.ranks import model_config
 
-MODEL = describe_spikformer(model_config(), NeuronSpec())
+MODEL = describe(model_config(), NeuronSpec())
 CPU = torch.device("cpu")
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm.codec import Wire
-from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv
-from megasnn.layers.neuron import build_neuron
-from megasnn.models.description import LayerDescription, ModelDescription
-from megasnn.models.spikformer.model import Head, trunc_normal
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
+from megasnn.layers.initialisers import trunc_normal
+from megasnn.models.building import describe
+from megasnn.models.description import ModelDescription
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
@@ -29,19 +30,22 @@ CHANNELS, CLASSES, SIDE, STEPS = 8, 3, 3, 2
 MOST_MICRO_BATCHES = 4
 
 
-def _unit(inputs: int, context: BuildContext) -> ConvNormNeuron:
-    wire = Wire.DENSE if inputs == 3 else Wire.SPIKES
-    conv = ParallelConv(
-        inputs, CHANNELS, 1, context, initialise=trunc_normal, pointwise=True, wire=wire, whole_input=inputs == 3
-    )
-    return ConvNormNeuron(conv, ParallelBatchNorm(CHANNELS, context), build_neuron(NeuronSpec(), context))
+@dataclass(frozen=True, kw_only=True)
+class Row(Model):
+    """Four units and a head."""
+
+    image_size: int = SIDE
+    time_steps: int = STEPS
+    num_classes: int = CLASSES
+
+    def layers(self) -> Iterable[Layer]:
+        for index, inputs in enumerate([3, CHANNELS, CHANNELS, CHANNELS]):
+            yield layer(f"unit.{index}", ConvNormNeuron(inputs, CHANNELS, initialise=trunc_normal), unit="unit")
+        yield layer("head", MeanLinear(CHANNELS, CLASSES))
 
 
 def _model() -> ModelDescription:
-    inputs = [3, CHANNELS, CHANNELS, CHANNELS]
-    layers = [LayerDescription(f"unit.{i}", "unit", partial(_unit, n), Wire.SPIKES) for i, n in enumerate(inputs)]
-    layers.append(LayerDescription("head", "head", partial(Head, CHANNELS, CLASSES), Wire.DENSE))
-    return ModelDescription(tuple(layers), STEPS, (3, SIDE, SIDE), CLASSES)
+    return describe(Row())
 
 
 def random_schedule(seed: int, ranks: int) -> Schedule:

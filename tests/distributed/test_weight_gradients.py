@@ -9,18 +9,14 @@ from torch import Tensor, nn
 from megasnn.comm.codec import Wire
 from megasnn.comm.group import Group, alone
 from megasnn.comm.statistics import statistics
-from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
-    ConvNormNeuron,
-    ParallelBatchNorm,
     ParallelConv,
     ParallelLinear,
     SpikingSelfAttention,
 )
-from megasnn.layers.neuron import build_neuron
+from megasnn.layers.initialisers import trunc_normal
 from megasnn.layers.weight_gradients import Task
-from megasnn.models.spikformer.model import trunc_normal
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6
@@ -35,13 +31,6 @@ CONVOLUTIONS: dict[str, dict] = {
 LAYERS = (*CONVOLUTIONS, "linear-row", "linear-column", "attention")
 
 
-def _unit(outputs: int, context: BuildContext, blocks: int = 1) -> ConvNormNeuron:
-    conv = ParallelConv(
-        CHANNELS, outputs, 1, context, initialise=trunc_normal, pointwise=True, wire=Wire.SPIKES, blocks=blocks
-    )
-    return ConvNormNeuron(conv, ParallelBatchNorm(outputs, context, blocks=blocks), build_neuron(NeuronSpec(), context))
-
-
 def _layer(name: str, context: BuildContext) -> nn.Module:
     if name in CONVOLUTIONS:
         options = CONVOLUTIONS[name]
@@ -49,9 +38,7 @@ def _layer(name: str, context: BuildContext) -> nn.Module:
     if name.startswith("linear"):
         style = name.removeprefix("linear-")
         return ParallelLinear(CHANNELS, 8, context, initialise=trunc_normal, style=style, wire=Wire.SPIKES)
-    neuron = build_neuron(NeuronSpec(v_threshold=0.5), context)
-    qkv, projection = _unit(3 * CHANNELS, context, 3), _unit(CHANNELS, context)
-    return SpikingSelfAttention(CHANNELS, 4, context, qkv=qkv, neuron=neuron, projection=projection)
+    return SpikingSelfAttention(CHANNELS, 4, context, initialise=trunc_normal)
 
 
 class _Model:

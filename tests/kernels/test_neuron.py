@@ -64,7 +64,10 @@ def test_first_potential(v_reset):
         assert_close(gradients(halves, v, [x])[0], gradients(whole, v_whole, [x])[0])
 
 
-@pytest.mark.parametrize("name", SURROGATES)
+SPIKINGJELLYS = [name for name, entry in SURROGATES.items() if entry.spikingjelly is not None]
+
+
+@pytest.mark.parametrize("name", SPIKINGJELLYS)
 def test_every_surrogate(name):
     """All of SpikingJelly's surrogates with an alpha are there, with its default; unfused ones take the reference."""
     spec = NeuronSpec(surrogate=name)
@@ -77,6 +80,18 @@ def test_every_surrogate(name):
     assert_close(gradients(spikes, v, [x])[0], gradients(expected, node.v, [x])[0])
 
 
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_the_triangular_surrogate_is_that_of_its_paper(alpha):
+    """Equation 4 of arXiv 2202.11946, by finite potentials: height 1 / alpha at the threshold, 0 beyond alpha."""
+    spec = NeuronSpec("if", surrogate="triangular", alpha=alpha, v_threshold=1.0)
+    x = torch.tensor([[1.0, 1.0 + alpha / 2, 1.0 - alpha / 4, 1.0 + alpha, 1.0 - 2 * alpha]], dtype=torch.float64)
+    x.requires_grad_()
+    spikes, _ = neuron_multi_step(x, spec)
+    assert spikes.tolist() == [[1, 1, 0, 1, 0]]
+    spikes.sum().backward()
+    assert_close(x.grad, torch.tensor([[1, 0.5, 0.75, 0, 0]], dtype=torch.float64) / alpha)
+
+
 def test_no_surrogate_is_missing():
     """A class of the next SpikingJelly with an alpha would have to be added to the table."""
     classes = (value for value in vars(surrogate).values() if isinstance(value, type))
@@ -87,7 +102,7 @@ def test_no_surrogate_is_missing():
         and cls is not surrogate.SurrogateFunctionBase
         and "alpha" in cls.__init__.__code__.co_varnames
     }
-    assert found == {class_name for class_name, _ in SURROGATES.values()}
+    assert found == {SURROGATES[name].spikingjelly for name in SPIKINGJELLYS}
 
 
 @pytest.mark.parametrize("factor", [0.125, 0.25])

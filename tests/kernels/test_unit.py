@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.reference import batch_norm
 from megasnn.kernels.unit import norm_pool_neuron
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron, spikingjelly_unit
 
@@ -253,3 +254,25 @@ def test_refuses(arguments, message):
     x = torch.zeros(2, 3, 4, 5, 6)
     with pytest.raises(ValueError, match=message):
         norm_pool_neuron(**{"x": x, "weight": None, "bias": None, "spec": NeuronSpec(), "training": True, **arguments})
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("order", ["rows", "channels first"])
+def test_the_gradient_does_not_depend_on_the_memory_order(frames, order):
+    """torch 2.13's batch norm gives a wrong gradient for a single frame in channels-last order."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(frames, 8, 5, 5, dtype=torch.float64, generator=generator)
+    grad = torch.randn(frames, 8, 5, 5, dtype=torch.float64, generator=generator)
+    results = []
+    for as_rows in (False, order == "rows"):
+        leaf = values.clone().requires_grad_()
+        x = leaf.permute(0, 2, 3, 1).contiguous().view(1, frames, 5, 5, 8).movedim(-1, 2).flatten(0, 1)
+        weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
+        given = grad if not as_rows else grad.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        (batch_norm(x, None, weight, None, 1e-5) * 1).backward(given)
+        results.append((leaf.grad, weight.grad))
+    mean, var = values.mean((0, 2, 3), keepdim=True), values.var((0, 2, 3), keepdim=True, correction=0)
+    expected = (grad * (values - mean) / (var + 1e-5).sqrt()).sum((0, 2, 3))
+    for of_input, of_weight in results:
+        assert_close(of_weight, expected)
+        assert_close(of_input, results[0][0])

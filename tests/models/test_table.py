@@ -3,83 +3,64 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import megasnn
 from megasnn.checkpoint import CheckpointError, read_metadata, save_checkpoint
-from megasnn.comm.codec import Wire
-from megasnn.config import LayerName, PretrainConfig, to_dict
+from megasnn.config import to_dict
 from megasnn.convert.exchange import weights_as
 from megasnn.convert.opening import open_source
 from megasnn.convert.rank_files import reshard
 from megasnn.convert.target import Target, saved_model
-from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ParallelLinear
-from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.models.building import describe
 from megasnn.models.dialects import dialect_for, dialect_of
-from megasnn.models.entry import ModelEntry
-from megasnn.models.spikformer.model import trunc_normal
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, guess_model
+from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pretraining import pretrain
 from megasnn.sharding import materialise, sharded_tensors
-from megasnn.training import neuron_spec
 from tests.convert.saved import CPU
 
 
-@dataclass(frozen=True)
-class LineConfig:
-    """A row of linear layers."""
+@dataclass(frozen=True, kw_only=True)
+class Line(Model):
+    """A row of convolutions."""
+
+    marker = "line.head.weight"
 
     width: int = 4
     """Number of channels."""
     depth: int = 3
     """Number of layers."""
 
-    def layers(self) -> list[LayerName]:
-        return [LayerName("line", str(index)) for index in range(self.depth)]
+    def layers(self) -> Iterable[Layer]:
+        widths = [self.in_channels, *[self.width] * (self.depth - 1)]
+        for index, inputs in enumerate(widths[:-1]):
+            yield layer(f"line.{index}", ConvNormNeuron(inputs, self.width), unit="line")
+        yield layer("line.head", MeanLinear(self.width, self.num_classes), unit="line")
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = self.width % tensor_parallel
         return [f"--width {self.width} must be a multiple of {tensor_parallel}"] if wrong else []
 
 
-@dataclass(frozen=True)
-class PretrainLineConfig(PretrainConfig):
-    """Pretrain a row of linear layers."""
-
-    model: LineConfig = field(default_factory=LineConfig)
-
-
-class LineEntry(ModelEntry[LineConfig]):
-    name = "line"
-    config = PretrainLineConfig
-    marker = "line.0.weight"
-
-    def describe(self, dimensions: LineConfig, neuron: NeuronSpec) -> ModelDescription:
-        def build(context: BuildContext) -> ParallelLinear:
-            return ParallelLinear(dimensions.width, dimensions.width, context, initialise=trunc_normal)
-
-        layers = tuple(LayerDescription(layer.name, layer.unit, build, Wire.DENSE) for layer in dimensions.layers())
-        return ModelDescription(layers, 1, (dimensions.width,), dimensions.width)
-
-
 @pytest.fixture
-def line(monkeypatch) -> LineEntry:
+def line(monkeypatch) -> type[Model]:
     """A model whose only mention outside its own code is its line in the table."""
-    entry = LineEntry()
-    monkeypatch.setitem(MODELS, entry.name, entry)
-    return entry
+    monkeypatch.setitem(MODELS, Line.name, Line)
+    return Line
 
 
-def saved(folder: Path, entry: ModelEntry, **changed) -> Path:
+def saved(folder: Path, of: type[Model], **changed) -> Path:
     """A checkpoint of weights of the model's default configuration."""
-    config = entry.config()
-    layers = [
-        (each.name, each.build(BuildContext())) for each in entry.describe(config.model, neuron_spec(config)).layers
-    ]
+    config = run_config(of)()
+    layers = describe(config.model, config.neuron.spec).named_layers(BuildContext())
     materialise(layers, CPU, 0)
     arguments = {
         "iteration": 3,
@@ -89,7 +70,7 @@ def saved(folder: Path, entry: ModelEntry, **changed) -> Path:
         "extra": {},
         "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)},
         "layout": None,
-        "model": entry.name,
+        "model": of.name,
     }
     return save_checkpoint(folder, **(arguments | changed))
 
@@ -97,16 +78,14 @@ def saved(folder: Path, entry: ModelEntry, **changed) -> Path:
 def test_every_model_is_in_the_table_under_the_name_of_its_folder():
     folders = {file.parent.name for file in Path(megasnn.__path__[0], "models").glob("*/__init__.py")}
     assert folders == set(MODELS)
-    for name, entry in MODELS.items():
-        assert entry.name == name and Path(inspect.getfile(type(entry))).parent.name == name
+    for name, model in MODELS.items():
+        assert model.name == name and Path(inspect.getfile(model)).parent.name == name
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_marker_is_of_its_model_alone(name):
-    config = MODELS[name].config()
-    layers = MODELS[name].describe(config.model, neuron_spec(config)).layers
-    tensors = [entry.name for entry in sharded_tensors((each.name, each.build(BuildContext())) for each in layers)]
-    assert [entry.name for entry in MODELS.values() if entry.marker in tensors] == [name]
+    tensors = [entry.name for entry in describe_tensors(describe(MODELS[name]()), BuildContext())]
+    assert [model.name for model in MODELS.values() if model.marker in tensors] == [name]
     for dialect in MODELS[name].dialects():
         assert dialect.marker not in tensors
 
@@ -151,7 +130,7 @@ def test_a_new_model_is_known_to_the_converter(line, tmp_path):
     with pytest.raises(CheckpointError, match="no model of spikingjelly with the tensors of line"):
         weights_as(open_source(path), "spikingjelly")
     with pytest.raises(ValueError, match="SpikingJelly has no model line; leave --load-spikingjelly out"):
-        line.from_spikingjelly(LineConfig(), {})
+        line().from_spikingjelly({})
     with pytest.raises(CheckpointError, match="--width 4 must be a multiple of 3"):
         saved(tmp_path / "odd", line)
         reshard(open_source(tmp_path / "odd"), tmp_path / "no", Target(3, 1))

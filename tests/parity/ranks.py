@@ -12,8 +12,8 @@ from megasnn.checkpoint.whole import load_globals_into
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.building import describe
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
@@ -49,8 +49,8 @@ class RankStep:
     buffers: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
 
 
-def model_config() -> SpikformerConfig:
-    return SpikformerConfig(
+def model_config() -> Spikformer:
+    return Spikformer(
         embed_dim=DIMS["embed_dims"],
         depth=DIMS["depths"],
         num_heads=DIMS["num_heads"],
@@ -71,7 +71,7 @@ def build_engine(
     spec: NeuronSpec | None = None,
     bounds: list[range] | None = None,
 ) -> Engine:
-    model = describe_spikformer(model_config(), spec or NeuronSpec())
+    model = describe(model_config(), spec or NeuronSpec())
     context = BuildContext(state.tensor, dtype, dtype, backend)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)

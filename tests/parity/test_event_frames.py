@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from megasnn.checkpoint import load_globals_into
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
+from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.spikformer.dimensions import Spikformer as Ours
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
-from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly, vgg_to_spikingjelly
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from tests.parity.test_layouts import error
@@ -49,10 +48,10 @@ def test_the_default_is_the_vgg_of_spikingjelly() -> None:
     torch.manual_seed(0)
     theirs = CIFAR10DVSVGG().double().eval()
     unsettle(theirs)
-    config = VggDvsConfig(time_steps=2)
+    config = VggDvs(time_steps=2)
     pools = [block.pool for block in config.blocks]
     weights = vgg_from_spikingjelly(theirs.state_dict(), pools)
-    ours = whole_model(describe_vgg_dvs(config, NEURON), weights).eval()
+    ours = whole_model(describe(config, NEURON), weights).eval()
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters()) == 9_271_498
     x = frames(1, 2, 48)
     with torch.no_grad():
@@ -67,7 +66,7 @@ def test_spikformer_on_event_frames() -> None:
     torch.manual_seed(0)
     dims = dict(embed_dims=32, num_heads=4, depths=1, mlp_ratio=2.0, T=3, patch_size=4, in_channels=2, num_classes=5)
     theirs = Spikformer(img_size_h=16, img_size_w=16, **dims).double()
-    config = SpikformerConfig(
+    config = Ours(
         embed_dim=32,
         num_heads=4,
         depth=1,
@@ -78,7 +77,7 @@ def test_spikformer_on_event_frames() -> None:
         image_size=16,
         event_frames=True,
     )
-    ours = whole_model(describe_spikformer(config, NeuronSpec()), from_spikingjelly(theirs.state_dict(), 1))
+    ours = whole_model(describe(config, NeuronSpec()), from_spikingjelly(theirs.state_dict(), 1))
     x = frames(4, 3, 16)
     logits = ours(x)
     functional.reset_net(theirs)
@@ -89,8 +88,8 @@ def test_spikformer_on_event_frames() -> None:
 @pytest.mark.parametrize("shape", [(4, 2, 16, 16), (3, 4, 2, 16, 16), (4, 3, 2, 16, 8), (4, 3, 2, 16)])
 def test_frames_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     """FEATURES 0.21."""
-    config = VggDvsConfig("4,P,8", image_size=16, time_steps=3)
-    model = describe_vgg_dvs(config, NEURON)
+    config = VggDvs(channels="4,P,8", image_size=16, time_steps=3)
+    model = describe(config, NEURON)
     chunk = build_chunk(model, [range(3)], 0, BuildContext(), torch.device("cpu"), seed=0)
     with pytest.raises(ValueError, match=r"expected event frames \[N, 3, 2, 16, 16\]"):
         chunk(torch.zeros(shape), range(shape[0]))

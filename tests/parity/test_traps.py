@@ -9,7 +9,7 @@ from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.losses.sums import cross_entropy_sum
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import costs
 from megasnn.pipeline.chunk import build_chunk
@@ -45,7 +45,7 @@ def test_soft_reset_and_no_input_decay_on_a_full_grid(ranks) -> None:
 def _initial_values(tensor: int, pipeline: int) -> list:
     state = initialize_model_parallel(tensor, pipeline)
     try:
-        model = describe_spikformer(model_config(), NeuronSpec())
+        model = describe(model_config(), NeuronSpec())
         bounds = balanced_bounds([1.0] * len(model.layers), pipeline)
         context = BuildContext(state.tensor)
         chunk = build_chunk(model, bounds, state.pipeline.rank, context, state.device, seed=5)
@@ -81,7 +81,7 @@ def _costs_with_one_slow_rank() -> PipelineCosts:
         if state.rank == 1:
             # A rank that would measure something else if it were asked.
             monkeypatch.setattr(costs, "measure_layers", lambda *_: [LayerCost(1000, 1000, 1000)] * 10)
-        model = describe_spikformer(model_config(), NeuronSpec())
+        model = describe(model_config(), NeuronSpec())
         return agreed_costs(model, 2, BuildContext(state.tensor), state.device, state.world, state.pipeline)
     finally:
         monkeypatch.undo()

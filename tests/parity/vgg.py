@@ -17,8 +17,8 @@ from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
-from megasnn.models.vgg_dvs.model import describe_vgg_dvs
+from megasnn.models.building import describe
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.random import keyed_generator
@@ -28,7 +28,7 @@ from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, record_step
 
 # Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
-CONFIG = VggDvsConfig("8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
+CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
 POOLS = [block.pool for block in CONFIG.blocks]
 NEURON = NeuronSpec(tau=1.333, decay_input=False, surrogate="atan")
 SIZES = [3, 3, 3, 2]
@@ -133,15 +133,15 @@ def one_step(
     """One of our steps, on every rank of an initialised world."""
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
-        config = VggDvsConfig(
-            CONFIG.channels,
+        config = VggDvs(
+            channels=CONFIG.channels,
             image_size=CONFIG.image_size,
             time_steps=CONFIG.time_steps,
             num_classes=CONFIG.num_classes,
             dropout=variant.dropout,
             tensor_parallel_style=variant.style,  # type: ignore[arg-type]
         )
-        model = describe_vgg_dvs(config, NEURON)
+        model = describe(config, NEURON)
         context = BuildContext(state.tensor, dtype, dtype, backend, seed=SEED)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megasnn.config import parse, validate
 from megasnn.models.description import ModelDescription
+from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import plan
@@ -53,14 +54,13 @@ def train_vgg(*flags: str) -> Outcome:
 
 
 def _run(model: str, flags: list[str], only_load: bool = False) -> Outcome:
-    entry = MODELS[model]
-    config = parse(entry.config, flags)
+    config = parse(run_config(MODELS[model]), flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
     parallel = config.parallel
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
-        run = TrainingRun(config, entry, state)
+        run = TrainingRun(config, state)
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run.start()
         if not only_load:

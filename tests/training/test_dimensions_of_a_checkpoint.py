@@ -11,6 +11,7 @@ import torch
 
 from megasnn.checkpoint import find_checkpoint, save_global_tensors
 from megasnn.config import ConfigError, PretrainConfig, to_json, validate
+from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.pretraining import configuration
 from tests.convert.saved import MODELS as SAVED
@@ -45,8 +46,8 @@ def test_what_no_flag_gives_is_the_checkpoints(run, more, capsys) -> None:
     found = read("--load", str(run), *more)
     assert same_model(found, *NEURON) and found.training.micro_batch_size == 8
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"--load {run} gives --embed-dim 32 --depth 1 ")
-    assert "--time-steps 2" in line and line.endswith("--neuron if --v-reset none")
+    assert line.startswith(f"--load {run} gives --image-size 8 --in-channels 1 ")
+    assert "--time-steps 2 --embed-dim 32 --depth 1" in line and line.endswith("--neuron if --v-reset none")
     validate(found, 1)
 
 
@@ -70,7 +71,7 @@ def test_flags_variants_and_files_win(run, tmp_path) -> None:
     assert read("--load", str(run), "--config", "spikformer/cifar10").model.depth == 4
     whole = tmp_path / "config.json"
     whole.write_text(to_json(read("--load", "absent")))
-    assert read("--config", str(whole), "--load", str(run)).model == SPIKFORMER.config().model
+    assert read("--config", str(whole), "--load", str(run)).model == run_config(SPIKFORMER)().model
     assert same_model(read("--config", "none", "--load", str(run)), *NEURON)
 
 
@@ -88,9 +89,9 @@ def test_a_folder_without_a_checkpoint_of_this_model_changes_nothing(tmp_path, c
     (tmp_path / "damaged" / "iter_0000001" / "metadata.json").write_text("{}")
     for name in ("absent", "vgg", "weights", "damaged", "a" * 5000, "a\0b"):
         found = read("--load", str(tmp_path / name))
-        assert (found.model, found.neuron) == (SPIKFORMER.config().model, SPIKFORMER.config().neuron)
+        assert (found.model, found.neuron) == (run_config(SPIKFORMER)().model, run_config(SPIKFORMER)().neuron)
     assert capsys.readouterr().out == ""
-    assert read("--load", str(tmp_path / "vgg"), model="vgg_dvs").model != MODELS["vgg_dvs"].config().model
+    assert read("--load", str(tmp_path / "vgg"), model="vgg_dvs").model != MODELS["vgg_dvs"]()
 
 
 def test_what_cannot_be_is_refused_as_a_flag_would_be(tmp_path) -> None:
@@ -137,4 +138,4 @@ def test_a_run_goes_on_with_it(run, tmp_path) -> None:
     more = ["--micro-batch-size", "4", "--global-batch-size", "10", "--num-workers", "0"]
     ended = subprocess.run([*program, *more], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert f"--load {run} gives --embed-dim 32" in ended.stdout and "continuing at iteration 1" in ended.stdout
+    assert f"--load {run} gives --image-size 8" in ended.stdout and "continuing at iteration 1" in ended.stdout

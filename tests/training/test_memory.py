@@ -7,27 +7,25 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from megasnn.config import parse
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.building import describe
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optim import build_optimizer, held_state_bytes, state_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import memory as pipeline_memory
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.costs import LayerCost, MeasuredLayer, MeasuredLayers, PipelineCosts
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
 from megasnn.pipeline.p2p import WireOptions
@@ -54,8 +52,8 @@ def test_the_peak_of_a_step_by_hand() -> None:
 
 
 def test_what_layers_keep_is_measured_with_few_samples_and_grows_with_them() -> None:
-    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, context = describe_spikformer(config, NeuronSpec()), BuildContext()
+    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, context = describe(config, NeuronSpec()), BuildContext()
     state = torch.random.get_rng_state()
     few, many = (
         measure_memory(model, samples, context, torch.device("cpu"), WireOptions()).layers for samples in (2, 12)
@@ -79,8 +77,8 @@ def test_the_state_of_the_optimizer_is_known_before_it_is_there() -> None:
 
 @pytest.mark.parametrize(("device", "batches", "snapshots"), [("cpu", 2, 1), ("cuda", 1, 0)])
 def test_what_lies_in_the_hosts_memory_is_no_part_of_a_gpus(monkeypatch, device, batches, snapshots) -> None:
-    config = parse(PretrainSpikformerConfig, [*TINY, "--num-workers", "1", "--async-save", "--save", "nowhere"])
-    model = describe_spikformer(config.model, NeuronSpec())
+    config = parse(run_config(Spikformer), [*TINY, "--num-workers", "1", "--async-save", "--save", "nowhere"])
+    model = describe(config.model, NeuronSpec())
     state = initialize_model_parallel(1, 1)
     try:
         bounds = (range(len(model.layers)),)
@@ -98,59 +96,51 @@ def test_what_lies_in_the_hosts_memory_is_no_part_of_a_gpus(monkeypatch, device,
     assert mine.snapshot == pytest.approx(snapshots * (mine.weights + mine.optimizer))
 
 
-def _tracked(model: ModelDescription, built: list[str], broken: str = "") -> ModelDescription:
-    """The model with builds that note their layer's name."""
+@contextmanager
+def _tracked(tried: list[str], broken: str = "") -> Iterator[None]:
+    """Inside, the names of layers that are tried are noted, and one of them fails."""
+    inner = MeasuredLayers.__call__
 
-    def build(name: str, inner: Callable[[BuildContext], nn.Module], context: BuildContext) -> nn.Module:
-        built.append(name)
-        if name == broken:
+    def call(layers: MeasuredLayers, index: int) -> MeasuredLayer:
+        tried.append(layers._model.layers[index].name)
+        if tried[-1] == broken:
             raise MemoryError("no room")
-        return inner(context)
+        return inner(layers, index)
 
-    layers = []
-    for each in model.layers:
-        assert isinstance(each.build, partial)
-        noted = partial(build, each.name, each.build)
-        layers.append(replace(each, build=noted))
-    return replace(model, layers=tuple(layers))
+    with mock.patch.object(MeasuredLayers, "__call__", call):
+        yield
 
 
-def test_layers_that_are_built_alike_are_tried_once(monkeypatch) -> None:
-    config = SpikformerConfig(embed_dim=32, depth=4, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, tried = describe_spikformer(config, NeuronSpec()), []
-    run_once = pipeline_memory.MeasuredLayer.run_once
-
-    def counted(layer, *arguments, **more):
-        tried.append(layer)
-        return run_once(layer, *arguments, **more)
-
-    monkeypatch.setattr(pipeline_memory.MeasuredLayer, "run_once", counted)
-    found = measure_memory(model, 2, BuildContext(), torch.device("cpu"), WireOptions()).layers
+def test_layers_that_are_built_alike_are_tried_once() -> None:
+    config = Spikformer(embed_dim=32, depth=4, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, tried = describe(config), []
+    with _tracked(tried):
+        found = measure_memory(model, 2, BuildContext(), torch.device("cpu"), WireOptions()).layers
     assert len(found) == len(model.layers) and len(tried) == len(model.layers) - 2 * 3
     held = {layer.name: cost.held for layer, cost in zip(model.layers, found, strict=True)}
     assert held["blocks.0.attention"] == held["blocks.3.attention"] > held["head"]
 
 
 def test_a_trial_that_takes_long_or_fails_ends_without_a_forecast(monkeypatch) -> None:
-    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, built = describe_spikformer(config, NeuronSpec()), []
-    arguments = (2, BuildContext(), torch.device("cpu"), WireOptions())
-    with pytest.raises(NotMeasuredError, match="more than 0 s"):
-        measure_memory(_tracked(model, built), *arguments, seconds=0)
-    assert len(built) == 1
-    with pytest.raises(NotMeasuredError, match=f"{model.layers[1].name} failed with MemoryError: no room"):
-        measure_memory(_tracked(model, built, broken=model.layers[1].name), *arguments)
+    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model, tried = describe(config), []
+    arguments = (model, 2, BuildContext(), torch.device("cpu"), WireOptions())
+    with _tracked(tried), pytest.raises(NotMeasuredError, match="more than 0 s"):
+        measure_memory(*arguments, seconds=0)
+    assert len(tried) == 1
+    second = model.layers[1].name
+    with _tracked(tried, second), pytest.raises(NotMeasuredError, match=f"{second} failed with MemoryError: no room"):
+        measure_memory(*arguments)
 
 
 def _trial_of(broken_rank: int) -> str:
-    config = SpikformerConfig(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model = describe_spikformer(config, NeuronSpec())
+    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
+    model = describe(config, NeuronSpec())
     state = initialize_model_parallel(1, 1)
     try:
         broken = model.layers[1].name if state.rank == broken_rank else ""
-        measure_memory(
-            _tracked(model, [], broken), 2, BuildContext(), state.device, WireOptions(), state.world
-        )  # fmt: skip
+        with _tracked([], broken):
+            measure_memory(model, 2, BuildContext(), state.device, WireOptions(), state.world)
     except NotMeasuredError as reason:
         return str(reason)
     finally:

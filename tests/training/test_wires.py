@@ -47,7 +47,7 @@ def _with_a_stranger(cache: str, *flags: str) -> Outcome:
 
     def strange(self: MLPHalf, x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
-        calls += 1
+        calls += not x.is_meta  # a dry run is none
         return forward(self, x) + 0.5 * (calls == 3)
 
     MLPHalf.forward = strange  # type: ignore[method-assign]

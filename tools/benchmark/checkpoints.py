@@ -33,7 +33,7 @@ from megasnn.checkpoint.snapshot import COPYING_THREADS
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.serialise import to_dict
-from megasnn.models.spikformer.dimensions import SpikformerConfig
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from tools.benchmark.conversion import ConversionTask, measure_conversion
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, seconds, summary
@@ -71,9 +71,9 @@ class CheckpointBenchmark(Flags):
     folder: Path | None = None
     """Where to write; by default the system's folder for temporary files."""
 
-    def model(self) -> SpikformerConfig:
+    def model(self) -> Spikformer:
         """Images of 16 tokens: a step is mostly its parameters, as the checkpoint is."""
-        return SpikformerConfig(embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, image_size=16)
+        return Spikformer(embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, image_size=16)
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "tensor", "pipeline", "rounds", "steps", "threads")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from tools.benchmark.harness import Case, Part, rounds, say
 from tools.benchmark.layouts_figures import Measurements, figures, step_times
 from tools.benchmark.layouts_flags import LayoutBenchmark
@@ -90,7 +90,7 @@ def report(flags: LayoutBenchmark, lines: Sequence[Line], earlier: Sequence[Line
 
 def _headline(flags: LayoutBenchmark) -> str:
     model = flags.dimensions()
-    if isinstance(model, VggDvsConfig):
+    if isinstance(model, VggDvs):
         text = f"VGG {model.channels}, event frames {model.image_size} x {model.image_size}"
     else:
         text = (

@@ -10,8 +10,8 @@ from megasnn.config.checks import above, at_least, flag, refusal
 from megasnn.config.names import name_in
 from megasnn.config.parallel import ScheduleName
 from megasnn.kernels import BACKENDS
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.schedule.build import chunks_of_schedule
 from tools.benchmark.harness import Flags
 from tools.benchmark.layouts_rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
@@ -74,15 +74,15 @@ class LayoutBenchmark(Flags):
     timeout: float = 300.0
     """Seconds that a row may take for its preparation or for one turn before the benchmark gives up."""
 
-    def dimensions(self) -> SpikformerConfig | VggDvsConfig:
+    def dimensions(self) -> Spikformer | VggDvs:
         """Raises ValueError for a flag that is not of this model."""
         shared = self._given("num_classes", "image_size", "time_steps")
         if self.model == "cifar10_dvs_vgg":
             self._refuse("embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size")
-            return VggDvsConfig(**shared, **self._given("channels"))
+            return VggDvs(**shared, **self._given("channels"))
         self._refuse("channels")
         of_blocks = self._given("embed_dim", "depth", "num_heads", "mlp_ratio", "patch_size")
-        return SpikformerConfig(self.model, **{"image_size": IMAGE_SIZES[self.model], **shared, **of_blocks})
+        return Spikformer(variant=self.model, **{"image_size": IMAGE_SIZES[self.model], **shared, **of_blocks})
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -26,8 +26,8 @@ from megasnn.config.checks import at_least
 from megasnn.config.names import name_in
 from megasnn.data import ShardDataset, open_datasets
 from megasnn.data.formats import SampleFormat
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.vgg_dvs.dimensions import CIFAR10_DVS, VggDvsConfig
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import CIFAR10_DVS, VggDvs
 from megasnn.preprocess.sample import shards_of_sample
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, summary
 from tools.benchmark.log import Line
@@ -87,8 +87,8 @@ class LoadingBenchmark(Flags):
         """Of the model that is trained."""
         size, steps, classes = self.image_size, self.time_steps, self.num_classes
         if self.kind == "events":
-            return VggDvsConfig(self.channels, image_size=size, time_steps=steps, num_classes=classes)
-        return SpikformerConfig(image_size=size, time_steps=steps, num_classes=classes)
+            return VggDvs(channels=self.channels, image_size=size, time_steps=steps, num_classes=classes)
+        return Spikformer(image_size=size, time_steps=steps, num_classes=classes)
 
 
 def measure(flags: LoadingBenchmark) -> Iterator[Part]:

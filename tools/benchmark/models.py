@@ -7,18 +7,15 @@ from typing import Any
 
 from spikingjelly.activation_based import functional, layer, surrogate
 from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
-from spikingjelly.activation_based.model.spikformer import Spikformer
+from spikingjelly.activation_based.model import spikformer
 from torch import Tensor, nn
 
 from megasnn.config import PretrainConfig
-from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
-from megasnn.models.vgg_dvs.dimensions import PretrainVggDvsConfig, VggDvsConfig
-from megasnn.models.vgg_dvs.model import describe_vgg_dvs
-from megasnn.training.setup import neuron_spec
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 
-Dimensions = SpikformerConfig | VggDvsConfig
+Dimensions = Spikformer | VggDvs
 
 # Smaller images than those of the Spikformers for ImageNet: a step takes seconds on one core.
 IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32}
@@ -26,22 +23,14 @@ IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32
 
 def configuration(model: Dimensions, **parts: Any) -> PretrainConfig:
     """A run of this model, with the neurons that SpikingJelly's has."""
-    if isinstance(model, VggDvsConfig):
-        return PretrainVggDvsConfig(model=model, **parts)
-    return PretrainSpikformerConfig(model=model, **parts)
-
-
-def describe(model: Dimensions) -> ModelDescription:
-    """Our layers, with the neurons that SpikingJelly's model has."""
-    neuron = neuron_spec(configuration(model))
-    return describe_vgg_dvs(model, neuron) if isinstance(model, VggDvsConfig) else describe_spikformer(model, neuron)
+    return run_config(type(model))(model=model, **parts)
 
 
 def spikingjelly_model(model: Dimensions) -> nn.Module:
     """SpikingJelly's, on images `[N, C, H, W]` or event frames `[N, T, C, H, W]`."""
-    if isinstance(model, VggDvsConfig):
+    if isinstance(model, VggDvs):
         return _Vgg(model)
-    return Spikformer(
+    return spikformer.Spikformer(
         T=model.time_steps,
         in_channels=model.in_channels,
         img_size_h=model.image_size,
@@ -57,7 +46,7 @@ def spikingjelly_model(model: Dimensions) -> nn.Module:
 
 def tiny(model: Dimensions) -> Dimensions:
     """The same kind of model, of a few thousand parameters."""
-    if isinstance(model, VggDvsConfig):
+    if isinstance(model, VggDvs):
         return replace(model, channels="8,P,8,P", image_size=8)
     return replace(model, embed_dim=32, depth=1, num_heads=2, image_size=2 * model.patch_size)
 
@@ -65,7 +54,7 @@ def tiny(model: Dimensions) -> Dimensions:
 class _Vgg(nn.Module):
     """CIFAR10DVSVGG, whose channels and size are fixed, for other ones: its blocks, its classifier, its forward."""
 
-    def __init__(self, model: VggDvsConfig) -> None:
+    def __init__(self, model: VggDvs) -> None:
         super().__init__()
         neuron = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
         blocks: list[nn.Module] = []

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megasnn.comm.statistics import statistics
-from megasnn.models.spikformer.dimensions import SpikformerConfig
-from megasnn.models.vgg_dvs.dimensions import VggDvsConfig
+from megasnn.models.building import describe
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import initialize_model_parallel
 from megasnn.pipeline.costs import PipelineCosts, agreed_costs, layers_per_chunk
 from megasnn.pipeline.p2p import WireOptions
@@ -21,7 +22,7 @@ from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.evaluate import idle_share
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 from megasnn.training.setup import build_context
-from tools.benchmark.models import IMAGE_SIZES, Dimensions, describe
+from tools.benchmark.models import IMAGE_SIZES, Dimensions
 from tools.benchmark.pipeline_flags import ONE_BATCH, ModelName, PipelineBenchmark, PipelineTurn
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
 from tools.benchmark.training_steps import MegaSNNStep
@@ -132,8 +133,8 @@ class _Row:
 
 def _dimensions(model: ModelName) -> Dimensions:
     if model == "vgg_dvs":
-        return VggDvsConfig()
-    return SpikformerConfig(model, num_classes=10, image_size=IMAGE_SIZES[model])
+        return VggDvs()
+    return Spikformer(variant=model, num_classes=10, image_size=IMAGE_SIZES[model])
 
 
 def _together() -> None:

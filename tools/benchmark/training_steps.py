@@ -15,6 +15,7 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig, ScheduleName
 from megasnn.engine import Engine
 from megasnn.layers import BuildContext
+from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import ParallelState
@@ -22,7 +23,7 @@ from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.training.setup import build_context, plan_of
-from tools.benchmark.models import Dimensions, describe, spikingjelly_model
+from tools.benchmark.models import Dimensions, spikingjelly_model
 
 OPTIMIZER = OptimizerConfig()
 

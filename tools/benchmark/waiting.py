@@ -12,11 +12,12 @@ from megasnn.config import TrainingConfig
 from megasnn.data import BatchLoader, ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.engine import Engine
+from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.timers import Timers
 from megasnn.training.setup import build_context
 from megasnn.training.step import TrainingStep
-from tools.benchmark.models import Dimensions, configuration, describe
+from tools.benchmark.models import Dimensions, configuration
 
 _WARM_UP = 2
 

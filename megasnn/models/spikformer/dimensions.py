@@ -1,12 +1,20 @@
-"""Spikformer's dimensions, and the configuration of a run that trains it."""
+"""Spikformer's dimensions (arXiv 2209.15425)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megasnn.config.checks import above, at_least
-from megasnn.config.pretrain import SAME_FUNCTION, LayerName, PretrainConfig
+from megasnn.config.pretrain import SAME_FUNCTION
+from megasnn.models.model import Model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megasnn.models.layer import Layer
+    from megasnn.models.names import Dialect
 
 LARGEST_COUNT = 255  # the stream between blocks travels as uint8
 STEM_STAGES = 4
@@ -23,9 +31,12 @@ VARIANTS: dict[str | None, dict[str, Any]] = {
 FROM_VARIANT: Any = None  # stands for the variant's value until the object is made
 
 
-@dataclass(frozen=True)
-class SpikformerConfig:
+@dataclass(frozen=True, kw_only=True)
+class Spikformer(Model):
     """Spikformer's dimensions (arXiv 2209.15425). What is not given is taken from the variant."""
+
+    name = "spikformer"
+    marker = "patch_embed.stages.0.conv.weight"
 
     variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = field(
         default=None, metadata=SAME_FUNCTION
@@ -43,11 +54,6 @@ class SpikformerConfig:
     """Pixels per token and side: the stem pools twice (4) or four times (16)."""
     image_size: int = FROM_VARIANT
     """Height and width of the images."""
-    in_channels: int = 3
-    """Channels that images get: 1 (RGB becomes grey) or 3 (grey is repeated); with --event-frames 2 polarities."""
-    time_steps: int = 4
-    """Simulated time steps, T. The same image is presented at each of them, or with --event-frames a frame of its
-    own."""
     event_frames: bool = False
     """The samples are recordings of event cameras and not images."""
     num_classes: int = FROM_VARIANT
@@ -73,14 +79,22 @@ class SpikformerConfig:
         image = (self.in_channels, self.image_size, self.image_size)
         return (self.time_steps, *image) if self.event_frames else image
 
-    def layers(self) -> list[LayerName]:
-        """The stages of the patch stem and the positional encoding, the two halves of each block, the head."""
-        stem = [*(f"stages.{stage}" for stage in range(STEM_STAGES)), "positional_encoding"]
-        return [
-            *(LayerName("patch_embed", part) for part in stem),
-            *(LayerName(f"blocks.{block}", half) for block in range(self.depth) for half in ("attention", "mlp")),
-            LayerName("head"),
-        ]
+    def layers(self) -> Iterable[Layer]:
+        from megasnn.models.spikformer.model import layers_of
+
+        return layers_of(self)
+
+    @classmethod
+    def dialects(cls) -> Sequence[Dialect]:
+        from megasnn.models.spikformer.published_names import EITHER, published
+        from megasnn.models.spikformer.spikingjelly_names import SPIKINGJELLY
+
+        return SPIKINGJELLY, EITHER, published("cifar10"), published("imagenet")
+
+    def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+
+        return from_spikingjelly(state_dict, self.depth)
 
     def problems(self, tensor_parallel: int) -> list[str]:
         sizes = ("embed_dim", "depth", "num_heads", "image_size", "in_channels", "time_steps", "num_classes")
@@ -132,10 +146,3 @@ class SpikformerConfig:
             for what, number in shared_out
             if number % size
         ]
-
-
-@dataclass(frozen=True)
-class PretrainSpikformerConfig(PretrainConfig):
-    """Pretrain Spikformer with data, tensor and pipeline parallelism."""
-
-    model: SpikformerConfig = field(default_factory=SpikformerConfig)

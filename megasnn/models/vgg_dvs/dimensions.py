@@ -1,13 +1,21 @@
-"""The dimensions of the VGG for event cameras, its neuron, and the configuration of a run that trains it."""
+"""The dimensions of the VGG for event cameras, and the defaults of its neuron."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megasnn.config.checks import at_least, from_zero_to_below_one, refusal
 from megasnn.config.neuron import NeuronConfig, Surrogate
-from megasnn.config.pretrain import LISTED_LAST, SAME_FUNCTION, LayerName, PretrainConfig
+from megasnn.config.pretrain import LISTED_LAST, SAME_FUNCTION
+from megasnn.models.model import Model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megasnn.models.layer import Layer
+    from megasnn.models.names import Dialect
 
 POOL = "P"
 CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
@@ -48,8 +56,24 @@ def parse_channels(text: str) -> tuple[tuple[VggBlock, ...], bool]:
 
 
 @dataclass(frozen=True)
-class VggDvsConfig:
+class VggNeuronConfig(NeuronConfig):
+    """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
+
+    tau: float = 1.333
+    """Membrane time constant of lif in time steps; of plif, the initial one."""
+    decay_input: bool = False
+    """Whether the input is divided by the time constant too."""
+    surrogate: Surrogate = "atan"
+    """Surrogate gradient of the spike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VggDvs(Model):
     """The VGG of the event-camera literature; the defaults are SpikingJelly 2.0.0's CIFAR10DVSVGG."""
+
+    name = "vgg_dvs"
+    marker = "classifier.linear.weight"
+    neuron: ClassVar[type[NeuronConfig]] = VggNeuronConfig
 
     channels: str = CIFAR10_DVS
     """Output channels of each convolution, with P where average pooling 2 x 2 comes between them."""
@@ -59,8 +83,6 @@ class VggDvsConfig:
     """Channels of the frames: one for each polarity."""
     time_steps: int = 10
     """Frames of a sample, T: one at each simulated time step."""
-    num_classes: int = 10
-    """Number of classes."""
     dropout: float = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
     tensor_parallel_style: Literal["auto", "alternate"] = field(default="auto", metadata=LISTED_LAST | SAME_FUNCTION)
@@ -82,9 +104,25 @@ class VggDvsConfig:
         """Height and width of what the classifier sees."""
         return self.image_size // 2 ** (sum(block.pool for block in self.blocks) + self.final_pool)
 
-    def layers(self) -> list[LayerName]:
-        """Each convolution is a unit of its own, and the classifier."""
-        return [*(LayerName(f"features.{index}") for index in range(len(self.blocks))), LayerName("classifier")]
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self.time_steps, self.in_channels, self.image_size, self.image_size
+
+    def layers(self) -> Iterable[Layer]:
+        from megasnn.models.vgg_dvs.model import layers_of
+
+        return layers_of(self)
+
+    @classmethod
+    def dialects(cls) -> Sequence[Dialect]:
+        from megasnn.models.vgg_dvs.spikingjelly_names import SPIKINGJELLY
+
+        return (SPIKINGJELLY,)
+
+    def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
+
+        return vgg_from_spikingjelly(state_dict, [block.pool for block in self.blocks])
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
@@ -110,23 +148,3 @@ class VggDvsConfig:
                 f"--tensor-parallel-style {self.tensor_parallel_style} needs --tensor-model-parallel-size above 1"
             )
         return wrong
-
-
-@dataclass(frozen=True)
-class VggNeuronConfig(NeuronConfig):
-    """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
-
-    tau: float = 1.333
-    """Membrane time constant of lif in time steps; of plif, the initial one."""
-    decay_input: bool = False
-    """Whether the input is divided by the time constant too."""
-    surrogate: Surrogate = "atan"
-    """Surrogate gradient of the spike."""
-
-
-@dataclass(frozen=True)
-class PretrainVggDvsConfig(PretrainConfig):
-    """Pretrain the VGG for event cameras with data, tensor and pipeline parallelism."""
-
-    model: VggDvsConfig = field(default_factory=VggDvsConfig)
-    neuron: VggNeuronConfig = field(default_factory=VggNeuronConfig)

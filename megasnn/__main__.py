@@ -1,0 +1,22 @@
+"""Trains a model of the table by its name: `torchrun -m megasnn sew_resnet --train-iters 100 ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from megasnn.models.table import MODELS
+from megasnn.pretraining import pretrain
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in MODELS:
+        given = f"unknown model {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
+        sys.stderr.write(
+            f"{given}usage: python -m megasnn {{{','.join(MODELS)}}} [flags]; --help after it lists them\n"
+        )
+        return 0 if argv in (["--help"], ["-h"]) else 2
+    return pretrain(argv[0], argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

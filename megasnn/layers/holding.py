@@ -1,0 +1,104 @@
+"""What tensors hold, found out by a dry run: layers run once on the meta device, where tensors have no values.
+
+Neurons give spikes, 0 or 1. What is computed from spikes without leaving the whole numbers (a sum of two branches, a
+product, max pooling, another view) has a largest value that is known: such tensors travel and are kept as bits or
+bytes. Of everything else nothing is known, and it is dense. That the largest value is right is checked wherever a
+tensor is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megasnn.comm.codec import Wire
+
+LARGEST_COUNT = 255  # what a byte holds
+
+# By the names of torch's functions and methods: what gives some of the values of its inputs, and no others ...
+_REARRANGE = {
+    *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "t", "mT", "contiguous"),
+    *("unsqueeze", "squeeze", "expand", "expand_as", "narrow", "select", "__getitem__", "chunk", "split", "unbind"),
+    *(
+        "stack",
+        "cat",
+        "concat",
+        "flip",
+        "roll",
+        "repeat",
+        "clone",
+        "detach",
+        "to",
+        "float",
+        "double",
+        "type",
+        "type_as",
+    ),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "amax", "relu", "index_select"),
+}
+# ... and what adds, multiplies, and takes from a number.
+_ADD = {"add", "__add__", "__radd__", "__iadd__", "add_"}
+_MULTIPLY = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply", "logical_and"}
+_SUBTRACT_FROM = {"rsub", "__rsub__"}
+
+
+def hold(tensor: Tensor, largest: int) -> Tensor:
+    """Says of a tensor of the dry run that it holds whole numbers from 0 to `largest`; of others nothing."""
+    if tensor.is_meta:
+        tensor._largest = largest  # type: ignore[attr-defined]
+    return tensor
+
+
+def largest_of(value: Any) -> int | None:
+    """The largest value that a tensor of the dry run, or a number, is known to hold; None where nothing is known."""
+    if isinstance(value, Tensor):
+        return getattr(value, "_largest", None)
+    return int(value) if isinstance(value, (int, float)) and value >= 0 and value == int(value) else None
+
+
+def content_of(tensor: Tensor) -> Wire:
+    """What a tensor of the dry run holds."""
+    largest = largest_of(tensor)
+    if largest is None or largest > LARGEST_COUNT:
+        return Wire.DENSE
+    return Wire.SPIKES if largest <= 1 else Wire.COUNTS
+
+
+class Holding(TorchFunctionMode):
+    """Inside, every result of a torch function says what it holds, as far as it follows from its arguments."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        largest = _largest(getattr(function, "__name__", ""), args)
+        if largest is not None:
+            for each in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(each, Tensor):
+                    hold(each, largest)
+        return result
+
+
+def _largest(name: str, args: tuple[Any, ...]) -> int | None:
+    if name in _REARRANGE:
+        first = args[0] if args else None
+        known = [largest_of(each) for each in (first if isinstance(first, (tuple, list)) else (first,))]
+        return None if None in known else max(each for each in known if each is not None)
+    if len(args) < 2:
+        return None
+    a, b = largest_of(args[0]), largest_of(args[1])
+    if a is None or b is None:
+        return None
+    if name in _ADD:
+        return a + b
+    if name in _MULTIPLY:
+        return a * b
+    # 1 - x turns spikes into spikes, where x holds no more than them.
+    return b if name in _SUBTRACT_FROM and args[1] == 1 and a <= 1 else None

@@ -1,0 +1,238 @@
+"""Plain modules as layers: any `nn.Module` without sharded layers in it is whole on every tensor parallel rank.
+
+Between layers activations are cut by channel. A plain module's input is gathered, every rank computes the same, and
+each keeps its own channels of the output. So its weights have the same gradients on every rank, and nothing is summed.
+What treats every channel by itself (pooling, activation functions) stays cut.
+
+A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
+other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
+each micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from megasnn.comm.collectives import gather_alike, own_channels
+from megasnn.comm.group import Group
+from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.context import BuildContext
+from megasnn.layers.conv import ParallelConv
+from megasnn.layers.keyed import KeyedLayer
+from megasnn.layers.linear import ParallelLinear
+from megasnn.layers.neuron import NeuronLayer
+from megasnn.sharding import describe_tensor, is_described
+
+ModuleInitialiser = Callable[[nn.Module], None]
+
+_SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, KeyedLayer)
+_CHANNELWISE = (
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
+    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Upsample, nn.ZeroPad2d),
+)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether there is no sharded layer in a module."""
+    return not any(isinstance(each, _SHARDED) or is_described(each) for each in module.modules())
+
+
+def make_whole(
+    module: nn.Module, context: BuildContext, *, first: bool, last: bool, initialise: ModuleInitialiser | None = None
+) -> nn.Module:
+    """Makes a layer of a plain module on the meta device: describes its tensors, and swaps its batch norms for ours.
+
+    Args:
+        first: whether its input is whole on every rank already. last: whether its output is to stay whole.
+        initialise: called with each of its modules, after their own `reset_parameters`, to set initial values.
+    Returns:
+        the layer: the module itself, or what it is swapped for.
+    Raises:
+        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key, tied weights,
+            lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
+    """
+    _refuse(module)
+    knows_no_time = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
+    stays_cut = knows_no_time and all(_is_channelwise(each) for each in module.modules())
+    module = _with_our_norms(module, context)
+    seen: dict[int, str] = {}
+    for path, each in module.named_modules():
+        if isinstance(each, ParallelBatchNorm):
+            continue
+        for name, tensor in _own_tensors(each):
+            place = f"{path}.{name}" if path else name
+            if seen.setdefault(id(tensor), place) != place:
+                raise ValueError(f"{place} is the same tensor as {seen[id(tensor)]}: tied weights are not supported")
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(context.dtype)
+            shard = context.shard(tuple(tensor.shape), initialise=partial(_fresh, each, name, initialise))
+            describe_tensor(each, name, shard)
+    vars(module)["_whole"] = _Whole(
+        context.tensor,
+        context.time_steps,
+        context.dtype,
+        folds=knows_no_time,
+        gathers=not first and not stays_cut,
+        cuts=not last and not (stays_cut and not first),
+    )
+    return module
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether `make_whole` made this layer."""
+    return "_whole" in vars(module)
+
+
+def call_whole(layer: nn.Module, x: Tensor) -> Tensor:
+    """Calls a layer that `make_whole` made on a micro-batch.
+
+    Raises:
+        ValueError: channels of its output that do not divide by the number of tensor parallel ranks.
+    """
+    how: _Whole = vars(layer)["_whole"]
+    for each in layer.modules():
+        reset = getattr(each, "reset", None)
+        if callable(reset) and not isinstance(each, NeuronLayer):
+            reset()
+    if len(x) == 1 < how.time_steps:
+        x = x.expand(how.time_steps, *x.shape[1:])
+    x = x.to(how.dtype)
+    if how.gathers:
+        x = gather_alike(x, how.group)
+    module = getattr(layer, "_orig_mod", layer) if x.is_meta else layer  # a dry run compiles nothing
+    y = module(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if how.folds else module(x)
+    if how.cuts and y.shape[2] % how.group.size:
+        raise ValueError(
+            f"the {y.shape[2]} channels of the output {list(y.shape)} do not divide by --tensor-model-parallel-size "
+            f"{how.group.size}"
+        )
+    return own_channels(y, how.group) if how.cuts else y
+
+
+def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
+    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples."""
+    if is_whole(layer):
+        return call_whole(layer, x)
+    return layer(x, samples) if isinstance(layer, KeyedLayer) else layer(x)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """
+    Attributes:
+        folds: whether the module is given all time steps as one batch.
+        gathers: whether the input is cut by channel, and made whole. cuts: the same of the output.
+    """
+
+    group: Group
+    time_steps: int
+    dtype: torch.dtype
+    folds: bool
+    gathers: bool
+    cuts: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
+        return self  # a process group cannot be copied
+
+
+class WholeBatchNorm(ParallelBatchNorm):
+    """In place of a batch norm of torch or SpikingJelly inside a plain module: statistics are merged once per step."""
+
+    def __init__(self, norm: _BatchNorm, context: BuildContext) -> None:
+        super().__init__(
+            norm.num_features,
+            context,
+            eps=norm.eps,
+            momentum=norm.momentum,
+            affine=norm.affine,
+            track_running_stats=norm.track_running_stats,
+            whole=True,
+        )
+        self.time_steps = 1  # the input has all time steps
+        self.multi_step = getattr(norm, "step_mode", "s") == "m"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[N, C, ...]`, or `[T, N, C, ...]` where SpikingJelly's norm was in step mode "m"."""
+        return super().forward(x) if self.multi_step else super().forward(x.unsqueeze(0)).squeeze(0)
+
+
+def _refuse(module: nn.Module) -> None:
+    if any(not tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        raise ValueError(
+            f"this {type(module).__name__} has values already: make modules in `layers`, as they are yielded"
+        )
+    for path, each in module.named_modules():
+        what = f"{path or type(each).__name__} ({type(each).__name__})"
+        if (isinstance(each, _DropoutNd) or type(each).__name__ in ("Dropout", "Dropout2d")) and each.p:
+            raise ValueError(f"{what} draws random numbers that depend on the layout: use megasnn.ParallelDropout")
+        if isinstance(each, (_LazyNormBase, nn.modules.lazy.LazyModuleMixin)):
+            raise ValueError(f"{what} does not say its sizes: use the module that is not lazy")
+        if getattr(each, "step_mode", "m") != "m":
+            raise ValueError(f"{what} is in step mode 's': layers take all time steps at once, so give step_mode='m'")
+        unsaved = each._non_persistent_buffers_set
+        if unsaved:
+            raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
+
+
+def _with_our_norms(module: nn.Module, context: BuildContext) -> nn.Module:
+    if isinstance(module, _BatchNorm):
+        return WholeBatchNorm(module, context)
+    for name, child in module.named_children():
+        setattr(module, name, _with_our_norms(child, context))
+    return module
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(
+        module.named_parameters(recurse=False, remove_duplicate=False),
+        module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+
+
+def _is_channelwise(module: nn.Module) -> bool:
+    flattens = isinstance(module, nn.Flatten) and module.start_dim == 1
+    return isinstance(module, (*_CHANNELWISE, nn.Sequential)) or flattens
+
+
+def _fresh(
+    module: nn.Module, name: str, initialise: ModuleInitialiser | None, tensor: Tensor, generator: torch.Generator
+) -> None:
+    """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
+    fresh = copy.deepcopy(module).to_empty(device="cpu", recurse=True)
+    value = getattr(fresh, name)
+    for _, each in _own_tensors(fresh):
+        _mark(each)
+    reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator.initial_seed())
+        if callable(reset):
+            reset()
+        if initialise is not None:
+            fresh.apply(initialise)
+    value = getattr(fresh, name)
+    if _is_marked(value):
+        raise ValueError(
+            f"nothing initialises {name!r} of {type(module).__name__}: give the module a method reset_parameters that "
+            "does, or the layer a function initialise=..."
+        )
+    tensor.copy_(value)
+
+
+def _mark(tensor: Tensor) -> None:
+    tensor.data.fill_(float("nan") if tensor.is_floating_point() else 87)
+
+
+def _is_marked(tensor: Tensor) -> bool:
+    marked = tensor.isnan() if tensor.is_floating_point() else tensor == 87
+    return tensor.dtype != torch.bool and bool(marked.any() if tensor.is_floating_point() else marked.all())

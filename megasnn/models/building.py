@@ -1,0 +1,122 @@
+"""From a model's dimensions to its description: its layers are built without memory, and run once without values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.comm.codec import Wire
+from megasnn.comm.group import Group
+from megasnn.config import ModelConfig
+from megasnn.kernels import NeuronSpec
+from megasnn.layers.context import BuildContext, building
+from megasnn.layers.holding import Holding, content_of
+from megasnn.layers.whole import apply_layer, is_plain, make_whole
+from megasnn.models.description import LayerDescription, ModelDescription, frames_of
+from megasnn.models.layer import Layer
+
+_SAMPLES = 2  # of the dry run: a norm in training needs more than one value
+
+
+def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
+    """The layers of a model with these dimensions and neurons.
+
+    Args:
+        neuron: None for what the model takes by default.
+    Raises:
+        ValueError: two layers have the same name, a layer cannot take what the one before it gives or gives something
+            else than it says, or the last one gives no logits.
+    """
+    neuron = neuron or model.neuron().spec
+    layers = built(model, BuildContext(), neuron)
+    names = [each.name for each in layers]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
+    outputs = dry_run([(each.name, each.module) for each in layers], model.input_shape)
+    wanted = [model.time_steps, _SAMPLES, model.num_classes]
+    if outputs and list(outputs[-1].shape) != wanted:
+        raise ValueError(
+            f"{names[-1]}: the last layer gives {list(outputs[-1].shape)} for {_SAMPLES} samples, where logits are "
+            f"{wanted}: --time-steps, samples, --num-classes"
+        )
+    described = [
+        LayerDescription(each.name, each.unit, _content(each, y)) for each, y in zip(layers, outputs, strict=True)
+    ]
+    build = partial(_build, model, neuron)
+    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes)
+
+
+def _content(each: Layer, output: Tensor) -> Wire:
+    """What a layer says that its output holds. Raises ValueError where the dry run shows values that do not fit."""
+    found = content_of(output)
+    said = found if each.holds is None else each.holds
+    if said is Wire.SPIKES and found is Wire.COUNTS:
+        raise ValueError(f"{each.name}: holds=SPIKES, but its output can be larger than 1; say COUNTS, or nothing")
+    return said
+
+
+def built(model: ModelConfig, context: BuildContext | None = None, neuron: NeuronSpec | None = None) -> list[Layer]:
+    """All layers, without memory. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
+    context = replace(context or BuildContext(), neuron=neuron or NeuronSpec(), time_steps=model.time_steps)
+    layers: list[Layer] = []
+    with building(context), torch.device("meta"):
+        try:
+            for each in model.layers():
+                layers.append(each)
+        except (ValueError, RuntimeError, OverflowError) as error:  # torch's own of sizes beyond all bounds
+            place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
+            raise ValueError(f"{place}: {error}") from error
+        return [_as_layer(each, context, each is layers[0], each is layers[-1]) for each in layers]
+
+
+def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> Layer:
+    """The layer; of a plain module, made one that is whole on every tensor parallel rank."""
+    if not is_plain(each.module):
+        return each
+    try:
+        module = make_whole(each.module, context, first=first, last=last, initialise=each.initialise)
+    except ValueError as error:
+        raise ValueError(f"{each.name}: {error}") from error
+    return replace(each, module=module)
+
+
+def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
+    """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
+    layers = [(each.name, each.module) for each in built(model, context, neuron)]
+    dry_run(layers, model.input_shape, context.compute_dtype)
+    return [module for _, module in layers]
+
+
+def dry_run(
+    named_layers: Iterable[tuple[str, nn.Module]], input_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
+
+    Raises:
+        ValueError: a layer cannot take what the one before it gives; names the layer.
+    """
+    x = frames_of(torch.empty((_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
+    outputs = []
+    with torch.no_grad(), Holding():
+        for name, layer in named_layers:
+            try:
+                x = apply_layer(layer, x, range(_SAMPLES))
+            except Exception as error:
+                raise ValueError(f"{name}, given {list(x.shape)}: {error}") from error
+            outputs.append(x)
+    return outputs
+
+
+def building_problems(model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int) -> list[str]:
+    """What is wrong with a model, found out by building its layers for the first of so many tensor parallel ranks."""
+    first = BuildContext(tensor=Group("tensor", tuple(range(tensor_parallel))))
+    try:
+        describe(model, neuron).build(first)
+    except ValueError as error:
+        return [f"{model.name}: {error}"]
+    return []

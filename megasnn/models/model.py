@@ -1,0 +1,113 @@
+"""What every model is: a dataclass whose fields are flags, with a method that yields its layers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from megasnn.config.neuron import NeuronConfig
+from megasnn.config.pretrain import PretrainConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megasnn.models.layer import Layer
+    from megasnn.models.names import Dialect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(ABC):
+    """The dimensions of a model. A subclass is a frozen dataclass, whose fields are flags, checked, saved with every
+    checkpoint and explained by --help with the text below each of them.
+
+    A built-in model imports what needs torch in its methods: flags are checked before torch is imported.
+
+    Attributes:
+        name: checkpoints keep it. By default that of the class, as a file would be called: sew_res_net of SewResNet.
+        marker: name of a tensor that the model has in every size, and no other model has, so that weights which do not
+            say of which model they are are known by it; None where weights always say it.
+        neuron: the defaults of the flags --neuron, --tau and so on.
+    """
+
+    name: ClassVar[str]
+    marker: ClassVar[str | None] = None
+    neuron: ClassVar[type[NeuronConfig]] = NeuronConfig
+
+    image_size: int = 32
+    """Height and width of the images, or of the frames."""
+    in_channels: int = 3
+    """Channels that images get: 1 (RGB becomes grey) or 3 (grey is repeated); frames of events have 2 polarities."""
+    time_steps: int = 4
+    """Simulated time steps, T. The same image is presented at each of them, or a frame of its own."""
+    num_classes: int = 10
+    """Number of classes."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in cls.__dict__:
+            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+    @abstractmethod
+    def layers(self) -> Iterable[Layer]:
+        """The layers from input to logits, each made where it is yielded (`megasnn.layer`).
+
+        The first one takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image that is shown at every step;
+        the last one gives logits `[T, N, num_classes]`, whole on every tensor parallel rank.
+        """
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
+        return self.in_channels, self.image_size, self.image_size
+
+    def units(self) -> list[str]:
+        """The unit of each layer, from input to output."""
+        from megasnn.models.building import built
+
+        return [each.unit for each in built(self)]
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        """What is wrong with the dimensions, with value and flag; what does not divide by the tensor parallel ranks is
+        found out when layers are built."""
+        return []
+
+    @classmethod
+    def recipes(cls) -> dict[str, Path]:
+        """Configurations for `--config` by name, "spikformer/cifar10": the files of the folder `recipes` beside the
+        class."""
+        folder = Path(inspect.getfile(cls)).parent / "recipes"
+        return {f"{cls.name}/{file.stem}": file for file in sorted(folder.glob("*.json"))}
+
+    @classmethod
+    def dialects(cls) -> Sequence[Dialect]:
+        """The names that other programs have for the model's tensors."""
+        return ()
+
+    def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state_dict of SpikingJelly's model under our global names. The tensors are not copied.
+
+        Raises:
+            ValueError: SpikingJelly has no such model, or names are missing or unexpected (lists them).
+        """
+        for dialect in self.dialects():
+            if dialect.name == "spikingjelly":
+                recipe = dialect.to_ours(state_dict)
+                return {ours: made.of(state_dict[name] for name in made.sources) for ours, made in recipe.items()}
+        raise ValueError(f"SpikingJelly has no model {self.name}; leave --load-spikingjelly out")
+
+
+@cache
+def run_config(model: type[Model]) -> type[PretrainConfig]:
+    """The class of the configuration of a run that trains a model: its dimensions, and the parts that all share."""
+    parts = [
+        ("model", model, field(default_factory=model)),
+        ("neuron", model.neuron, field(default_factory=model.neuron)),
+    ]
+    config = make_dataclass(f"Pretrain{model.__name__}", parts, bases=(PretrainConfig,), frozen=True)
+    config.__doc__ = f"Pretrain {model.__name__} with data, tensor and pipeline parallelism."
+    return config

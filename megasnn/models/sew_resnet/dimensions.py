@@ -1,0 +1,52 @@
+"""SEW-ResNet's dimensions (arXiv 2102.04159)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megasnn.config.checks import at_least
+from megasnn.models.model import Model
+
+if TYPE_CHECKING:
+    from megasnn.models.layer import Layer
+    from megasnn.models.names import Dialect
+
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class SewResNet(Model):
+    """SEW-ResNet's dimensions (arXiv 2102.04159); the defaults are for ImageNet."""
+
+    name = "sew_resnet"
+    marker = "layer1.0.first.conv.weight"
+
+    depth: Literal[18, 34] = 18
+    """Number of layers with weights, as in ResNet-18 and ResNet-34."""
+    connect: Literal["add", "and", "iand"] = "add"
+    """How a block's spikes meet those of its shortcut: their sum, their product, or shortcut times (1 - spikes)."""
+    width: int = 64
+    """Channels of the first stage; each stage has twice as many as the one before."""
+    image_size: int = 224
+    """Height and width of the images."""
+    num_classes: int = 1000
+    """Number of classes."""
+
+    def layers(self) -> Iterable[Layer]:
+        from megasnn.models.sew_resnet.model import layers_of
+
+        return layers_of(self)
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        wrong = at_least(self, 1, "width", "image_size", "in_channels", "time_steps", "num_classes")
+        if self.depth not in BLOCKS:
+            wrong.append(f"--depth must be one of {', '.join(map(str, BLOCKS))}, got {self.depth}")
+        return wrong
+
+    @classmethod
+    def dialects(cls) -> Sequence[Dialect]:
+        from megasnn.models.sew_resnet.spikingjelly_names import SPIKINGJELLY
+
+        return (SPIKINGJELLY,)

@@ -1,0 +1,131 @@
+"""Neurons of one's own, of the literature: the same on every layout, and what their equations say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelNeuron, SpikingNeuron
+from megasnn.models.building import describe
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.sharding import materialise
+from tests.models.steps import LAYOUTS, assert_equal, one_step
+from tests.parity.ranks import Layout, assemble
+from tests.parity.test_layouts import name_of
+
+
+class AdaptiveLIF(SpikingNeuron):
+    """The threshold rises with every spike, by a learned step for each channel (Bellec et al., arXiv 1803.09574)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, surrogate="triangular", alpha=2.0)
+        self.per_channel("rise", 0.2)
+
+    def start(self, x: Tensor) -> dict[str, Tensor]:
+        return {"v": torch.zeros_like(x), "a": torch.zeros_like(x)}
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return state["v"] + (x - state["v"]) / 2
+
+    def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return self.spike(h - 0.5 - self.of("rise", h) * state["a"])
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"v": h * (1 - spikes.detach()), "a": 0.9 * state["a"] + spikes}
+
+
+class GatedLIF(SpikingNeuron):
+    """Learned gates for each channel choose between leaks and between resets (after GLIF, arXiv 2210.13768)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, surrogate="atan")
+
+        def spread(tensor: Tensor, generator: torch.Generator) -> None:
+            tensor.uniform_(-1, 1, generator=generator)
+
+        for gate in ("leak", "decay", "hard"):
+            self.per_channel(gate, spread)
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        leak, decay = (self.of(name, x).sigmoid() for name in ("leak", "decay"))
+        return state["v"] * (1 - leak * decay) - 0.1 * (1 - leak) + x
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        hard = self.of("hard", h).sigmoid()
+        return {"v": hard * h * (1 - spikes) + (1 - hard) * (h - spikes)}
+
+
+class PlainLIF(SpikingNeuron):
+    """What `--neuron lif` is."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, surrogate="sigmoid")
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return state["v"] + (x - state["v"]) / 2.0
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"v": (1.0 - spikes.detach()) * h}
+
+
+NEURONS = {each.__name__: each for each in (AdaptiveLIF, GatedLIF)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Model):
+    """Two units with neurons of one's own, and one alone."""
+
+    image_size: int = 6
+    time_steps: int = 4
+    num_classes: int = 3
+    kind: str = "AdaptiveLIF"
+
+    def layers(self) -> Iterable[Layer]:
+        made = NEURONS[self.kind]
+        yield layer("a", ConvNormNeuron(3, 8, 3, neuron=made(8), max_pool=True))
+        yield layer("b", ConvNormNeuron(8, 16, 3, neuron=made(16)))
+        yield layer("alone", made(16))
+        yield layer("head", MeanLinear(16, self.num_classes))
+
+
+@pytest.mark.parametrize("kind", NEURONS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_every_layout_computes_the_same(ranks, layout: Layout, kind: str) -> None:
+    one = ranks(1, one_step, Own(kind=kind), Layout())
+    assert one[0].spikes > 100
+    assert_equal(ranks(layout.world_size, one_step, Own(kind=kind), layout), one)
+    learned = {name: value for name, value in assemble(one, "gradients").items() if ".neuron." in name}
+    assert learned and all(value.abs().max() > 0 and value.ndim == 1 for value in learned.values())
+
+
+def test_a_neuron_of_ones_own_computes_what_the_same_neuron_of_the_table_does() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 2, 4, 3, 3, dtype=torch.float64)
+    results = []
+    for made in (PlainLIF(4), ParallelNeuron(NeuronSpec(), BuildContext(neuron_backend="torch"))):
+        leaf = x.clone().requires_grad_()
+        spikes = made(leaf)
+        spikes.mul(torch.arange(5, dtype=torch.float64).view(-1, 1, 1, 1, 1)).sum().backward()
+        results.append((spikes, leaf.grad))
+    assert torch.equal(results[0][0], results[1][0]) and 0 < results[0][0].mean() < 1
+    assert torch.allclose(results[0][1], results[1][1], rtol=1e-12, atol=1e-14)
+
+
+def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel() -> None:
+    described = describe(Own())
+    assert [each.output.name for each in described.layers] == ["SPIKES", "SPIKES", "SPIKES", "DENSE"]
+    built = dict(described.named_layers(BuildContext()))
+    assert built["b"].conv.plan.wire.name == "SPIKES"
+    materialise(built.items(), torch.device("cpu"), 0)
+    assert torch.equal(built["alone"].rise, torch.full((16,), 0.2))
+
+
+def test_an_unknown_surrogate_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown --surrogate 'triangle'; .*triangular"):
+        type("Wrong", (PlainLIF,), {"__init__": lambda self: SpikingNeuron.__init__(self, 4, surrogate="triangle")})()

@@ -1,0 +1,221 @@
+"""Models of plain modules: torch's and SpikingJelly's layers, whole on every rank, beside sharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, neuron
+from spikingjelly.activation_based import layer as sj
+from torch import Tensor, nn
+
+from megasnn.comm.codec import Wire
+from megasnn.comm.group import Group
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
+from megasnn.layers.holding import content_of
+from megasnn.layers.whole import apply_layer
+from megasnn.models.building import describe
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.pipeline.chunk import describe_tensors
+from megasnn.sharding import materialise
+from tests.models.steps import LAYOUTS, assert_equal, images, one_step
+from tests.parity.ranks import Layout, assemble
+from tests.parity.test_layouts import name_of
+
+CLASSES = 4
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Model):
+    """Nothing in it knows of MegaSNN, but one unit in the middle."""
+
+    image_size: int = 8
+    time_steps: int = 3
+    num_classes: int = CLASSES
+    width: int = 8
+    sharded: bool = True
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("conv", nn.Conv2d(3, self.width, 3, padding=1))
+        yield layer("norm", nn.BatchNorm2d(self.width))
+        yield layer("fire", neuron.LIFNode(step_mode="m"), holds=Wire.SPIKES)
+        yield layer("pool", nn.MaxPool2d(2))
+        if self.sharded:
+            yield layer("unit", ConvNormNeuron(self.width, self.width, 3))
+        yield layer(
+            "block",
+            nn.Sequential(
+                sj.Conv2d(self.width, 2 * self.width, 3, padding=1, bias=False, step_mode="m"),
+                sj.BatchNorm2d(2 * self.width, step_mode="m"),
+                neuron.LIFNode(step_mode="m"),
+            ),
+        )
+        yield layer("mean", nn.AdaptiveAvgPool2d(1))
+        yield layer("flat", nn.Flatten())
+        yield layer("head", nn.Linear(2 * self.width, self.num_classes))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_every_layout_computes_the_same(ranks, layout: Layout) -> None:
+    one = ranks(1, one_step, Plain(), Layout())
+    assert_equal(ranks(layout.world_size, one_step, Plain(), layout), one)
+    expected = assemble(one, "gradients")
+    assert expected["block.0.weight"].abs().max() > 0 < expected["conv.weight"].abs().max()
+
+
+def test_one_rank_computes_what_the_modules_compute_by_themselves() -> None:
+    described = describe(Plain(sharded=False))
+    built = described.named_layers(BuildContext(dtype=torch.float64, compute_dtype=torch.float64))
+    materialise(built, CPU, seed=3)
+    theirs = nn.Sequential(*(each.module for each in Plain(sharded=False).layers())).double()
+    named = dict(zip([layer.name for layer in described.layers], theirs, strict=True))
+    for name, module in built:
+        named[name].load_state_dict(module.state_dict())
+    functional.set_step_mode(theirs, "m")
+    x, _ = images(Plain())
+    y = x.unsqueeze(0)
+    for _, module in built:
+        y = apply_layer(module, y, None)
+    z = x.expand(3, *x.shape)
+    for name, module in named.items():
+        folds = name not in ("fire", "block")
+        z = module(z.flatten(0, 1)).unflatten(0, z.shape[:2]) if folds else module(z)
+    assert torch.allclose(y, z, rtol=1e-12, atol=1e-12) and y.shape == (3, 5, CLASSES)
+
+
+def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -> None:
+    built = dict(describe(Plain()).named_layers(BuildContext()))
+    state = torch.random.get_rng_state()
+    materialise(built.items(), CPU, seed=0)
+    assert torch.equal(state, torch.random.get_rng_state()), "training's own randomness has not moved"
+    again = dict(describe(Plain()).named_layers(BuildContext()))
+    materialise(again.items(), CPU, seed=0)
+    for name, module in built.items():
+        for ours, theirs in zip(module.state_dict().values(), again[name].state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs)
+    weight = built["conv"].weight
+    assert weight.abs().max() <= 1 / 27**0.5 and weight.std() > 0.3 / 27**0.5
+    assert torch.equal(built["norm"].weight, torch.ones(8)) and isinstance(built["norm"], ParallelBatchNorm)
+
+
+def _model(*makers: Callable[[], nn.Module], **options: object) -> Model:
+    @dataclass(frozen=True, kw_only=True)
+    class Made(Model):
+        image_size: int = 8
+        time_steps: int = 2
+        num_classes: int = CLASSES
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("stem", ConvNormNeuron(3, 8))
+            for index, make in enumerate(makers):
+                yield layer(f"plain.{index}", make(), **options)
+            yield layer("head", MeanLinear(8, CLASSES))
+
+    return Made()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.b.weight = self.a.weight
+
+
+MADE = nn.Conv2d(8, 8, 1)
+
+
+class Cache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Dropout(0.1), r"plain\.0: Dropout \(Dropout\) draws random numbers that depend on the layout: use"),
+        (lambda: sj.Conv2d(8, 8, 1), r"step mode 's'.*step_mode='m'"),
+        (Tied, r"plain\.0: b\.weight is the same tensor as a\.weight: tied weights"),
+        (Cache, r"a buffer 'table' that is not saved"),
+        (lambda: nn.LazyConv2d(8, 1), r"does not say its sizes"),
+        (lambda: nn.Conv2d(4, 8, 1), r"plain\.0, given \[2, 2, 8, 8, 8\]: Invalid channel dimensions"),
+        (lambda: MADE, r"plain\.0: this Conv2d has values already: make modules in `layers`"),
+    ],
+)
+def test_what_cannot_be_computed_alike_everywhere_is_refused_with_the_layers_name(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(_model(make))
+
+
+def test_a_parameter_that_nothing_initialises_is_refused_and_a_function_of_the_users_helps() -> None:
+    built = describe(_model(Scale)).named_layers(BuildContext())
+    with pytest.raises(ValueError, match="nothing initialises 'scale' of Scale: .* reset_parameters .* initialise="):
+        materialise(built, CPU, 0)
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, Scale):
+            nn.init.constant_(module.scale, 2.0)
+
+    built = describe(_model(Scale, initialise=fill)).named_layers(BuildContext())
+    materialise(built, CPU, 0)
+    assert dict(built)["plain.0"].scale.item() == 2.0
+
+
+def test_sizes_that_do_not_divide_are_refused_with_layer_and_flag() -> None:
+    three = BuildContext(Group("tensor", (0, 1, 2)))
+    with pytest.raises(
+        ValueError, match="the first layer: out_channels 8 does not divide by --tensor-model-parallel-size 3"
+    ):
+        describe(_model()).build(three)
+    narrow = describe(_model(lambda: nn.Conv2d(8, 6, 1), lambda: nn.Conv2d(6, 8, 1)))
+    with pytest.raises(ValueError, match=r"plain\.0.*6 channels .*--tensor-model-parallel-size 4"):
+        narrow.build(BuildContext(Group("tensor", (0, 1, 2, 3))))
+
+
+def test_a_promise_about_the_output_is_checked() -> None:
+    class Twice(ConvNormNeuron):
+        def forward(self, x: Tensor) -> Tensor:
+            spikes = super().forward(x)
+            return spikes + spikes
+
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Model):
+        num_classes: int = CLASSES
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("twice", Twice(3, 8), holds=Wire.SPIKES)
+            yield layer("head", MeanLinear(8, CLASSES))
+
+    with pytest.raises(ValueError, match="twice: holds=SPIKES, but its output can be larger than 1"):
+        describe(Wrong())
+    assert describe_tensors(describe(_model()), BuildContext())
+    assert content_of(torch.empty(1)) is Wire.DENSE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Twins(Model):
+    def layers(self) -> Iterable[Layer]:
+        yield layer("a", ConvNormNeuron(3, 8))
+        yield layer("a", MeanLinear(8, 10))
+
+
+def test_a_name_is_for_one_layer_and_the_last_layer_gives_logits() -> None:
+    with pytest.raises(ValueError, match="two layers of twins have the name 'a'"):
+        describe(Twins())
+    with pytest.raises(ValueError, match=r"head: the last layer gives \[2, 2, 4\].*logits are \[2, 2, 7\]"):
+        described = _model()
+        object.__setattr__(described, "num_classes", 7)
+        describe(described)
