@@ -4,6 +4,7 @@ from megasnn.layers.attention import SpikingSelfAttention
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
+from megasnn.layers.drop_path import DropPath
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.keyed import KeyedLayer, apply_layer
 from megasnn.layers.linear import ParallelLinear
@@ -13,6 +14,7 @@ from megasnn.layers.unit import ConvNormNeuron
 __all__ = [
     "BuildContext",
     "ConvNormNeuron",
+    "DropPath",
     "KeyedLayer",
     "ParallelBatchNorm",
     "ParallelConv",

@@ -13,6 +13,11 @@ class KeyedLayer(nn.Module):
     forward that is computed again sees the same. None where positions mean nothing, in evaluation.
     """
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers itself, in training."""
+        return False
+
 
 def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
     """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples."""
