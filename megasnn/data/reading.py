@@ -57,5 +57,8 @@ class SlotReader:
 
     def _image(self, slot: Slot, sample: int) -> NDArray[Any]:
         """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
-        image = self.dataset.sample(sample)
-        return self.augment(image, self.seed, slot.epoch, slot.sample) if self.augment else image
+        if self.augment is None:
+            return self.dataset.sample(sample)
+        key = self.seed, slot.epoch, slot.sample
+        decode = self.augment.decoder(*key) if self.augment.decoder else None
+        return self.augment(self.dataset.sample(sample, decode), *key)
