@@ -14,7 +14,7 @@ from megasnn.files.sample_size import SAMPLE_MB
 
 CHANGES = (
     *("crop_scale", "crop_ratio", "rand_augment", "color_jitter", "random_erasing", "random_erasing_mode"),
-    *("normalize_images",),
+    *("normalize_images", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
 """Fields that say how samples are changed beside `augment`, all of them for images alone."""
 
@@ -52,6 +52,14 @@ class DataConfig:
     """By normal numbers for each pixel (pixel, the default), one for each channel (rand), or the mean (const)."""
     normalize_images: Literal["generic", "cifar10", "imagenet"] | None = None
     """Constants by which images in colour are normalised; by default those that go with --augment."""
+    mixup_alpha: float | None = None
+    """Mix each image and its label with another one's of the micro-batch, by a share of the beta distribution of this
+    parameter, drawn for each micro-batch."""
+    cutmix_alpha: float | None = None
+    """Replace a rectangle of each image by another one's, whose area is such a share; with --mixup-alpha, each is done
+    in half of the micro-batches."""
+    mixup_off_epoch: int | None = None
+    """Epochs after which neither --mixup-alpha nor --cutmix-alpha mixes any more."""
     split_by: Literal["number", "time"] | None = None
     """Where shards hold events: whether the frames of a recording have equal shares of its events (number, the
     default) or of its time."""
@@ -68,10 +76,15 @@ class DataConfig:
     """Gigabytes that a .tar.gz shard may unpack to; 100 times its own size by default."""
 
     @property
+    def mixes(self) -> bool:
+        """Whether samples are mixed with each other, and labels are probabilities."""
+        return self.mixup_alpha is not None or self.cutmix_alpha is not None
+
+    @property
     def draws(self) -> bool:
         """Whether samples are changed at random."""
         others = (self.rand_augment, self.color_jitter, self.random_erasing)
-        return self.augment != "none" or any(value is not None for value in others)
+        return self.augment != "none" or self.mixes or any(value is not None for value in others)
 
     @property
     def image_recipe(self) -> ImageRecipe:
@@ -101,8 +114,10 @@ class DataConfig:
         return wrong
 
     def _change_problems(self) -> list[str]:
-        wrong = above(self, 0, "crop_scale", "color_jitter", "random_erasing")
-        wrong += at_least(self, 1, "crop_ratio")
+        wrong = above(self, 0, "crop_scale", "color_jitter", "random_erasing", "mixup_alpha", "cutmix_alpha")
+        wrong += at_least(self, 1, "crop_ratio") + at_least(self, 0, "mixup_off_epoch")
+        if self.mixup_off_epoch is not None and not self.mixes:
+            wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
         wrong += [
             f"{flag(name)} must be at most 1, got {value}"
             for name, value in (("crop_scale", self.crop_scale), ("random_erasing", self.random_erasing))

@@ -234,6 +234,7 @@ def test_normalisation_is_that_of_the_augmentation_or_as_asked(tmp_path) -> None
     ({"color_jitter": 0.4}, (1, 16, 16), "--color-jitter: for images in colour"),
     ({"normalize_images": "cifar10"}, (1, 16, 16), "--normalize-images: for images in colour"),
     ({"random_erasing": 0.25}, (3, 2, 16, 16), "--random-erasing: for images, and the model takes event frames"),
+    ({"mixup_alpha": 0.2}, (3, 2, 16, 16), "--mixup-alpha: for images, and the model takes event frames"),
     ({"augment": "crop"}, (3, 2, 16, 16), "--augment crop is not for event frames; choose one of none, dvs, nda, roll"),
 ])  # fmt: skip
 def test_what_samples_cannot_take_is_refused(flags, shape, problem) -> None:
