@@ -59,6 +59,12 @@ class SlotReader:
         """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
         if self.augment is None:
             return self.dataset.sample(sample)
-        key = self.seed, slot.epoch, slot.sample
-        decode = self.augment.decoder(*key) if self.augment.decoder else None
-        return self.augment(self.dataset.sample(sample, decode), *key)
+        return augmented(self.dataset, sample, self.augment, self.seed, slot.epoch, slot.sample)
+
+
+def augmented(
+    dataset: ShardDataset[SampleFormat], sample: int, augment: Augmentation, seed: int, epoch: int, number: int
+) -> NDArray[Any]:
+    """A decoded sample, changed under the key of seed, epoch and number. Raises what `ShardDataset.sample` raises."""
+    decode = augment.decoder(seed, epoch, number) if augment.decoder else None
+    return augment(dataset.sample(sample, decode), seed, epoch, number)
