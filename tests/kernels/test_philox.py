@@ -69,6 +69,7 @@ def test_compiled_loops_and_tensors_give_what_the_stream_has(p, steps, pixels, c
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_the_same_bits() -> None:
     keys = [philox_key("test", sample) for sample in range(3)]
     here, there = (kept(0.3, keys, 3, 50, range(5, 40), 64, torch.device(name)) for name in ("cpu", "cuda"))

@@ -107,7 +107,7 @@ class SmallVgg(nn.Module):
         self.features = nn.Sequential(*blocks, layer.AvgPool2d(2))
         linear = nn.Linear(inputs * CONFIG.final_size**2, CONFIG.num_classes)
         masks = [*([_Paths(drop_path)] if drop_path else []), *([_Masks(dropout)] if dropout else [])]
-        self.classifier = nn.Sequential(*masks, linear)
+        self.classifier = nn.Sequential(*([nn.Sequential(*masks)] if masks else []), linear)
         functional.set_step_mode(self, "m")
 
     forward = CIFAR10DVSVGG.forward
