@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.kernels import NeuronSpec as NeuronSpec
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
+    from megasnn.layers import DropPath as DropPath
     from megasnn.layers import MeanLinear as MeanLinear
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv

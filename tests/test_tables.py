@@ -148,6 +148,12 @@ def test_a_schedule_is_planned_forecast_and_held_to_the_memory_limit() -> None:
     assert f"{NAME} holds the activations of 3 micro-batches on a rank" in problem
 
 
+def test_a_loss_that_does_not_say_so_takes_no_mixed_labels() -> None:
+    with one_of_each():
+        (problem,) = problems("--mixup-alpha", "0.2", "--loss", NAME)
+    assert f"labels become probabilities, and --loss {NAME} takes classes; use cross-entropy or tet or mse" in problem
+
+
 def test_a_neuron_that_the_kernels_lack_is_not_taken_for_another() -> None:
     x = torch.rand(3, 2, 4)
     with one_of_each():

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megasnn.augment import AUGMENTATIONS
-from megasnn.config.checks import at_least
+from megasnn.augment.images import ImageRecipe
+from megasnn.augment.rand_augment import parse_rand_augment
+from megasnn.config.checks import above, at_least, flag, needs, refusal
 from megasnn.config.names import name_in
 from megasnn.files.sample_size import SAMPLE_MB
+
+CHANGES = (
+    *("crop_scale", "crop_ratio", "rand_augment", "color_jitter", "random_erasing", "random_erasing_mode"),
+    *("normalize_images", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
+)
+"""Fields that say how samples are changed beside `augment`, all of them for images alone."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,29 @@ class DataConfig:
     """Processes of a rank that read ahead; 0 reads in the training process."""
     augment: Annotated[str, name_in(AUGMENTATIONS)] = "none"
     """Random changes, the same for a sample on any layout."""
+    crop_scale: float | None = None
+    """With --augment crop, the least share of an image's area that is kept, 0.08 by default; 1 with --crop-ratio 1
+    cuts nothing off a square."""
+    crop_ratio: float | None = None
+    """With --augment crop, the largest ratio of the longer side to the shorter one that is kept, 4/3 by default."""
+    rand_augment: str | None = None
+    """RandAugment on top, named as timm names it: rand-m9-mstd0.5-inc1."""
+    color_jitter: float | None = None
+    """How far brightness, contrast and saturation change at random on top: 0.4 for factors from 0.6 to 1.4."""
+    random_erasing: float | None = None
+    """Share of the images of which a rectangle is replaced, after all other changes."""
+    random_erasing_mode: Literal["pixel", "rand", "const"] | None = None
+    """By normal numbers for each pixel (pixel, the default), one for each channel (rand), or the mean (const)."""
+    normalize_images: Literal["generic", "cifar10", "imagenet"] | None = None
+    """Constants by which images in colour are normalised; by default those that go with --augment."""
+    mixup_alpha: float | None = None
+    """Mix each image and its label with another one's of the micro-batch, by a share of the beta distribution of this
+    parameter, drawn for each micro-batch."""
+    cutmix_alpha: float | None = None
+    """Replace a rectangle of each image by another one's, whose area is such a share; with --mixup-alpha, each is done
+    in half of the micro-batches."""
+    mixup_off_epoch: int | None = None
+    """Epochs after which neither --mixup-alpha nor --cutmix-alpha mixes any more."""
     split_by: Literal["number", "time"] | None = None
     """Where shards hold events: whether the frames of a recording have equal shares of its events (number, the
     default) or of its time."""
@@ -44,8 +75,33 @@ class DataConfig:
     max_unpacked_gb: float | None = None
     """Gigabytes that a .tar.gz shard may unpack to; 100 times its own size by default."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether samples are mixed with each other, and labels are probabilities."""
+        return self.mixup_alpha is not None or self.cutmix_alpha is not None
+
+    @property
+    def draws(self) -> bool:
+        """Whether samples are changed at random."""
+        others = (self.rand_augment, self.color_jitter, self.random_erasing)
+        return self.augment != "none" or self.mixes or any(value is not None for value in others)
+
+    @property
+    def image_recipe(self) -> ImageRecipe:
+        """How images are changed beside what `augment` names. Raises ValueError for an unknown `rand_augment`."""
+        given: dict[str, Any] = {
+            "crop_scale": self.crop_scale,
+            "crop_ratio": self.crop_ratio,
+            "rand_augment": None if self.rand_augment is None else parse_rand_augment(self.rand_augment),
+            "color_jitter": self.color_jitter,
+            "erasing": self.random_erasing,
+            "erasing_mode": self.random_erasing_mode,
+        }
+        return ImageRecipe(**{name: value for name, value in given.items() if value is not None})
+
     def problems(self) -> list[str]:
         wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration", "max_sample_mb")
+        wrong += self._change_problems()
         if self.max_unpacked_gb is not None and not self.max_unpacked_gb > 0:
             wrong.append(f"--max-unpacked-gb must be above 0, got {self.max_unpacked_gb}")
         if self.frame_duration is not None and self.split_by is not None:
@@ -56,3 +112,23 @@ class DataConfig:
             if path is not None and not path.strip()
         ]
         return wrong
+
+    def _change_problems(self) -> list[str]:
+        wrong = above(self, 0, "crop_scale", "color_jitter", "random_erasing", "mixup_alpha", "cutmix_alpha")
+        wrong += at_least(self, 1, "crop_ratio") + at_least(self, 0, "mixup_off_epoch")
+        if self.mixup_off_epoch is not None and not self.mixes:
+            wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
+        wrong += [
+            f"{flag(name)} must be at most 1, got {value}"
+            for name, value in (("crop_scale", self.crop_scale), ("random_erasing", self.random_erasing))
+            if value is not None and value > 1
+        ]
+        if not AUGMENTATIONS[self.augment].crops:
+            wrong += [
+                f"{flag(name)} {value} is for --augment crop, not {self.augment}"
+                for name, value in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio))
+                if value is not None
+            ]
+        if self.rand_augment is not None:
+            wrong += refusal(parse_rand_augment, self.rand_augment)
+        return wrong + needs(self, "random_erasing", "random_erasing_mode")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from megasnn.batching import micro_batches_of
-from megasnn.config.checks import ConfigError, refusal
+from megasnn.config.checks import ConfigError, flag, refusal
 from megasnn.config.names import unknown_names
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Grid
 from megasnn.kernels import BACKENDS
+from megasnn.losses import LOSSES
 from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
 
@@ -35,6 +36,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     if len(problems) == 0:
         problems += _memory_problems(config, world_size) + _replica_problems(config, world_size)
     problems += _length_problems(config) + _evaluation_problems(config)
+    problems += _mixing_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -140,6 +142,21 @@ def _evaluation_problems(config: PretrainConfig) -> list[str]:
         return []
     asked = [("--eval-interval", logging.eval_interval), ("--eval-iters", logging.eval_iters)]
     return [f"{name} {value} needs --valid-data-path" for name, value in asked if value]
+
+
+def _mixing_problems(config: PretrainConfig) -> list[str]:
+    """Mixed samples without a partner, or with a loss that takes classes only."""
+    data, training = config.data, config.training
+    if not data.mixes:
+        return []
+    asked = " and ".join(flag(name) for name in ("mixup_alpha", "cutmix_alpha") if getattr(data, name) is not None)
+    wrong = []
+    if training.micro_batch_size == 1:
+        wrong.append(f"{asked}: samples of one micro-batch are mixed; set --micro-batch-size to 2 or more")
+    if not LOSSES[training.loss].mixes:
+        able = " or ".join(name for name, loss in LOSSES.items() if loss.mixes)
+        wrong.append(f"{asked}: labels become probabilities, and --loss {training.loss} takes classes; use {able}")
+    return wrong
 
 
 def _kernel_problems(config: PretrainConfig) -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -56,9 +56,11 @@ class ShardDataset(Generic[Format]):
         shard, place = self._locate(index)
         return f"sample {shard.keys[place].decode()!r} of shard {shard.source}"
 
-    def sample(self, index: int) -> np.ndarray:
+    def sample(self, index: int, decode: Callable[[bytes], np.ndarray] | None = None) -> np.ndarray:
         """The decoded sample: an image as uint8 `[H, W, C]`, event frames `[T, 2, H, W]`.
 
+        Args:
+            decode: takes the place of the format's.
         Raises:
             BrokenSample: it cannot be decoded, or is too large.
             ValueError: it does not fit the model, or the shard was changed or cut after it was indexed.
@@ -67,7 +69,7 @@ class ShardDataset(Generic[Format]):
             raise self._broken(index, f"cannot be decoded: {problem}")
         data = self._read(index)
         try:
-            sample = self.format.decode(data)
+            sample = (decode or self.format.decode)(data)
         except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error
         except ValueError as error:

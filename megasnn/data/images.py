@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from megasnn.augment import IMAGES
+from megasnn.augment import IMAGES, Augmentation
+from megasnn.augment.images import Box, ImageChange, ImageRecipe
 from megasnn.data.formats import SampleFormat
 from megasnn.files.sample_size import SAMPLE_BYTES, require_size
 
@@ -18,6 +22,7 @@ from megasnn.files.sample_size import SAMPLE_BYTES, require_size
 NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "generic": ((0.5,), (0.25,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "digits": ((0.305,), (0.376,)),
 }
 _MODES = {1: "L", 3: "RGB"}
@@ -81,12 +86,14 @@ class ImageFormat(SampleFormat):
     channels: 1 (grey) or 3 (RGB).
     normalisation: a name in NORMALISATIONS.
     limit: bytes that a sample may take, in its file or decoded.
+    recipe: what is changed at random in training beside what `--augment` names.
     """
 
     size: int
     channels: int
     normalisation: str = "generic"
     limit: int = SAMPLE_BYTES
+    recipe: ImageRecipe = ImageRecipe()
     suffixes = IMAGE_SUFFIXES
     kind = IMAGES
     axes = (0, 3, 1, 2)  # the channels lie last in memory, as convolutions like it
@@ -94,6 +101,20 @@ class ImageFormat(SampleFormat):
     def __post_init__(self) -> None:
         if self.channels not in _MODES:
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
+
+    def augmentation(self, name: str) -> Augmentation:
+        """A random change by its name, and behind it what the recipe has. Raises ValueError as for other samples."""
+        found = super().augmentation(name)
+        mean, deviation = (
+            tuple(255 * value for value in np.broadcast_to(each, self.channels).tolist())
+            for each in NORMALISATIONS[self.normalisation]
+        )
+        change = ImageChange(found.change, self.recipe, mean, deviation)
+        return replace(found, change=change, decoder=self.part_decoder if found.crops else None)
+
+    def part_decoder(self, seed: int, epoch: int, sample: int) -> Callable[[bytes], np.ndarray]:
+        """Like `decode`, for a random part of the image instead of the middle (bicubic)."""
+        return partial(self._decode, part=partial(self.recipe.box, seed=seed, epoch=epoch, sample=sample))
 
     def decode(self, data: bytes) -> np.ndarray:
         """An image file as uint8 `[size, size, channels]`.
@@ -105,8 +126,15 @@ class ImageFormat(SampleFormat):
         Raises:
             ValueError: the bytes are no whole image, or one that is too large or of more than 8 bits a channel.
         """
+        return self._decode(data)
+
+    def _decode(self, data: bytes, part: Callable[[tuple[int, int]], Box] | None = None) -> np.ndarray:
+        """Args: part: of an image of this width and height, instead of the middle."""
         try:
             file = open_image(data, self.limit)
+            if part is not None:
+                image = self._part(file, part(file.size))
+                return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
             if min(file.size) >= 2 * self.size:
                 file.draft(_MODES[self.channels], (self.size, self.size))  # JPEG: decode at 1/2, 1/4 or 1/8
             image = file.convert(_MODES[self.channels])
@@ -118,8 +146,18 @@ class ImageFormat(SampleFormat):
             raise ValueError(f"cannot be decoded: {error}") from error
         return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
 
-    def fill(self, values: NDArray[np.float32], batch: list[NDArray[np.uint8]]) -> None:
-        """uint8 images `[size, size, channels]` of n samples -> normalised `[n, size, size, channels]`."""
+    def _part(self, file: Image.Image, box: Box) -> Image.Image:
+        """A part of an image that is not decoded yet, scaled to the model's size."""
+        (width, height), shorter = file.size, min(box[2] - box[0], box[3] - box[1])
+        if shorter >= 2 * self.size:
+            file.draft(_MODES[self.channels], (width * self.size // shorter, height * self.size // shorter))
+        image = file.convert(_MODES[self.channels])
+        x, y = image.width / width, image.height / height  # below 1 where a JPEG was decoded smaller
+        scaled = box[0] * x, box[1] * y, box[2] * x, box[3] * y
+        return image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=scaled)
+
+    def fill(self, values: NDArray[np.float32], batch: list[NDArray[Any]]) -> None:
+        """n images `[size, size, channels]`, values from 0 to 255 -> normalised `[n, size, size, channels]`."""
         mean, deviation = (np.array(each, dtype=np.float32) for each in NORMALISATIONS[self.normalisation])
         scale, shift = 1 / (255 * deviation), mean / deviation
         for target, image in zip(values, batch, strict=True):

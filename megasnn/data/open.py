@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasnn.augment import AUGMENTATIONS
+from megasnn.config.checks import flag
+from megasnn.config.data import CHANGES
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings
 from megasnn.data.event_frames import EventFormat
@@ -115,6 +117,8 @@ def _kind(format: SampleFormat) -> str:
 
 def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:
     time_steps, channels, height, width = input_shape
+    if given := [flag(name) for name in CHANGES if getattr(config, name) is not None]:
+        raise ValueError(f"{', '.join(given)}: for images, and the model takes event frames; leave it out")
     if channels != 2 or height != width:
         raise ValueError(
             f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
@@ -136,11 +140,17 @@ def _image_format(config: DataConfig, input_shape: Sequence[int]) -> ImageFormat
     given = [name for name, value in _frame_options(config).items() if value is not None]
     if given:
         raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")
-    if config.data_path == SAMPLE:
+    in_colour = [flag(name) for name in ("rand_augment", "color_jitter", "normalize_images") if getattr(config, name)]
+    if channels != 3 and in_colour:
+        raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
+    normalisation: str
+    if config.normalize_images is not None:
+        normalisation = config.normalize_images
+    elif config.data_path == SAMPLE:
         normalisation = "digits"
     else:
         normalisation = AUGMENTATIONS[config.augment].normalisation if channels == 3 else "generic"
-    return ImageFormat(size, channels, normalisation, config.max_sample_mb << 20)
+    return ImageFormat(size, channels, normalisation, config.max_sample_mb << 20, config.image_recipe)
 
 
 def _frame_options(config: DataConfig) -> dict[str, object]:

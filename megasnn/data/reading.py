@@ -57,5 +57,14 @@ class SlotReader:
 
     def _image(self, slot: Slot, sample: int) -> NDArray[Any]:
         """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
-        image = self.dataset.sample(sample)
-        return self.augment(image, self.seed, slot.epoch, slot.sample) if self.augment else image
+        if self.augment is None:
+            return self.dataset.sample(sample)
+        return augmented(self.dataset, sample, self.augment, self.seed, slot.epoch, slot.sample)
+
+
+def augmented(
+    dataset: ShardDataset[SampleFormat], sample: int, augment: Augmentation, seed: int, epoch: int, number: int
+) -> NDArray[Any]:
+    """A decoded sample, changed under the key of seed, epoch and number. Raises what `ShardDataset.sample` raises."""
+    decode = augment.decoder(seed, epoch, number) if augment.decoder else None
+    return augment(dataset.sample(sample, decode), seed, epoch, number)

@@ -4,6 +4,7 @@ from megasnn.layers.attention import SpikingSelfAttention
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
+from megasnn.layers.drop_path import DropPath
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import MeanLinear, ParallelLinear
@@ -15,6 +16,7 @@ from megasnn.layers.whole import apply_layer
 __all__ = [
     "BuildContext",
     "ConvNormNeuron",
+    "DropPath",
     "KeyedLayer",
     "MeanLinear",
     "NeuronLayer",

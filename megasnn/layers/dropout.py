@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.keyed import KeyedLayer
-from megasnn.random import keyed_generator
+from megasnn.random import philox_key
 
 
 class ParallelDropout(KeyedLayer):
     """`[T, N, C_local, *space]`: values are zero with probability p, the others are divided by 1 - p (nn.Dropout).
 
-    Each sample's mask `[T, C, *space]` is drawn over all channels from (seed, name, the sample's position in the
-    training), and a rank takes its own channels of it. So neither the cut into micro-batches nor the ranks that compute
-    them matter, nor where a run was interrupted. As with nn.Dropout, time steps are drawn independently of each other.
+    Whether a value is kept follows from (seed, name, the sample's position in the training) and its place among all
+    time steps, pixels and channels of the sample, and a rank draws for its own channels only. So neither the cut into
+    micro-batches nor the ranks that compute them matter, nor where a run was interrupted. As with nn.Dropout, time
+    steps are drawn independently of each other.
 
     Args:
         name: global name, part of the key: equal layers at two places drop different values.
@@ -31,6 +35,10 @@ class ParallelDropout(KeyedLayer):
         self.p, self.name = p, name
         self.group, self.seed = context.tensor, context.seed
 
+    @property
+    def draws(self) -> bool:
+        return self.p > 0
+
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         if not self.training or self.p == 0:
             return x
@@ -38,19 +46,15 @@ class ParallelDropout(KeyedLayer):
             return torch.empty_like(x)
         if samples is None or len(samples) != x.shape[1]:
             raise ValueError(f"{self.name}: dropout needs the positions of {x.shape[1]} samples, got {samples}")
-        return x * self._mask(x, samples).to(x.device, x.dtype)
+        return (x * self._kept(x, samples)).mul_(1 / (1 - self.p))
 
-    def _mask(self, x: Tensor, samples: range) -> Tensor:
-        """0 or 1 / (1 - p), shaped like `x`."""
+    def _kept(self, x: Tensor, samples: range) -> Tensor:
+        """Which values are not zeroed: bool, shaped like `x`."""
         time, _, channels, *space = x.shape
-        whole = (time, channels * self.group.size, *space)
-        kept = [
-            (torch.rand(whole, generator=keyed_generator(self.seed, "dropout", self.name, position)) >= self.p).narrow(
-                1, self.group.rank * channels, channels
-            )
-            for position in samples
-        ]
-        return torch.stack(kept, dim=1).to(torch.float64) / (1 - self.p)
+        first = self.group.rank * channels
+        keys = [philox_key(self.seed, "dropout", self.name, position) for position in samples]
+        mine, whole = range(first, first + channels), channels * self.group.size
+        return kept(self.p, keys, time, math.prod(space), mine, whole, x.device).movedim(-1, 2).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}"

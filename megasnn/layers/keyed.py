@@ -12,3 +12,8 @@ class KeyedLayer(nn.Module):
     keyed random number hangs on. They come with every call, so that several micro-batches can be under way, and a
     forward that is computed again sees the same. None where positions mean nothing, in evaluation.
     """
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers itself, in training."""
+        return False

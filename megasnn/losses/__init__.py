@@ -16,24 +16,31 @@ class Loss:
         summary: for --help.
         sum: (logits `[T, N, classes]`, labels, label_smoothing=..., and its own) -> the sum of the samples' losses.
         flags: those that only this loss has: field of the configuration -> argument of `sum`.
+        mixes: labels may be probabilities `[N, classes]`, as mixed samples have them.
     """
 
     summary: str
     sum: Callable[..., Any]
     flags: Mapping[str, str] = field(default_factory=dict)
+    mixes: bool = False
 
 
 LOSSES: Table[Loss] = Table(
     "--loss",
     {
-        "cross-entropy": Loss("of the logits' mean over time", later("megasnn.losses.sums:cross_entropy_sum")),
+        "cross-entropy": Loss(
+            "of the logits' mean over time", later("megasnn.losses.sums:cross_entropy_sum"), mixes=True
+        ),
         "tet": Loss(
             "cross-entropy of each time step (Deng et al. 2022)",
             later("megasnn.losses.sums:tet_sum"),
             {"tet_lambda": "share", "tet_mean": "mean"},
+            mixes=True,
         ),
         "mse": Loss(
-            "squared distance of the mean over time from the label as 0 and 1", later("megasnn.losses.sums:mse_sum")
+            "squared distance of the mean over time from the label as 0 and 1",
+            later("megasnn.losses.sums:mse_sum"),
+            mixes=True,
         ),
     },
 )

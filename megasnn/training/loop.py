@@ -29,6 +29,7 @@ from megasnn.training.saving import Saves, refuse_other_model
 from megasnn.training.setup import (
     build_context,
     micro_batch_counts,
+    mixing_of,
     plan_of,
     sample_loss,
     wire_options,
@@ -74,11 +75,12 @@ class TrainingRun:
         self.watch = Watch(self.engine, state)
         self.profiler = PipelineProfiler(self.engine, self.plan, state) if profiles else None
         self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
-        self.step = TrainingStep(config, self.engine, state, self.watch.timers)
-        layout = layers_per_chunk(self.bounds)
         self._epoch_samples = epoch_samples(
             len(self.datasets.train), training.global_batch_size, config.data.last_batch
         )
+        mixing = mixing_of(config, model, self._epoch_samples)
+        self.step = TrainingStep(config, self.engine, state, self.watch.timers, mixing)
+        layout = layers_per_chunk(self.bounds)
         self.saves = Saves(config, self.engine, self.step.optimizer, state, dataset, layout)
         self.replicas = ReplicaCheck(
             self.saves.entries,

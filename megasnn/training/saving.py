@@ -14,14 +14,18 @@ from megasnn.checkpoint.compare import config_differences
 from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.config.checks import flag
+from megasnn.config.data import CHANGES
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
+from megasnn.layers import BuildContext, KeyedLayer
 from megasnn.losses import LOSSES
+from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import is_ending, placed
 from megasnn.process.job import JobFolder
+from megasnn.random import GENERATOR
 from megasnn.sharding import ShardedTensor
 
 Identity = dict[str, dict[str, object]]
@@ -95,6 +99,7 @@ class Saves:
         self._identity = _identity(config)
         self._data_identity = _data_identity(config, dataset)
         self._recipe = _recipe(config)
+        self._draws = config.data.draws or _draws(engine.model)
         self._job: JobFolder | None = None
         self._saver: checkpoint.Saver | None = None
         self.report: Callable[[str], None] = print
@@ -188,7 +193,13 @@ class Saves:
             for name, now in self._recipe.items()
             if before.get(name) != now
         ]
-        return ["changed since the checkpoint was saved: " + ", ".join(changed)] if changed else []
+        remarks = ["changed since the checkpoint was saved: " + ", ".join(changed)] if changed else []
+        if self._draws and saved.get("generator") != GENERATOR:
+            remarks.append(
+                f"the checkpoint was saved by a program that drew from other random numbers than {GENERATOR}: what "
+                "dropout and augmentation draw differs from here on"
+            )
+        return remarks
 
     def _take_weights(self, folder: str) -> StartingPoint:
         """Only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
@@ -240,7 +251,7 @@ class Saves:
         grid = self._state.grid
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
-        extra = {**self._data_identity, "recipe": self._recipe}
+        extra = {**self._data_identity, "recipe": self._recipe, "generator": GENERATOR}
         progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout, self._model.name)
         self._saver.save(progress, self._engine.tensors, self._optimizer)
 
@@ -275,12 +286,18 @@ def _recipe(config: PretrainConfig) -> dict[str, object]:
         "--optimizer": config.optimizer.optimizer,
         "--loss": training.loss,
         "--label-smoothing": training.label_smoothing,
-        "--augment": config.data.augment,
+        **{flag(name): getattr(config.data, name) for name in ("augment", *CHANGES)},
         "--micro-batch-size": training.micro_batch_size,
         "--global-batch-size": training.global_batch_size,
         "--precision": training.precision,
     }
     return flags | {flag(name): getattr(training, name) for name in LOSSES[training.loss].flags}
+
+
+def _draws(model: ModelDescription) -> bool:
+    """Whether any layer of the model, on whatever stage, draws random numbers in training."""
+    modules = (module for layer in model.build(BuildContext()) for module in layer.modules())
+    return any(isinstance(module, KeyedLayer) and module.draws for module in modules)
 
 
 def _identity(config: PretrainConfig) -> Identity:

@@ -7,7 +7,9 @@ from functools import partial
 
 import torch
 
+from megasnn.augment.mixing import Mixing
 from megasnn.batching import micro_batches_of
+from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.engine import SampleLoss
@@ -28,6 +30,17 @@ def sample_loss(training: TrainingConfig) -> SampleLoss:
     loss = LOSSES[training.loss]
     own = {argument: getattr(training, name) for name, argument in loss.flags.items()}
     return partial(loss.sum, label_smoothing=training.label_smoothing, **own)
+
+
+def mixing_of(config: PretrainConfig, model: ModelDescription, epoch: int) -> Mixing | None:
+    """How samples are mixed with each other; None where they are not. Args: epoch: samples of one."""
+    data = config.data
+    if not data.mixes:
+        return None
+    until = None if data.mixup_off_epoch is None else data.mixup_off_epoch * epoch
+    height, width = model.input_shape[-2:]
+    seed = config.training.seed
+    return Mixing(seed, data.mixup_alpha, data.cutmix_alpha, model.num_classes, (height, width), until)
 
 
 def build_context(state: ParallelState, precision: str, neuron_backend: str, seed: int = 0) -> BuildContext:

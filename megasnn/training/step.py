@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from megasnn.augment.mixing import Mixing
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
@@ -22,12 +24,23 @@ from megasnn.telemetry.timers import Timers
 class TrainingStep:
     """Forward, backward, clipping and update, on this rank.
 
+    Args:
+        mixing: of the samples of each micro-batch; None where they stay as they are.
+
     Attributes:
         optimizer: of this rank's parameters.
     """
 
-    def __init__(self, config: PretrainConfig, engine: Engine, state: ParallelState, timers: Timers) -> None:
+    def __init__(
+        self,
+        config: PretrainConfig,
+        engine: Engine,
+        state: ParallelState,
+        timers: Timers,
+        mixing: Mixing | None = None,
+    ) -> None:
         self._config, self._engine, self._state, self._timers = config, engine, state, timers
+        self._mixing = mixing
         self.optimizer = build_optimizer(engine.tensors, config.optimizer)
 
     def __call__(self, batch: GlobalBatch, iteration: int) -> StepResult:
@@ -37,7 +50,7 @@ class TrainingStep:
             iteration: steps done before this one.
         """
         engine, options = self._engine, self._config.optimizer
-        micro_batches = self.inputs(batch)
+        micro_batches = [self._mixed(micro_batch) for micro_batch in self.inputs(batch)]
         with self._timers("forward_backward"):
             loss = engine.forward_backward(micro_batches, batch.size)
         with self._timers("optimizer"):
@@ -67,6 +80,14 @@ class TrainingStep:
             )
             for micro in batch.micro_batches
         ]
+
+    def _mixed(self, micro: MicroBatchInput) -> MicroBatchInput:
+        if self._mixing is None or micro.samples is None:
+            return micro
+        first = micro.samples.start
+        images = None if micro.images is None else self._mixing.images(micro.images, first)
+        labels = None if micro.labels is None else self._mixing.labels(micro.labels, first)
+        return replace(micro, images=images, labels=labels)
 
     def _dtype(self) -> torch.dtype:
         return self._engine.context.dtype

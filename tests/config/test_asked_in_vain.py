@@ -28,6 +28,14 @@ from megasnn.models.spikformer.dimensions import Spikformer
             "--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more",
         ),
         ("--check-replicas-interval -1", "--check-replicas-interval must be at least 0, got -1"),
+        ("--crop-scale 0.2", "--crop-scale 0.2 is for --augment crop, not none"),
+        ("--augment cifar --crop-ratio 2", "--crop-ratio 2.0 is for --augment crop, not cifar"),
+        ("--random-erasing-mode rand", "--random-erasing-mode rand needs --random-erasing"),
+        ("--mixup-off-epoch 3", "--mixup-off-epoch 3 needs --mixup-alpha or --cutmix-alpha"),
+        (
+            "--mixup-alpha 0.2 --cutmix-alpha 1 --micro-batch-size 1",
+            "--mixup-alpha and --cutmix-alpha: samples of one micro-batch are mixed; set --micro-batch-size to 2",
+        ),
         ("--train-iters none --train-samples 128 --lr-warmup-iters 100", "--lr-warmup-iters 100 is more than the 2"),
     ],
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 from megasnn.comm.group import Group, alone
 from megasnn.layers import BuildContext, ParallelDropout
 from megasnn.layers.whole import apply_layer
+from megasnn.random import Draws
 
 T, C = 3, 40
 P = 0.25
@@ -26,8 +27,20 @@ def test_masks_do_not_depend_on_the_cut_of_samples_and_channels() -> None:
     whole = masks(dropout(), range(10, 16))
     parts = [masks(dropout(), span) for span in (range(10, 11), range(11, 15), range(15, 16))]
     assert torch.equal(torch.cat(parts, dim=1), whole)
-    quarters = [masks(dropout(Group("tensor", (0, 1, 2, 3), rank)), range(10, 16), C // 4) for rank in range(4)]
-    assert torch.equal(torch.cat(quarters, dim=2), whole)
+    for ranks in (4, 8):  # 8 cut where four numbers belong together
+        group = tuple(range(ranks))
+        parts = [masks(dropout(Group("tensor", group, rank)), range(10, 16), C // ranks) for rank in group]
+        assert torch.equal(torch.cat(parts, dim=2), whole)
+
+
+@pytest.mark.parametrize("space", [(), (6,), (3, 2)])
+def test_what_is_kept_is_a_fact_of_the_key_whatever_the_memory_order(space: tuple[int, ...]) -> None:
+    x = torch.ones(T, 2, C, *space)
+    y = dropout()(x, range(5, 7))
+    assert torch.equal(dropout()(x.movedim(2, -1).contiguous().movedim(-1, 2), range(5, 7)), y)
+    numbers = [Draws(0, "dropout", "a", sample).words(y[:, 0].numel()) / 2**32 for sample in (5, 6)]
+    expected = [torch.from_numpy(each >= P).view(T, *space, C).movedim(-1, 1) for each in numbers]
+    assert torch.equal(y > 0, torch.stack(expected, dim=1))
 
 
 def test_everything_in_the_key_matters() -> None:

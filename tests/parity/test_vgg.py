@@ -81,6 +81,13 @@ def test_layout_equals_spikingjelly_without_dropout(ranks, layout: Layout) -> No
     assert_equal_to_reference(run_step(ranks, layout, Variant()), truth(Variant()))
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(2, 1, 2), Layout(1, 2, 2, "zbv")], ids=name_of)
+def test_drop_path_leaves_out_the_same_samples(ranks, layout: Layout) -> None:
+    variant = Variant(dropout=0.3, drop_path=0.4)
+    assert abs(truth(variant).loss - truth(DROPOUT).loss) > 1e-3
+    assert_equal_to_reference(run_step(ranks, layout, variant), truth(variant))
+
+
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(2, 2, 2), Layout(tensor=4)], ids=name_of)
 def test_column_and_row_in_alternation(ranks, layout: Layout) -> None:
     variant = Variant(dropout=0.3, style="alternate")

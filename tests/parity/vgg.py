@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,15 +13,17 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_globals_into
+from megasnn.comm.codec import Wire
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext
+from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.building import describe
+from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.random import keyed_generator
+from megasnn.random import Draws
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.parity import spikingjelly_reference as reference
@@ -41,6 +43,7 @@ class Variant:
     """What of the model differs between tests."""
 
     dropout: float = 0.0
+    drop_path: float = 0.0
     loss: str = "cross-entropy"
     style: str = "auto"
 
@@ -70,16 +73,31 @@ class _Masks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = []
         for sample in x.unbind(1):
-            generator = keyed_generator(SEED, "dropout", "classifier.dropout", self.position)
-            out.append(sample * (torch.rand(sample.shape, generator=generator) >= self.p) / (1 - self.p))
+            draws = Draws(SEED, "dropout", "classifier.dropout", self.position)
+            uniform = torch.from_numpy(draws.words(sample.numel()) >> 8).double().view(sample.shape) / 2**24
+            out.append(sample * (uniform >= self.p) / (1 - self.p))
             self.position += 1
         return torch.stack(out, dim=1)
+
+
+class _Paths(nn.Module):
+    """Drop path in front of the classifier, as the key of each sample gives it."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p, self.position = p, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = range(self.position, self.position + x.shape[1])
+        self.position = places.stop
+        kept = [Draws(SEED, "drop path", "drop", place).unit() >= self.p for place in places]
+        return x * torch.tensor(kept).view(1, -1, 1) / (1 - self.p)
 
 
 class SmallVgg(nn.Module):
     """CIFAR10DVSVGG with other channels: its blocks, its classifier, its forward."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, drop_path: float) -> None:
         super().__init__()
         options = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
         blocks, inputs = [], CONFIG.in_channels
@@ -88,16 +106,17 @@ class SmallVgg(nn.Module):
             inputs = block.channels
         self.features = nn.Sequential(*blocks, layer.AvgPool2d(2))
         linear = nn.Linear(inputs * CONFIG.final_size**2, CONFIG.num_classes)
-        self.classifier = nn.Sequential(*([_Masks(dropout)] if dropout else []), linear)
+        masks = [*([_Paths(drop_path)] if drop_path else []), *([_Masks(dropout)] if dropout else [])]
+        self.classifier = nn.Sequential(*([nn.Sequential(*masks)] if masks else []), linear)
         functional.set_step_mode(self, "m")
 
     forward = CIFAR10DVSVGG.forward
 
 
-def build(dropout: float) -> SmallVgg:
+def build(dropout: float, drop_path: float) -> SmallVgg:
     """With norm parameters away from their initial values, so that errors in them show."""
     torch.manual_seed(1)
-    model = SmallVgg(dropout).double()
+    model = SmallVgg(dropout, drop_path).double()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.8, 1.6)
@@ -120,7 +139,18 @@ def _reference_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 def truth(variant: Variant) -> reference.ReferenceStep:
     """One step of SpikingJelly's network."""
-    return reference.step(build(variant.dropout), *data(), SIZES, _reference_loss(variant.loss))
+    return reference.step(build(variant.dropout, variant.drop_path), *data(), SIZES, _reference_loss(variant.loss))
+
+
+def _with_drop_path(model: ModelDescription, p: float) -> ModelDescription:
+    """With drop path before the classifier."""
+
+    def build(context: BuildContext) -> list[nn.Module]:
+        *layers, last = model.build(context)
+        return [*layers, DropPath(p, "drop", context), last]
+
+    drop = LayerDescription("drop", "drop", Wire.DENSE)
+    return replace(model, layers=(*model.layers[:-1], drop, model.layers[-1]), build=build)
 
 
 def one_step(
@@ -142,6 +172,8 @@ def one_step(
             tensor_parallel_style=variant.style,  # type: ignore[arg-type]
         )
         model = describe(config, NEURON)
+        if variant.drop_path:
+            model = _with_drop_path(model, variant.drop_path)
         context = BuildContext(state.tensor, dtype, dtype, backend, seed=SEED)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)

@@ -14,6 +14,7 @@ from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.sharding import materialise
+from megasnn.training import saving
 from megasnn.training.step import TrainingStep
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
@@ -91,3 +92,19 @@ def test_what_a_resumed_run_does_otherwise_is_told_or_refused(tmp_path_factory, 
     assert "WARNING: changed since the checkpoint was saved: --loss from cross-entropy to mse, --augment" in printed
     with pytest.raises(CheckpointError, match="last_batch: continue when it was saved, drop now"):
         train(cache, *again, "--last-batch", "drop")
+
+
+def test_a_checkpoint_from_before_the_generator_says_that_random_draws_differ(
+    tmp_path_factory, tmp_path, capsys, monkeypatch
+) -> None:
+    cache, folder = str(tmp_path_factory.mktemp("cache")), str(tmp_path)
+    with monkeypatch.context() as before:
+        before.setattr(saving, "GENERATOR", None)
+        train(cache, "--train-iters", "1", "--eval-iters", "0", "--augment", "cifar", "--save", folder)
+    again = ("--eval-iters", "0", "--augment", "cifar", "--load", folder, "--save", folder)
+    told = "WARNING: the checkpoint was saved by a program that drew from other random numbers than philox4x32-10"
+    for iterations, augment, expected in (("2", "none", False), ("2", "cifar", True), ("3", "cifar", False)):
+        capsys.readouterr()
+        saves = () if augment == "cifar" else ("--save", f"{folder}-else")
+        train(cache, *again, "--train-iters", iterations, "--augment", augment, *saves)
+        assert (told in capsys.readouterr().out) is expected

@@ -44,8 +44,8 @@ def test_a_run_with_dropout_resumes_exactly(ranks, shard, tmp_path) -> None:
 def test_dropout_is_drawn_for_the_position_in_the_whole_training(shard, tmp_path, monkeypatch) -> None:
     """Every sample of every iteration has a key of its own, before an interruption and after it."""
     positions: list[int] = []
-    mask = ParallelDropout._mask
-    monkeypatch.setattr(ParallelDropout, "_mask", lambda *args: positions.extend(args[2]) or mask(*args))
+    kept = ParallelDropout._kept
+    monkeypatch.setattr(ParallelDropout, "_kept", lambda *args: positions.extend(args[2]) or kept(*args))
     for flags in (("--exit-interval", "2"), ("--load", str(tmp_path))):
         with without_trial():
             train_vgg(*shard, "--train-iters", "3", "--save", str(tmp_path), *flags)

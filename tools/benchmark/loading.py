@@ -26,6 +26,7 @@ from megasnn.config.checks import at_least
 from megasnn.config.names import name_in
 from megasnn.data import ShardDataset, open_datasets
 from megasnn.data.formats import SampleFormat
+from megasnn.data.reading import augmented
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import CIFAR10_DVS, VggDvs
 from megasnn.preprocess.sample import shards_of_sample
@@ -105,14 +106,13 @@ class Samples(Dataset[tuple[Any, int]]):
     """A map-style data set over the shards, as one would write it for a DataLoader."""
 
     def __init__(self, dataset: ShardDataset[SampleFormat], augment: str = "none") -> None:
-        self._dataset, self._augment = dataset, AUGMENTATIONS[augment]
+        self._dataset, self._augment = dataset, dataset.format.augmentation(augment)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        sample = self._dataset.sample(index)
-        return self._augment(sample, 1, 0, index), int(self._dataset.labels[index])
+        return augmented(self._dataset, index, self._augment, 1, 0, index), int(self._dataset.labels[index])
 
     def collate(self, batch: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
         return self._dataset.format.to_tensor([sample for sample, _ in batch]), torch.tensor([b for _, b in batch])

@@ -1,0 +1,160 @@
+"""Random changes of images, uint8 `[H, W, C]`: cropping, mirroring, colours, erased rectangles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance
+
+from megasnn.augment.rand_augment import RandAugment
+from megasnn.random import Draws
+
+_MARGIN = 4
+_ATTEMPTS = 10  # to find a part of the wanted size and shape that fits
+_JITTER = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+_ERASED = (0.02, 1 / 3)  # shares of the image
+_ERASED_SHAPE = 0.3  # the flattest rectangle's height by its width, and the steepest one's width by its height
+
+Box = tuple[int, int, int, int]
+"""Left, top, right, bottom."""
+
+
+@dataclass(frozen=True)
+class ImageRecipe:
+    """What is changed in images beside what `--augment` names.
+
+    Attributes:
+        crop_scale: the least share of an image's area that a random crop keeps.
+        crop_ratio: the largest ratio of a crop's longer side to its shorter one.
+        rand_augment: None changes nothing.
+        color_jitter: how far brightness, contrast and saturation go from 1; 0 changes nothing.
+        erasing: the share of images that lose a rectangle.
+        erasing_mode: what comes in its place: "pixel", "rand" or "const", see `erase`.
+    """
+
+    crop_scale: float = 0.08
+    crop_ratio: float = 4 / 3
+    rand_augment: RandAugment | None = None
+    color_jitter: float = 0.0
+    erasing: float = 0.0
+    erasing_mode: str = "pixel"
+
+    def box(self, size: tuple[int, int], seed: int, epoch: int, sample: int) -> Box:
+        """The part of an image of this width and height that a random crop keeps."""
+        return random_box(size, self.crop_scale, self.crop_ratio, Draws(seed, "crop", epoch, sample))
+
+
+@dataclass(frozen=True)
+class ImageChange:
+    """An augmentation of images, and behind it what a recipe has besides.
+
+    Attributes:
+        mean, deviation: by which pixel values from 0 to 255 are normalised, for each channel.
+    """
+
+    first: Callable[[NDArray[Any], int, int, int], NDArray[Any]]
+    recipe: ImageRecipe
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __call__(self, image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
+        """uint8; float32 where a rectangle was erased, whose noise is not bound to the range of pixels."""
+        recipe, image = self.recipe, self.first(image, seed, epoch, sample)
+        if recipe.rand_augment or recipe.color_jitter:
+            picture = Image.fromarray(image)
+            if recipe.rand_augment:
+                fill = tuple(min(255, round(value)) for value in self.mean)
+                picture = recipe.rand_augment(picture, Draws(seed, "rand-augment", epoch, sample), fill)
+            if recipe.color_jitter:
+                picture = jitter(picture, recipe.color_jitter, Draws(seed, "color jitter", epoch, sample))
+            image = np.asarray(picture)
+        if recipe.erasing:
+            draws = Draws(seed, "erasing", epoch, sample)
+            image = erase(image, recipe.erasing, recipe.erasing_mode, self.mean, self.deviation, draws)
+        return image
+
+
+def crop_and_flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
+    """The usual CIFAR recipe on uint8 `[H, W, C]`: cut out of a 4-pixel black frame, mirror half of them.
+
+    Same shape out. Shifts are uniform over the 9 × 9 positions.
+    """
+    draws = Draws(seed, "augment", epoch, sample)
+    down, right = (draws.below(2 * _MARGIN + 1) - _MARGIN for _ in range(2))
+    shifted = np.zeros_like(image)
+    height, width = image.shape[:2]
+    shifted[max(-down, 0) : height - max(down, 0), max(-right, 0) : width - max(right, 0)] = image[
+        max(down, 0) : height - max(-down, 0), max(right, 0) : width - max(-right, 0)
+    ]
+    return shifted[:, ::-1] if draws.coin() else shifted
+
+
+def flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
+    """Mirrors half of the images."""
+    return image[:, ::-1] if Draws(seed, "flip", epoch, sample).coin() else image
+
+
+def random_box(size: tuple[int, int], scale: float, ratio: float, draws: Draws) -> Box:
+    """A part of `scale` to all of an image's area, `1 / ratio` to `ratio` times as wide as high, anywhere in it.
+
+    Where ten attempts give none that fits, the largest part in the middle of an allowed shape. Szegedy et al. 2015
+    (arXiv 1409.4842), as torchvision and timm draw it.
+
+    Args:
+        size: width and height of the image.
+    """
+    width, height = size
+    for _ in range(_ATTEMPTS):
+        area = width * height * draws.between(scale, 1)
+        shape = math.exp(draws.between(-math.log(ratio), math.log(ratio)))
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = draws.below(height - h + 1), draws.below(width - w + 1)
+            return left, top, left + w, top + h
+    w, h = min(width, round(height * ratio)), min(height, round(width * ratio))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def jitter(image: Image.Image, strength: float, draws: Draws) -> Image.Image:
+    """Brightness, contrast and saturation, in any order, times 1 - strength (at least 0) to 1 + strength."""
+    for place in draws.order(len(_JITTER)):
+        image = _JITTER[place](image).enhance(draws.between(max(0.0, 1 - strength), 1 + strength))
+    return image
+
+
+def erase(
+    image: NDArray[Any],
+    probability: float,
+    mode: str,
+    mean: Sequence[float],
+    deviation: Sequence[float],
+    draws: Draws,
+) -> NDArray[Any]:
+    """Replaces a rectangle of 2 to 33 percent of the area (Zhong et al. 2017, arXiv 1708.04896), as timm does.
+
+    Once the image is normalised, each of its pixels and channels is a normal number ("pixel"), each channel one such
+    number ("rand"), or all are zero ("const").
+    """
+    if draws.unit() >= probability:
+        return image
+    height, width, channels = image.shape
+    for _ in range(_ATTEMPTS):
+        area = height * width * draws.between(*_ERASED)
+        shape = math.exp(draws.between(math.log(_ERASED_SHAPE), -math.log(_ERASED_SHAPE)))
+        h, w = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if h < height and w < width:
+            break
+    else:
+        return image
+    top, left = draws.below(height - h + 1), draws.below(width - w + 1)
+    drawn = {"pixel": (h, w, channels), "rand": (1, 1, channels), "const": (0,)}[mode]
+    noise = draws.normals(math.prod(drawn)).reshape(drawn) if mode != "const" else 0
+    erased = image.astype(np.float32)
+    erased[top : top + h, left : left + w] = np.array(mean) + np.array(deviation) * noise
+    return erased

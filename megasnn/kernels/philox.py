@@ -1,0 +1,87 @@
+"""Random choices for tensors, each by the place of a value in the whole tensor, with equal bits on every device.
+
+On the CPU a compiled loop draws them; elsewhere, and where numba is missing, integer arithmetic on tensors does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasnn.random import UNIFORM_BITS, WORD, philox
+
+
+def kept(
+    p: float,
+    keys: Sequence[tuple[int, int]],
+    steps: int,
+    pixels: int,
+    channels: range,
+    all_channels: int,
+    device: torch.device,
+) -> Tensor:
+    """Which values a dropout with probability p keeps: bool `[steps, N, pixels, channels]`.
+
+    Each sample's values `[steps, pixels, all_channels]` are numbered in this order, and the number is the place in the
+    stream of its key; a value is kept where the number in [0, 1) drawn there is at least p.
+
+    Args:
+        keys: N keys of `megasnn.random.philox_key`.
+        channels: those wanted of `all_channels`.
+    """
+    # All channels of all pixels are one run of values; some of them are a run for each pixel.
+    runs = 1 if len(channels) == all_channels else pixels
+    cut = Runs(runs, pixels * all_channels // runs, channels.start, pixels * len(channels) // runs)
+    threshold = math.ceil(p * 2**UNIFORM_BITS)
+    compiled = _loops() if device.type == "cpu" else None
+    if compiled is None:
+        rows = kept_by_tensors(threshold, keys, steps, cut, device)
+    else:
+        from megasnn.kernels.runtime import run
+
+        rows = torch.empty(steps * len(keys), cut.runs, cut.length, dtype=torch.bool)
+        if rows.numel():
+            words = torch.tensor(keys, dtype=torch.int64).numpy()
+            run(compiled.keep, len(rows), rows.numpy(), words, cut.stride, cut.offset, threshold)
+    return rows.view(steps, len(keys), pixels, len(channels))
+
+
+class Runs(NamedTuple):
+    """A part of each time step's values that consists of runs of neighbours: run r begins at r * stride + offset."""
+
+    runs: int
+    stride: int
+    offset: int
+    length: int
+
+
+def kept_by_tensors(
+    threshold: int, keys: Sequence[tuple[int, int]], steps: int, cut: Runs, device: torch.device
+) -> Tensor:
+    """What the compiled loops give, by tensor operations alone: bool `[steps, N, runs, length]`.
+
+    Args:
+        threshold: the least upper 24 bits that are kept.
+    """
+    starts = torch.arange(steps * cut.runs, device=device).view(steps, 1, cut.runs, 1) * cut.stride + cut.offset
+    counters = starts // 4 + torch.arange((cut.length + 6) // 4, device=device)
+    k0, k1 = torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 2, 1, 1).unbind(1)
+    words = torch.stack(philox(counters & WORD, counters >> 32, 0, 0, k0, k1), dim=-1)
+    places = starts % 4 + torch.arange(cut.length, device=device)
+    drawn = words.flatten(-2).gather(-1, places.expand(-1, len(keys), -1, -1))
+    return (drawn >> 32 - UNIFORM_BITS) >= threshold
+
+
+@functools.cache
+def _loops() -> ModuleType | None:
+    try:
+        from megasnn.kernels import compiled_philox
+    except ImportError:  # no numba for this machine
+        return None
+    return compiled_philox

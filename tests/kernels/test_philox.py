@@ -1,0 +1,103 @@
+"""Philox4x32-10 on each way of computing it: the published answers, and equal choices for every cut of a tensor."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megasnn.kernels.compiled_philox import _philox
+from megasnn.kernels.philox import kept
+from megasnn.random import Draws, philox, philox_key
+
+# "philox4x32 10" of kat_vectors in Random123 1.14.0: counter, key, answer.
+KNOWN = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
+def test_the_published_answers(counter: list[int], key: list[int], answer: list[int]) -> None:
+    words = [*counter, *key]
+    assert list(philox(*words)) == answer
+    assert list(_philox(*words)) == answer
+    assert [each.tolist() for each in philox(*(np.full(2, word) for word in words))] == [[word] * 2 for word in answer]
+    assert [each.tolist() for each in philox(*(torch.full((2,), word) for word in words))] == [[w] * 2 for w in answer]
+
+
+def test_a_value_is_kept_where_the_upper_24_bits_are_at_least_p() -> None:
+    for channel, word in enumerate(KNOWN[0][2]):
+        for above in (0, 1):
+            p = ((word >> 8) + above) / 2**24
+            assert kept(p, [(0, 0)], 1, 1, range(channel, channel + 1), 4, CPU).item() is not bool(above)
+
+
+def test_the_bits_of_a_key_stay_what_they_are() -> None:
+    """Runs that are resumed depend on them."""
+    assert philox_key(1234, "dropout", "classifier.dropout", 7) == (3389460533, 891113234)
+    assert Draws(1, "augment", 0, 3).words(5).tolist() == [846627181, 130178331, 2030461993, 2524173733, 3700667650]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1 - 2.0**-30])
+@pytest.mark.parametrize(("steps", "pixels", "channels", "whole"), [
+    (3, 5, range(0, 7), 7),
+    (2, 9, range(6, 9), 12),
+    (2, 1, range(1, 2), 5),
+    (1, 1, range(0, 1), 1),
+    (2, 1, range(2**34 - 7, 2**34), 2**34),  # counters beyond 32 bits
+    (2, 3, range(0, 0), 4),
+])  # fmt: skip
+def test_compiled_loops_and_tensors_give_what_the_stream_has(p, steps, pixels, channels, whole) -> None:
+    keys = [philox_key("test", sample) for sample in range(3)]
+    compiled = kept(p, keys, steps, pixels, channels, whole, CPU)
+    assert compiled.shape == (steps, 3, pixels, len(channels)) and compiled.dtype == torch.bool
+    with mock.patch("megasnn.kernels.philox._loops", lambda: None):
+        assert torch.equal(kept(p, keys, steps, pixels, channels, whole, CPU), compiled)
+    if whole < 2**34:
+        values = np.stack([Draws("test", sample).words(steps * pixels * whole) for sample in range(3)])
+        every = torch.from_numpy((values >> 8) * 2.0**-24 >= p).view(3, steps, pixels, whole).transpose(0, 1)
+        assert torch.equal(compiled, every[..., channels.start : channels.stop])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_same_bits() -> None:
+    keys = [philox_key("test", sample) for sample in range(3)]
+    here, there = (kept(0.3, keys, 3, 50, range(5, 40), 64, torch.device(name)) for name in ("cpu", "cuda"))
+    assert torch.equal(here, there.cpu())
+
+
+def test_draws_follow_one_stream() -> None:
+    one, other = Draws("a", 1), Draws("a", 1)
+    words = one.words(3).tolist() + [one.word() for _ in range(6)] + one.words(4).tolist()
+    assert words == other.words(13).tolist() and len(set(words)) == 13
+    assert Draws("a", 2).words(13).tolist() != words
+
+
+def test_the_distributions_that_are_drawn() -> None:
+    draws = Draws("distributions")
+    units = np.array([draws.unit() for _ in range(4000)])
+    assert 0 <= units.min() and units.max() < 1 and abs(units.mean() - 0.5) < 0.02
+    counts = np.bincount([draws.below(5) for _ in range(4000)], minlength=5)
+    assert len(counts) == 5 and abs(counts - 800).max() < 120
+    normals = draws.normals(20001)
+    assert len(normals) == 20001 and abs(normals.mean()) < 0.03 and abs(normals.std() - 1) < 0.03
+    assert abs((normals**4).mean() - 3) < 0.3
+    assert sorted(draws.order(50)) == list(range(50)) != draws.order(50)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.2, 1.0, 5.0])
+def test_beta_has_its_mean_and_variance(alpha: float) -> None:
+    values = np.array([Draws("beta", index).beta(alpha) for index in range(2000)])
+    assert 0 <= values.min() and values.max() <= 1
+    assert abs(values.mean() - 0.5) < 0.04
+    assert values.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)
