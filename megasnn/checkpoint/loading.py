@@ -7,7 +7,7 @@ place, unless one was asked for by its iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +52,7 @@ def load_checkpoint(
     *,
     tensors: Sequence[ShardedTensor],
     optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state: Collection[str] = (),
     model: str | None = None,
     config: dict[str, Any] | None = None,
     step: int | None = None,
@@ -66,6 +67,7 @@ def load_checkpoint(
 
     Args:
         optimizer: None leaves the saved optimizer state aside (--finetune, --no-load-optim).
+        optimizer_state: kinds of state that this optimizer keeps of each parameter, which must be there.
         model: name of the model, which must be the saved one where a checkpoint says it; None accepts any.
         config: must equal the saved one; None accepts any model whose tensors fit (--finetune).
         refuse: problems that the caller sees with this checkpoint.
@@ -90,7 +92,7 @@ def load_checkpoint(
             require_names(tensors)
             if problems := [*model_differences(metadata, model, config, optimizer), *refuse(metadata)]:
                 raise CheckpointError(*problems)
-            states = allocate(wanted, optimizer, metadata.tensors) if optimizer is not None else {}
+            states = allocate(wanted, optimizer, metadata.tensors, optimizer_state) if optimizer is not None else {}
             return [*wanted, *describe(wanted, states)], states
 
         entries, states = all_do(process_group, prepare, title)

@@ -31,11 +31,15 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     adam_beta1: float = 0.9
-    """Decay of the gradient's running mean."""
+    """Of adamw and lamb: decay of the gradient's running mean."""
     adam_beta2: float = 0.999
-    """Decay of the squared gradient's running mean."""
+    """Of adamw and lamb: decay of the squared gradient's running mean."""
     adam_eps: float = 1e-8
-    """Added to the denominator."""
+    """Of adamw and lamb: added to the denominator; timm's LAMB has 1e-6."""
+    sgd_momentum: float = 0.9
+    """Of sgd: share of the last step that is taken again; 0 keeps no state."""
+    sgd_nesterov: bool = False
+    """Of sgd: look ahead by the momentum, as torch's SGD does."""
 
     def warmup_iterations(self, iterations: int) -> int:
         """Iterations of warm-up in a training of so many."""
@@ -46,10 +50,12 @@ class OptimizerConfig:
     def problems(self) -> list[str]:
         wrong = above(self, 0, "lr", "adam_eps")
         wrong += at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
-        wrong += from_zero_to_below_one(self, "lr_warmup_fraction", "adam_beta1", "adam_beta2")
+        wrong += from_zero_to_below_one(self, "lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum")
         if self.min_lr > self.lr:
             wrong.append(f"--min-lr {self.min_lr} is greater than --lr {self.lr}")
         wrong += flags_of_others(self, "optimizer", OPTIMIZERS)
+        if self.sgd_nesterov and self.sgd_momentum == 0:
+            wrong.append("--sgd-nesterov needs a --sgd-momentum above 0")
         if DECAY_STYLES[self.lr_decay_style](1.0) == 1.0 and self.min_lr > 0:
             wrong.append(f"--min-lr {self.min_lr} is never reached with --lr-decay-style {self.lr_decay_style}")
         if self.lr_warmup_iters and self.lr_warmup_fraction is not None:

@@ -82,7 +82,7 @@ def forecast_memory(
     parameters = [entry.tensor for entry in engine.tensors if entry.is_parameter and entry.tensor.requires_grad]
     weights = sum(entry.tensor.nbytes for entry in engine.tensors)
     gradients = sum(parameter.nbytes for parameter in parameters)
-    moments = state_bytes(parameters, config.optimizer.optimizer)
+    moments = state_bytes(parameters, config.optimizer)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save and state.data.rank == 0
     release_free_memory()

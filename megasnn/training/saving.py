@@ -20,6 +20,7 @@ from megasnn.files.described import in_message
 from megasnn.losses import LOSSES
 from megasnn.models.entry import ModelEntry
 from megasnn.models.table import saved_model_name
+from megasnn.optim import state_kinds
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
@@ -94,6 +95,7 @@ class Saves:
         self._options, self._entry, self._engine, self._state = config.checkpoint, entry, engine, state
         self._dimensions = config.model
         self._optimizer, self._layout = optimizer, layout
+        self._state_kinds = state_kinds(config.optimizer)
         self._identity = _identity(config)
         self._data_identity = _data_identity(config, dataset)
         self._recipe = _recipe(config)
@@ -160,6 +162,7 @@ class Saves:
                 folder,
                 tensors=self._engine.tensors,
                 optimizer=None if options.no_load_optim and not restarted else self._optimizer,
+                optimizer_state=self._state_kinds,
                 model=self._entry.name,
                 config=self._identity,
                 step=None if restarted else options.ckpt_step,

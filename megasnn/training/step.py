@@ -11,6 +11,7 @@ from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
+from megasnn.grid import HOLDING_AXES
 from megasnn.non_finite import earliest
 from megasnn.optim import build_optimizer, learning_rate
 from megasnn.parallel_state import ParallelState
@@ -47,7 +48,8 @@ class TrainingStep:
 
     def __init__(self, config: PretrainConfig, engine: Engine, state: ParallelState, timers: Timers) -> None:
         self._config, self._engine, self._state, self._timers = config, engine, state, timers
-        self.optimizer = build_optimizer(engine.tensors, config.optimizer)
+        groups = {axis: state.group(axis) for axis in HOLDING_AXES}
+        self.optimizer = build_optimizer(engine.tensors, config.optimizer, groups)
 
     def __call__(self, batch: GlobalBatch, iteration: int) -> StepResult:
         """Trains on one global batch; a step that is not finite changes nothing.

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm, ParallelConv, ParallelLinear, ParallelPLIF
-from megasnn.optim import GradientNorm, build_optimizer, learning_rate
+from megasnn.optim import (
+    GradientNorm,
+    build_optimizer,
+    held_state_bytes,
+    learning_rate,
+    state_bytes,
+    state_kinds,
+)
+from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.sharding import ShardedTensor
 from tests.distributed.whole import assemble, build, context, nothing, parts, random
@@ -134,3 +142,19 @@ def test_learning_rates() -> None:
     everything_is_warm_up = rates(4, lr_decay_style="cosine", lr_warmup_iters=4)
     assert everything_is_warm_up[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates(1, lr_decay_style="linear")[0] == 1.0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
+    for momentum in (0.9, 0.0):
+        config = OptimizerConfig(optimizer, sgd_momentum=momentum)
+        tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+        trained = [entry.tensor for entry in tensors if entry.is_parameter]
+        built = build_optimizer(tensors, config)
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        built.step()
+        kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
+        assert kept == set(state_kinds(config))
+        assert held_state_bytes(built) == state_bytes(trained, config)
+        build_optimizer([], config).step()  # a stage without layers
