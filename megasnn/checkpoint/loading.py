@@ -22,7 +22,7 @@ from megasnn.checkpoint.compare import model_differences, tensor_differences, un
 from megasnn.checkpoint.description import Metadata, read_metadata
 from megasnn.checkpoint.errors import CheckpointError, DamagedError, raise_problems
 from megasnn.checkpoint.files import PieceReader
-from megasnn.checkpoint.optimizer_state import States, allocate, describe, require_possible
+from megasnn.checkpoint.optimizer_state import States, allocate, describe, of_frozen, require_possible
 from megasnn.checkpoint.pieces import SavedTensor, read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
@@ -100,6 +100,7 @@ def load_checkpoint(
             process_group, all_do(process_group, lambda: tensor_differences(metadata.tensors, entries), title)
         )
         taken = {name for names, _ in reports for name in names}
+        taken.update(*gather(process_group, of_frozen(wanted, metadata.tensors)))
         names = [name for name in metadata.tensors if not _of_layer(name, leave)]
         unexpected = unused_tensors(names, taken, with_optimizer=optimizer is not None)
         raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])

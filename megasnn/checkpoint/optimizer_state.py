@@ -89,6 +89,13 @@ def allocate(
     return states
 
 
+def of_frozen(tensors: Iterable[ShardedTensor], saved: Iterable[str]) -> list[str]:
+    """The saved state of those parameters that are frozen now: an optimizer leaves it aside."""
+    frozen = {entry.name for entry in tensors if entry.is_parameter and not entry.tensor.requires_grad}
+    state = (name for name in saved if name.startswith(PREFIX))
+    return [name for name in state if name.removeprefix(PREFIX).split(".", 1)[1] in frozen]
+
+
 def require_possible(states: States, tensors: Iterable[ShardedTensor]) -> None:
     """Raises CheckpointError for a count of steps that was loaded and that no optimizer has counted."""
     entry_of = _entries_by_parameter(tensors)

@@ -21,7 +21,10 @@ RARELY_USED = {
         *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),
     ),
     "training": ("exit_interval", "exit_duration_in_mins", "tet_lambda", "tet_mean"),
-    "optimizer": ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "sgd_nesterov"),
+    "optimizer": (
+        *("freeze", "lr_scale_of", "weight_decay_of"),
+        *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "sgd_nesterov"),
+    ),
     "parallel": (
         *("strict_wire", "pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
         *("check_replicas_interval", "replica_mismatch"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from megasnn.config.checks import above, at_least, from_zero_to_below_one
+from megasnn.config.checks import above, at_least, from_zero_to_below_one, refusal
 from megasnn.config.names import flags_of_others, name_in
+from megasnn.config.patterns import Pattern, patterns
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
 
 
@@ -28,6 +30,14 @@ class OptimizerConfig:
     """Warm-up as a share of all iterations, instead of --lr-warmup-iters."""
     weight_decay: float = 0.01
     """Decay of the weights in a step; not applied to norms, biases and time constants."""
+    freeze: str | None = None
+    """Parameters that are not trained, as patterns of their names: "patch_embed.*,blocks.0.*". The running statistics
+    of frozen layers' norms go on."""
+    lr_scale_of: str | None = None
+    """Learning rates of some parameters, as multiples of the others': "patch_embed.*=0.1,blocks.*=0.5". Of several
+    patterns that match, the last one counts."""
+    weight_decay_of: str | None = None
+    """Weight decay of some parameters, in place of --weight-decay: "head.*=0"; "*=1e-4" decays all of them."""
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     adam_beta1: float = 0.9
@@ -47,13 +57,23 @@ class OptimizerConfig:
             return self.lr_warmup_iters
         return int(self.lr_warmup_fraction * iterations)
 
+    def frozen_patterns(self) -> list[Pattern]:
+        """Of `--freeze`. This and the next two raise ValueError for a text that is none of patterns."""
+        return patterns("freeze", self.freeze, with_values=False)
+
+    def lr_scale_patterns(self) -> list[Pattern]:
+        return patterns("lr_scale_of", self.lr_scale_of)
+
+    def weight_decay_patterns(self) -> list[Pattern]:
+        return patterns("weight_decay_of", self.weight_decay_of)
+
     def problems(self) -> list[str]:
         wrong = above(self, 0, "lr", "adam_eps")
         wrong += at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
         wrong += from_zero_to_below_one(self, "lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum")
         if self.min_lr > self.lr:
             wrong.append(f"--min-lr {self.min_lr} is greater than --lr {self.lr}")
-        wrong += flags_of_others(self, "optimizer", OPTIMIZERS)
+        wrong += flags_of_others(self, "optimizer", OPTIMIZERS) + self._pattern_problems()
         if self.sgd_nesterov and self.sgd_momentum == 0:
             wrong.append("--sgd-nesterov needs a --sgd-momentum above 0")
         if DECAY_STYLES[self.lr_decay_style](1.0) == 1.0 and self.min_lr > 0:
@@ -64,3 +84,18 @@ class OptimizerConfig:
                 f"({self.lr_warmup_iters} and {self.lr_warmup_fraction})"
             )
         return wrong
+
+    def _pattern_problems(self) -> list[str]:
+        read = (self.frozen_patterns, self.lr_scale_patterns, self.weight_decay_patterns)
+        if malformed := [problem for each in read for problem in refusal(each)]:
+            return malformed
+        wrong = [
+            f"--lr-scale-of: {each.text}={each.value:g} must be a finite number above 0; --freeze is for what stays"
+            for each in self.lr_scale_patterns()
+            if not 0 < each.value < math.inf
+        ]
+        return wrong + [
+            f"--weight-decay-of: {each.text}={each.value:g} must be a finite number of at least 0"
+            for each in self.weight_decay_patterns()
+            if not 0 <= each.value < math.inf
+        ]

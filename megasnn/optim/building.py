@@ -11,6 +11,7 @@ from torch import Tensor
 from megasnn.comm.group import Group
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import Axis
+from megasnn.optim.groups import parameter_groups
 from megasnn.optim.norms import ShardedNorms
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.sharding import ShardedTensor
@@ -19,17 +20,14 @@ from megasnn.sharding import ShardedTensor
 def build_optimizer(
     tensors: Sequence[ShardedTensor], config: OptimizerConfig, groups: Mapping[Axis, Group] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of `--optimizer`, decaying matrices and kernels only: not norms, biases and time constants.
+    """The optimizer of `--optimizer` over the trained ones of these tensors; see `parameter_groups`.
 
     Args:
         groups: this rank's group along each axis that tensors are cut over; None where none of them is cut.
     """
-    trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
-    decayed = [entry.tensor for entry in trained if len(entry.shard.global_shape) > 1]
-    others = [entry.tensor for entry in trained if len(entry.shard.global_shape) <= 1]
-    parts = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    parts = parameter_groups(tensors, config)
     recipe = OPTIMIZERS[config.optimizer]
-    norms = {} if recipe.elementwise else {"norms": ShardedNorms(trained, groups or {})}
+    norms = {} if recipe.elementwise else {"norms": ShardedNorms([e for e in tensors if e.is_parameter], groups or {})}
     return recipe.build(parts, lr=config.lr, **_flags(config), **norms)
 
 

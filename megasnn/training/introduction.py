@@ -77,9 +77,11 @@ def _summary(config: PretrainConfig, engine: Engine, state: ParallelState, epoch
     training, ranks = config.training, state.world.size
     name = type(config.model).__name__.removesuffix("Config")
     where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device)}"
+    still = engine.parameters - engine.trained_parameters
+    frozen = f" ({still:,} of them frozen)" if still else ""
     epochs = training.iterations * training.global_batch_size / epoch_samples
     return [
-        f"{name} with {engine.parameters:,} parameters in {len(engine.model.layers)} layers on {where}",
+        f"{name} with {engine.parameters:,} parameters{frozen} in {len(engine.model.layers)} layers on {where}",
         f"{training.iterations} iterations of {training.global_batch_size} samples "
         f"({training.micro_batches} micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of "
         f"{epoch_samples} samples",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 from megasnn.comm.statistics import statistics
@@ -14,6 +15,7 @@ from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.entry import ModelEntry
+from megasnn.optim import is_frozen, require_matches
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.preprocess.sample import shards_of_sample
@@ -31,6 +33,7 @@ from megasnn.training.setup import (
     build_context,
     micro_batch_counts,
     neuron_spec,
+    parameter_names,
     plan_of,
     sample_loss,
     wire_options,
@@ -62,6 +65,7 @@ class TrainingRun:
         self._started = time.monotonic()
         refuse_other_model(config, entry.name, state)
         model, training, parallel = entry.describe(config.model, neuron_spec(config)), config.training, config.parallel
+        require_matches(config.optimizer, parameter_names(model))
         with placed("while opening the data"):
             self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
@@ -73,7 +77,10 @@ class TrainingRun:
         self.bounds = self.plan.bounds
         loss, wires = sample_loss(training), wire_options(parallel)
         with placed("while building the model"):
-            self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
+            frozen = partial(is_frozen, config.optimizer)
+            self.engine = Engine(
+                model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires, frozen
+            )
         self.watch = Watch(self.engine, state)
         self.profiler = PipelineProfiler(self.engine, self.plan, state) if profiles else None
         self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)

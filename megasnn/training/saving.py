@@ -271,9 +271,12 @@ def _data_identity(config: PretrainConfig, dataset: object) -> dict[str, object]
 
 def _recipe(config: PretrainConfig) -> dict[str, object]:
     """Flags that define what is computed and that a run may change on its way."""
-    training = config.training
+    training, optimizer = config.training, config.optimizer
     flags: dict[str, object] = {
-        "--optimizer": config.optimizer.optimizer,
+        "--optimizer": optimizer.optimizer,
+        "--freeze": optimizer.freeze,
+        "--lr-scale-of": optimizer.lr_scale_of,
+        "--weight-decay-of": optimizer.weight_decay_of,
         "--loss": training.loss,
         "--label-smoothing": training.label_smoothing,
         "--augment": config.data.augment,

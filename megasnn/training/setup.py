@@ -17,6 +17,7 @@ from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.partition import layout_to_bounds
@@ -31,6 +32,11 @@ def neuron_spec(config: PretrainConfig) -> NeuronSpec:
     return NeuronSpec(
         n.neuron, n.tau, n.v_threshold, n.v_reset, n.decay_input, n.detach_reset, n.surrogate, n.surrogate_alpha
     )
+
+
+def parameter_names(model: ModelDescription) -> list[str]:
+    """The global names of a model's parameters, in order; nothing is built for that."""
+    return [entry.name for entry in describe_tensors(model, BuildContext()) if entry.is_parameter]
 
 
 def sample_loss(training: TrainingConfig) -> SampleLoss:

@@ -70,7 +70,7 @@ class TrainingStep:
                 engine.merge_statistics(self._most_micro_batches(batch.size))
                 engine.gradient_norm.clip(norm, options.clip_grad)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = result.rate
+                    group["lr"] = result.rate * group["lr_scale"]
                 self.optimizer.step()
         if not result.finite:
             result.not_finite = self._first_non_finite(micro_batches)
