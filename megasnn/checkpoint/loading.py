@@ -8,7 +8,7 @@ place, unless one was asked for by its iteration.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.agreement import all_do, first_decides, gather
 from megasnn.checkpoint.choice import choose
 from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
-from megasnn.checkpoint.description import Metadata, read_metadata
+from megasnn.checkpoint.description import AVERAGE, PREFIX, Metadata, read_metadata
 from megasnn.checkpoint.errors import CheckpointError, DamagedError, raise_problems
 from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.optimizer_state import States, allocate, describe, of_frozen, require_possible
@@ -37,7 +37,7 @@ class LoadedState:
     """Where the loaded run stood: completed iterations, samples seen, and what was saved as `extra`.
 
     `path` is the checkpoint that was loaded. `remarks` say why it is not the one that was to be expected; the user
-    must see them.
+    must see them. `averaged` says whether averages were loaded.
     """
 
     iteration: int
@@ -45,6 +45,7 @@ class LoadedState:
     extra: dict[str, Any]
     path: Path
     remarks: tuple[str, ...] = ()
+    averaged: bool = False
 
 
 def load_checkpoint(
@@ -59,6 +60,7 @@ def load_checkpoint(
     process_group: Group = None,
     refuse: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
     leave: str | None = None,
+    averages: Sequence[ShardedTensor] | None = None,
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
 
@@ -72,6 +74,7 @@ def load_checkpoint(
         config: must equal the saved one; None accepts any model whose tensors fit (--finetune).
         refuse: problems that the caller sees with this checkpoint.
         leave: a layer whose tensors stay as they are, whatever the checkpoint holds of them (--reset-head).
+        averages: of this rank's tensors; they are loaded where the checkpoint has them. None leaves those aside.
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
@@ -86,6 +89,8 @@ def load_checkpoint(
 
     def load(path: Path) -> LoadedState:
         metadata, saved = all_do(process_group, lambda: _read_descriptions(path), f"cannot load {path}:")
+        averaged = averages is not None and any(name.startswith(AVERAGE) for name in metadata.tensors)
+        more = averages if averages is not None and averaged else ()
         title = f"the checkpoint {path} does not fit this run:"
 
         def prepare() -> tuple[list[ShardedTensor], States]:
@@ -93,7 +98,7 @@ def load_checkpoint(
             if problems := [*model_differences(metadata, model, config, optimizer), *refuse(metadata)]:
                 raise CheckpointError(*problems)
             states = allocate(wanted, optimizer, metadata.tensors, optimizer_state) if optimizer is not None else {}
-            return [*wanted, *describe(wanted, states)], states
+            return [*wanted, *more, *describe(wanted, states)], states
 
         entries, states = all_do(process_group, prepare, title)
         reports = gather(
@@ -102,16 +107,17 @@ def load_checkpoint(
         taken = {name for names, _ in reports for name in names}
         taken.update(*gather(process_group, of_frozen(wanted, metadata.tensors)))
         names = [name for name in metadata.tensors if not _of_layer(name, leave)]
-        unexpected = unused_tensors(names, taken, with_optimizer=optimizer is not None)
+        left = (PREFIX,) * (optimizer is None) + (AVERAGE,) * (averages is None)
+        unexpected = unused_tensors(names, taken, left)
         raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
         read_tensors(path, saved, entries, process_group)
         if optimizer is not None:
             all_do(process_group, lambda: require_possible(states, wanted), title)
             optimizer.state.update(states)
-        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path)
+        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, averaged=averaged)
 
     state, remarks = first_intact(folder, step, process_group, load)
-    return LoadedState(state.iteration, state.consumed_samples, state.extra, state.path, remarks)
+    return replace(state, remarks=remarks)
 
 
 def _of_layer(name: str, layer: str | None) -> bool:

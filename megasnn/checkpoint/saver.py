@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megasnn.checkpoint.agreement import all_do, is_first
+from megasnn.checkpoint.description import BESIDE
 from megasnn.checkpoint.errors import CheckpointError
-from megasnn.checkpoint.optimizer_state import PREFIX, describe
+from megasnn.checkpoint.optimizer_state import describe
 from megasnn.checkpoint.retention import Retention, prune
 from megasnn.checkpoint.saving import Group, Progress, require_names, write_checkpoint
 from megasnn.checkpoint.snapshot import Snapshot
@@ -161,7 +162,7 @@ def _written_here(entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
 
 def _stays_until_update(entry: ShardedTensor) -> bool:
     """Running statistics do not: the forward pass changes them."""
-    return entry.is_parameter or entry.name.startswith(PREFIX)
+    return entry.is_parameter or entry.name.startswith(BESIDE)
 
 
 def _entries(tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> list[ShardedTensor]:

@@ -22,7 +22,7 @@ RARELY_USED = {
     ),
     "training": ("exit_interval", "exit_duration_in_mins", "tet_lambda", "tet_mean"),
     "optimizer": (
-        *("freeze", "lr_scale_of", "weight_decay_of"),
+        *("freeze", "lr_scale_of", "weight_decay_of", "ema_decay"),
         *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "sgd_nesterov"),
     ),
     "parallel": (

@@ -38,6 +38,9 @@ class OptimizerConfig:
     patterns that match, the last one counts."""
     weight_decay_of: str | None = None
     """Weight decay of some parameters, in place of --weight-decay: "head.*=0"; "*=1e-4" decays all of them."""
+    ema_decay: float | None = None
+    """Keep a running average of the weights, and evaluate it in their place: after each step it is this share of what
+    it was, and the rest is the weights. By default there is none."""
     clip_grad: float = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     adam_beta1: float = 0.9
@@ -71,6 +74,8 @@ class OptimizerConfig:
         wrong = above(self, 0, "lr", "adam_eps")
         wrong += at_least(self, 0, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
         wrong += from_zero_to_below_one(self, "lr_warmup_fraction", "adam_beta1", "adam_beta2", "sgd_momentum")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            wrong.append(f"--ema-decay must be above 0 and below 1, got {self.ema_decay}")
         if self.min_lr > self.lr:
             wrong.append(f"--min-lr {self.min_lr} is greater than --lr {self.lr}")
         wrong += flags_of_others(self, "optimizer", OPTIMIZERS) + self._pattern_problems()

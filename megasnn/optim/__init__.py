@@ -1,5 +1,6 @@
 """What turns gradients into steps: optimizers, learning rates, and norms that do not depend on the layout."""
 
+from megasnn.optim.average import WeightAverage
 from megasnn.optim.building import build_optimizer, held_state_bytes, state_bytes, state_kinds
 from megasnn.optim.groups import is_frozen, require_matches
 from megasnn.optim.norms import GradientNorm, ShardedNorms
@@ -8,6 +9,7 @@ from megasnn.optim.rates import learning_rate
 __all__ = [
     "GradientNorm",
     "ShardedNorms",
+    "WeightAverage",
     "build_optimizer",
     "held_state_bytes",
     "is_frozen",

@@ -89,7 +89,7 @@ class TrainingRun:
         self._epoch_samples = epoch_samples(
             len(self.datasets.train), training.global_batch_size, config.data.last_batch
         )
-        self.saves = Saves(config, entry, self.engine, self.step.optimizer, state, dataset, layout)
+        self.saves = Saves(config, entry, self.engine, self.step, state, dataset, layout)
         self.replicas = ReplicaCheck(
             self.saves.entries,
             {axis: state.group(axis) for axis in HOLDING_AXES},
@@ -257,6 +257,16 @@ class TrainingRun:
         mine = skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
         return int(self.engine.sum_over_ranks([float(mine)])[0])
 
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Inside, the model has the average of its weights, where one is kept."""
+        if self.step.average is None:
+            yield
+            return
+        self.saves.settle()
+        with self.step.average.in_place():
+            yield
+
     @placed("while evaluating")
     def _evaluate_if(self, due: bool) -> None:
         if not due or self.datasets.valid is None:
@@ -265,7 +275,7 @@ class TrainingRun:
         totals = [0.0, 0.0, 0.0, 0.0]
         statistics.enable(False)  # what is logged is the traffic of training
         limit, loader = self.config.logging.eval_iters, self._loader(training=False)
-        with self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
+        with self.reporter.pause(), self._averaged_weights(), closing(loader.batches(limit=limit)) as batches:
             for batch in batches:
                 parts = self.engine.evaluate(self.step.inputs(batch))
                 totals = [a + b for a, b in zip(totals, parts, strict=True)]

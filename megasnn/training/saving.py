@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megasnn import checkpoint
 from megasnn.checkpoint.agreement import all_do
 from megasnn.checkpoint.compare import config_differences
+from megasnn.checkpoint.description import BESIDE
 from megasnn.checkpoint.errors import raise_problems
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.config.checks import flag
@@ -25,6 +24,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
 from megasnn.sharding import ShardedTensor
+from megasnn.training.step import TrainingStep
 
 Identity = dict[str, dict[str, object]]
 """What makes two models the same, as `_identity` gives it."""
@@ -36,11 +36,13 @@ class StartingPoint:
     Attributes:
         iteration, consumed_samples: done before; 0 at the beginning.
         notice: what the user should know about it; "" where it is as asked for.
+        averaged: whether the average of the weights was loaded.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     notice: str = ""
+    averaged: bool = False
 
 
 @placed("while looking at the checkpoint of --load")
@@ -87,15 +89,17 @@ class Saves:
         config: PretrainConfig,
         entry: ModelEntry[Any],
         engine: Engine,
-        optimizer: torch.optim.Optimizer,
+        step: TrainingStep,
         state: ParallelState,
         dataset: object,
         layout: str,
     ) -> None:
         self._options, self._entry, self._engine, self._state = config.checkpoint, entry, engine, state
         self._dimensions = config.model
-        self._optimizer, self._layout = optimizer, layout
+        self._optimizer, self._average, self._layout = step.optimizer, step.average, layout
         self._state_kinds = state_kinds(config.optimizer)
+        if refused := [entry.name for entry in engine.tensors if entry.name.startswith(BESIDE)]:
+            raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         self._identity = _identity(config)
         self._data_identity = _data_identity(config, dataset)
         self._recipe = _recipe(config)
@@ -123,6 +127,8 @@ class Saves:
                 begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
             else:
                 begin = StartingPoint()
+        if self._average is not None and not begin.averaged:
+            self._average.restart()
         return replace(begin, notice="\n".join(filter(None, (notice, begin.notice))))
 
     @placed("while claiming the folder of --save")
@@ -168,6 +174,7 @@ class Saves:
                 step=None if restarted else options.ckpt_step,
                 process_group=self._state.world.handle,
                 refuse=self._other_data,
+                averages=None if self._average is None else self._average.tensors,
             )
         except checkpoint.NoCheckpointError:
             if not self._may_begin_anew():
@@ -180,7 +187,7 @@ class Saves:
         ):
             self._saver.saved = loaded.iteration  # as it is; a run that has nothing left to do does not write it again
         remarks = (*loaded.remarks, *self._changes(loaded.extra))
-        return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(remarks))
+        return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(remarks), loaded.averaged)
 
     def _changes(self, saved: Mapping[str, object]) -> list[str]:
         """What the run goes on to do otherwise than the one that saved: legitimate, but not to be done unawares."""
@@ -226,13 +233,16 @@ class Saves:
 
     def entries(self) -> list[ShardedTensor]:
         """All tensors of this rank that a checkpoint holds: parameters, buffers, and the optimizer's state so far."""
-        tensors = self._engine.tensors
-        return [*tensors, *checkpoint.describe(tensors, self._optimizer.state)]
+        return [*self._tensors(), *checkpoint.describe(self._engine.tensors, self._optimizer.state)]
+
+    def _tensors(self) -> list[ShardedTensor]:
+        """Parameters and buffers, and their average where one is kept."""
+        return [*self._engine.tensors, *(self._average.tensors if self._average is not None else ())]
 
     def prepare(self) -> None:
         """After the first step, when the optimizer has its state: memory for saves in the background."""
         if self._saver is not None:
-            self._saver.prepare(self._engine.tensors, self._optimizer)
+            self._saver.prepare(self._tensors(), self._optimizer)
 
     def save(self, iteration: int, consumed_samples: int) -> None:
         """Saves unless this iteration is saved already, or tells why it cannot be. Collective."""
@@ -243,7 +253,12 @@ class Saves:
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
         extra = {**self._data_identity, "recipe": self._recipe}
         progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout, self._entry.name)
-        self._saver.save(progress, self._engine.tensors, self._optimizer)
+        self._saver.save(progress, self._tensors(), self._optimizer)
+
+    def settle(self) -> None:
+        """Before tensors are changed otherwise than by the optimizer: what is being saved is copied then."""
+        if self._saver is not None:
+            self._saver.settle()
 
     def finish(self) -> bool:
         """Waits for what is being saved; False when the save that was asked for last has failed. Collective."""
@@ -277,6 +292,7 @@ def _recipe(config: PretrainConfig) -> dict[str, object]:
         "--freeze": optimizer.freeze,
         "--lr-scale-of": optimizer.lr_scale_of,
         "--weight-decay-of": optimizer.weight_decay_of,
+        "--ema-decay": optimizer.ema_decay,
         "--loss": training.loss,
         "--label-smoothing": training.label_smoothing,
         "--augment": config.data.augment,

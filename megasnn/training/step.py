@@ -13,7 +13,7 @@ from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.grid import HOLDING_AXES
 from megasnn.non_finite import earliest
-from megasnn.optim import build_optimizer, learning_rate
+from megasnn.optim import WeightAverage, build_optimizer, learning_rate
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.telemetry.timers import Timers
@@ -44,12 +44,15 @@ class TrainingStep:
 
     Attributes:
         optimizer: of this rank's parameters.
+        average: of this rank's weights; None without --ema-decay.
     """
 
     def __init__(self, config: PretrainConfig, engine: Engine, state: ParallelState, timers: Timers) -> None:
         self._config, self._engine, self._state, self._timers = config, engine, state, timers
         groups = {axis: state.group(axis) for axis in HOLDING_AXES}
         self.optimizer = build_optimizer(engine.tensors, config.optimizer, groups)
+        decay = config.optimizer.ema_decay
+        self.average = None if decay is None else WeightAverage(engine.tensors, decay)
 
     def __call__(self, batch: GlobalBatch, iteration: int) -> StepResult:
         """Trains on one global batch; a step that is not finite changes nothing.
@@ -72,6 +75,8 @@ class TrainingStep:
                 for group in self.optimizer.param_groups:
                     group["lr"] = result.rate * group["lr_scale"]
                 self.optimizer.step()
+                if self.average is not None:
+                    self.average.update()
         if not result.finite:
             result.not_finite = self._first_non_finite(micro_batches)
         return result
