@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megasnn.checkpoint.description import read_metadata
 from megasnn.checkpoint.errors import CheckpointError
-from megasnn.checkpoint.folder import checkpoints, remove
+from megasnn.checkpoint.folder import BEST, checkpoints, named, remove
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,18 @@ class Retention:
 def superfluous(folder: Path, retention: Retention) -> list[Path]:
     """The checkpoints that may go, the oldest first.
 
+    The best by validation stays, where the folder names one.
     Only complete ones count, and only they go: one with missing or cut files does not push out one that is intact.
     """
     if retention.last is None:
         return []
     serials = {step: serial for step, serial in _serials(folder) if serial > retention.others}
     oldest_first = sorted(serials, key=lambda step: (serials[step], step))
-    found = checkpoints(folder)
+    found, best = checkpoints(folder), named(folder, BEST)
     return [
         found[step]
         for step in oldest_first[: -retention.last]
-        if retention.every is None or step % retention.every != 0
+        if step != best and (retention.every is None or step % retention.every != 0)
     ]
 
 

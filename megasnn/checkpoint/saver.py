@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megasnn.checkpoint.agreement import all_do, is_first
 from megasnn.checkpoint.description import BESIDE
 from megasnn.checkpoint.errors import CheckpointError
+from megasnn.checkpoint.folder import BEST, set_named
 from megasnn.checkpoint.optimizer_state import describe
 from megasnn.checkpoint.retention import Retention, prune
 from megasnn.checkpoint.saving import Group, Progress, require_names, write_checkpoint
@@ -82,6 +83,8 @@ class Saver:
                 self._tell(f"the checkpoint of iteration {self._in_flight} is still being written: waiting for it")
             self.finish()
         if self.saved == progress.iteration:
+            if progress.best and is_first(self._group):
+                set_named(self._folder, BEST, progress.iteration)
             return
         entries = _entries(tensors, optimizer)
         kind = type(optimizer).__name__ if optimizer is not None else None

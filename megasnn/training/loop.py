@@ -48,6 +48,7 @@ class TrainingRun:
     Attributes:
         iteration: optimizer steps done, over all runs that this one continues.
         consumed_samples: training samples used; the place in the data.
+        length: of the whole training.
         stop: signals that ask for the end.
         saved: False when the last checkpoint that should be there is not.
     """
@@ -68,6 +69,9 @@ class TrainingRun:
         require_matches(config.optimizer, parameter_names(model))
         with placed("while opening the data"):
             self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)
+        last_batch = config.data.last_batch
+        self._epoch_samples = epoch_samples(len(self.datasets.train), training.global_batch_size, last_batch)
+        self.length = training.length(self._epoch_samples, keeps_last_batch=last_batch == "keep")
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
@@ -84,11 +88,8 @@ class TrainingRun:
         self.watch = Watch(self.engine, state)
         self.profiler = PipelineProfiler(self.engine, self.plan, state) if profiles else None
         self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
-        self.step = TrainingStep(config, self.engine, state, self.watch.timers)
+        self.step = TrainingStep(config, self.engine, state, self.watch.timers, self.length)
         layout = layers_per_chunk(self.bounds)
-        self._epoch_samples = epoch_samples(
-            len(self.datasets.train), training.global_batch_size, config.data.last_batch
-        )
         self.saves = Saves(config, entry, self.engine, self.step, state, dataset, layout)
         self.replicas = ReplicaCheck(
             self.saves.entries,
@@ -107,7 +108,8 @@ class TrainingRun:
         """Loads what the run starts from, and introduces it in the log."""
         begin = self.saves.load()
         self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
-        resumed = (self.iteration, self.consumed_samples) if self.iteration else None
+        # What only evaluates continues no log, and removes nothing of one.
+        resumed = (self.iteration, self.consumed_samples) if 0 < self.iteration and self.iterations else None
         logging = self.config.logging
         outline = RunOutline(
             self.iterations,
@@ -119,13 +121,20 @@ class TrainingRun:
         )
         self.reporter = Reporter(outline, self.state.rank == 0)
         self.saves.report = self.reporter.line
-        introduce(self.config, self.engine, self.plan, self.state, self._epoch_samples, self.reporter, self.iteration)
-        self._memory = forecast_memory(
-            self.config, self.engine, self.step.optimizer, self.plan, self.state, self.reporter
-        )
+        introduce(
+            self.config, self.engine, self.plan, self.state, self.length, self._epoch_samples, self.reporter,
+            self.iteration,
+        )  # fmt: skip
+        if not self.config.training.evaluate_only:
+            self._memory = forecast_memory(
+                self.config, self.engine, self.step.optimizer, self.plan, self.state, self.reporter
+            )
         announce(self._memory, self.reporter)
         if begin.notice:
             self.reporter.line(begin.notice)
+        if self.config.training.evaluate_only:
+            self.reporter.line(f"evaluating the weights of iteration {self.iteration}")
+            return
         if self.iteration >= self.iterations:
             self.reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
         if self.iteration:
@@ -133,13 +142,19 @@ class TrainingRun:
 
     @property
     def iterations(self) -> int:
-        return self.config.training.iterations
+        return self.length.iterations
 
     def train(self) -> None:
-        """Until the last iteration, until one of the exit conditions, or until a signal; saves at the end."""
+        """Until the last iteration, until one of the exit conditions, or until a signal; saves at the end.
+
+        With --evaluate-only, one evaluation.
+        """
         assert self.reporter is not None
         self.engine.wants_to_stop = self._wants_to_stop
         with self.stop:
+            if self.config.training.evaluate_only:
+                self._evaluate_if(True)
+                return
             self._compare_replicas_if(True)
             # What was sent and how long it took until here is no part of any iteration.
             statistics.reset()
@@ -194,7 +209,7 @@ class TrainingRun:
             return
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
-        saves = _due(self.iteration, options.save_interval) and not last
+        saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
         self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
         self._save_if(saves)
 
@@ -282,6 +297,7 @@ class TrainingRun:
             loss, samples, top1, top5 = self.engine.total(totals)
             skipped = self._over_replicas(loader.skipped)
         statistics.enable()
+        self.saves.found(self.iteration, top1 / samples)
         self.reporter.evaluation(
             EvaluationRecord(
                 self.iteration,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,22 @@ class StartingPoint:
     consumed_samples: int = 0
     notice: str = ""
     averaged: bool = False
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The best evaluation so far, as a checkpoint keeps it."""
+
+    iteration: int
+    accuracy_top1: float
+
+    @classmethod
+    def read(cls, saved: object) -> _Best | None:
+        """None where nothing is saved, or something else."""
+        match saved:
+            case {"iteration": int(iteration), "accuracy_top1": float(accuracy)}:
+                return cls(iteration, accuracy)
+        return None
 
 
 @placed("while looking at the checkpoint of --load")
@@ -105,6 +121,8 @@ class Saves:
         self._recipe = _recipe(config)
         self._job: JobFolder | None = None
         self._saver: checkpoint.Saver | None = None
+        self._evaluates_only = config.training.evaluate_only
+        self._best: _Best | None = None
         self.report: Callable[[str], None] = print
 
     def load(self) -> StartingPoint:
@@ -163,23 +181,31 @@ class Saves:
     def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
         """Goes on from the checkpoint that was asked for; a restarted job from its latest, whatever it was told."""
         options = self._options
+        leaves_optimizer = self._evaluates_only or (options.no_load_optim and not restarted)
         try:
             loaded = checkpoint.load_checkpoint(
                 folder,
                 tensors=self._engine.tensors,
-                optimizer=None if options.no_load_optim and not restarted else self._optimizer,
+                optimizer=None if leaves_optimizer else self._optimizer,
                 optimizer_state=self._state_kinds,
                 model=self._entry.name,
                 config=self._identity,
                 step=None if restarted else options.ckpt_step,
                 process_group=self._state.world.handle,
-                refuse=self._other_data,
+                refuse=self._other_data if not self._evaluates_only else lambda saved: (),
                 averages=None if self._average is None else self._average.tensors,
             )
         except checkpoint.NoCheckpointError:
             if not self._may_begin_anew():
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
+        if self._evaluates_only:
+            if self._average is not None and not loaded.averaged:
+                raise checkpoint.CheckpointError(
+                    f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
+                )
+            return StartingPoint(loaded.iteration, 0, _warnings(loaded.remarks), loaded.averaged)
+        self._best = _Best.read(loaded.extra.get("best")) if options.keep_best else None
         if (
             self._saver is not None
             and (restarted or options.saves_where_it_loads)
@@ -252,8 +278,21 @@ class Saves:
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
         extra = {**self._data_identity, "recipe": self._recipe}
-        progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout, self._entry.name)
+        if self._best is not None:
+            extra["best"] = asdict(self._best)
+        progress = checkpoint.Progress(
+            iteration, consumed_samples, extra, self._identity, layout, self._entry.name, self.at_best(iteration)
+        )
         self._saver.save(progress, self._tensors(), self._optimizer)
+
+    def found(self, iteration: int, accuracy: float) -> None:
+        """An evaluation of this iteration found this share of right answers, the same on every rank."""
+        if self._options.keep_best and (self._best is None or accuracy > self._best.accuracy_top1):
+            self._best = _Best(iteration, accuracy)
+
+    def at_best(self, iteration: int) -> bool:
+        """Whether this iteration is the best so far, and is to be kept as that."""
+        return self._best is not None and self._best.iteration == iteration
 
     def settle(self) -> None:
         """Before tensors are changed otherwise than by the optimizer: what is being saved is copied then."""

@@ -9,6 +9,7 @@ import torch
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
+from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.grid import HOLDING_AXES
@@ -47,8 +48,11 @@ class TrainingStep:
         average: of this rank's weights; None without --ema-decay.
     """
 
-    def __init__(self, config: PretrainConfig, engine: Engine, state: ParallelState, timers: Timers) -> None:
+    def __init__(
+        self, config: PretrainConfig, engine: Engine, state: ParallelState, timers: Timers, length: Length
+    ) -> None:
         self._config, self._engine, self._state, self._timers = config, engine, state, timers
+        self._length = length
         groups = {axis: state.group(axis) for axis in HOLDING_AXES}
         self.optimizer = build_optimizer(engine.tensors, config.optimizer, groups)
         decay = config.optimizer.ema_decay
@@ -66,7 +70,7 @@ class TrainingStep:
             loss = engine.forward_backward(micro_batches, batch.size)
         with self._timers("optimizer"):
             norm = engine.gradient_norm()
-            rate = learning_rate(options, iteration, self._config.training.iterations)
+            rate = learning_rate(options, iteration, self._length.iterations)
             result = StepResult(loss, norm, rate, engine.correct)
             # A skipped step leaves everything as it was: weights, optimizer state and running statistics.
             if result.finite:
