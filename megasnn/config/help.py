@@ -22,6 +22,7 @@ RARELY_USED = {
     ),
     "training": ("evaluate_only", "exit_interval", "exit_duration_in_mins", "tet_lambda", "tet_mean"),
     "optimizer": (
+        *("lr_warmup_epochs", "lr_warmup_init", "lr_cooldown_epochs", "lr_interval", "lr_decay_from"),
         *("freeze", "lr_scale_of", "weight_decay_of", "ema_decay"),
         *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "sgd_nesterov"),
     ),

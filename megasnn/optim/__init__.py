@@ -4,7 +4,7 @@ from megasnn.optim.average import WeightAverage
 from megasnn.optim.building import build_optimizer, held_state_bytes, state_bytes, state_kinds
 from megasnn.optim.groups import is_frozen, require_matches
 from megasnn.optim.norms import GradientNorm, ShardedNorms
-from megasnn.optim.rates import learning_rate
+from megasnn.optim.rates import learning_rate, require_course
 
 __all__ = [
     "GradientNorm",
@@ -14,6 +14,7 @@ __all__ = [
     "held_state_bytes",
     "is_frozen",
     "learning_rate",
+    "require_course",
     "require_matches",
     "state_bytes",
     "state_kinds",

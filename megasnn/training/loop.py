@@ -15,7 +15,7 @@ from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.entry import ModelEntry
-from megasnn.optim import is_frozen, require_matches
+from megasnn.optim import is_frozen, require_course, require_matches
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.preprocess.sample import shards_of_sample
@@ -72,6 +72,8 @@ class TrainingRun:
         last_batch = config.data.last_batch
         self._epoch_samples = epoch_samples(len(self.datasets.train), training.global_batch_size, last_batch)
         self.length = training.length(self._epoch_samples, keeps_last_batch=last_batch == "keep")
+        if not training.evaluate_only:
+            require_course(config.optimizer, self.length.iterations, self.length.epoch)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)

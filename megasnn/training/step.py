@@ -70,7 +70,7 @@ class TrainingStep:
             loss = engine.forward_backward(micro_batches, batch.size)
         with self._timers("optimizer"):
             norm = engine.gradient_norm()
-            rate = learning_rate(options, iteration, self._length.iterations)
+            rate = learning_rate(options, iteration, self._length.iterations, self._length.epoch)
             result = StepResult(loss, norm, rate, engine.correct)
             # A skipped step leaves everything as it was: weights, optimizer state and running statistics.
             if result.finite:
