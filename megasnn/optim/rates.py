@@ -23,7 +23,8 @@ def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoc
     if done < warm_up:
         return config.lr * float(done + unit) / float(warm_up)
     begin = 0 if config.lr_decay_from == "start" else warm_up
-    length = iterations - config.lr_cooldown_epochs * epoch - begin
+    end = -(-iterations // unit) * unit  # the last epoch may end in the midst of a batch that is not trained on
+    length = end - config.lr_cooldown_epochs * epoch - begin
     progress = min(float((done - begin) / max(length, Fraction(1))), 1.0)
     return config.min_lr + (config.lr - config.min_lr) * DECAY_STYLES[config.lr_decay_style](progress)
 

@@ -170,7 +170,7 @@ def test_the_rates_of_spikformers_recipe(iterations_per_epoch: Fraction) -> None
     for iteration in {round(length.iterations * part / 997) for part in range(997)}:
         rate = learning_rate(config, iteration, length.iterations, length.epoch)
         epoch = int(iteration / iterations_per_epoch)
-        assert rate == pytest.approx(by_timm(epoch, 5e-4, 1e-5, 1e-5, 300, 20), rel=2e-5, abs=1e-10), epoch
+        assert rate == pytest.approx(by_timm(epoch, 5e-4, 1e-5, 1e-5, 300, 20), rel=1e-12), epoch
 
 
 def test_the_rates_of_sew_resnets_recipe() -> None:
