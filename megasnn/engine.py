@@ -39,12 +39,13 @@ class Engine:
         seed: of the initial values.
         loss: (logits, labels) -> the sum of the samples' losses.
         wires: how tensors travel between stages.
+        is_frozen: whether the parameter of a global name is not trained: it has no gradient.
 
     Attributes:
         context: what the layers were built with.
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank.
-        parameters: number of elements of the whole model's parameters.
+        parameters, trained_parameters: number of elements of the whole model's parameters.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
         correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
@@ -63,6 +64,7 @@ class Engine:
         seed: int = 0,
         loss: SampleLoss = cross_entropy_sum,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
+        is_frozen: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self.model, self.state, self.context, self.loss = model, state, context, loss
         self.plan = _planned(schedule, state.pipeline.size, len(bounds))
@@ -73,6 +75,9 @@ class Engine:
             if home == state.pipeline.rank
         }
         self.tensors: list[ShardedTensor] = [t for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
+        for entry in self.tensors:
+            if entry.is_parameter and is_frozen(entry.name):
+                entry.tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         self.data_parallel = BucketedDataParallel(
@@ -82,6 +87,7 @@ class Engine:
             chunk.weight_gradients.observer = self.data_parallel.accumulated
         whole = describe_tensors(model, BuildContext())
         self.parameters = parameter_count(whole)
+        self.trained_parameters = parameter_count(entry for entry in whole if not is_frozen(entry.name))
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
         self._global_batch_size = 1
         self.wants_to_stop: Callable[[], bool] = lambda: False

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megasnn.table import Table
+from megasnn.table import Table, later
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
 
@@ -20,14 +19,18 @@ class OptimizerRecipe:
     Attributes:
         summary: for --help.
         build: (groups of parameters with their weight decay, lr=..., and each of `flags`) -> the optimizer.
-        state_bytes: what the state of a parameter takes after a step.
+        state: (each of `flags`) -> the kinds of state that it keeps of each parameter after a step, by the names that
+            they have in its `state`. `step` is a single number, all others are like the parameter.
         flags: those that it takes, as fields of the configuration; others' are refused with it.
+        elementwise: whether the step of an element follows from that element's gradient and state alone. Where it does
+            not, `build` also gets `norms`, the norms of whole tensors (megasnn.optim.ShardedNorms).
     """
 
     summary: str
     build: Callable[..., Optimizer]
-    state_bytes: Callable[[Tensor], int]
+    state: Callable[..., tuple[str, ...]]
     flags: tuple[str, ...] = ()
+    elementwise: bool = True
 
 
 def _adamw(
@@ -40,14 +43,33 @@ def _adamw(
     return torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=fused)
 
 
+def _sgd(groups: Sequence[dict[str, Any]], lr: float, sgd_momentum: float, sgd_nesterov: bool) -> Optimizer:
+    import torch
+
+    return torch.optim.SGD(groups, lr=lr, momentum=sgd_momentum, nesterov=sgd_nesterov)
+
+
+def _moments(**flags: object) -> tuple[str, ...]:
+    return "step", "exp_avg", "exp_avg_sq"
+
+
+def _momentum(sgd_momentum: float, **flags: object) -> tuple[str, ...]:
+    return ("momentum_buffer",) if sgd_momentum else ()
+
+
+_ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_eps")
+
 OPTIMIZERS: Table[OptimizerRecipe] = Table(
     "--optimizer",
     {
-        "adamw": OptimizerRecipe(
-            "arXiv 1711.05101",
-            _adamw,
-            lambda parameter: 2 * parameter.nbytes + 4,  # two moments like the parameter, and a count of steps
-            ("adam_beta1", "adam_beta2", "adam_eps"),
+        "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _moments, _ADAM_FLAGS),
+        "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, _momentum, ("sgd_momentum", "sgd_nesterov")),
+        "lamb": OptimizerRecipe(
+            "arXiv 1904.00962, in timm's form",
+            later("megasnn.optim.lamb:build"),
+            _moments,
+            _ADAM_FLAGS,
+            elementwise=False,
         ),
     },
 )

@@ -83,7 +83,7 @@ def one_of_each() -> Iterator[None]:
         (NEURONS, Neuron("halves", half, leaks=False)),
         (LOSSES, Loss("as mse", loss)),
         (AUGMENTATIONS, Augmentation("as cifar", change, (IMAGES,))),
-        (OPTIMIZERS, OptimizerRecipe("as adamw", adam, lambda parameter: 2 * parameter.nbytes + 4)),
+        (OPTIMIZERS, OptimizerRecipe("as adamw", adam, lambda: ("step", "exp_avg", "exp_avg_sq"))),
     ]
     with ExitStack() as stack:
         for table, entry in entries:
@@ -185,8 +185,14 @@ def test_auto_takes_the_last_backend_that_can_be_used() -> None:
 def test_flags_of_another_optimizer_are_refused() -> None:
     with one_of_each():
         assert problems("--optimizer", NAME, "--adam-beta1", "0.8") == (
-            f"--adam-beta1 0.8 is for --optimizer adamw, not {NAME}",
+            f"--adam-beta1 0.8 is for --optimizer adamw or lamb, not {NAME}",
         )
+    assert problems("--sgd-momentum", "0.8") == ("--sgd-momentum 0.8 is for --optimizer sgd, not adamw",)
+    flags = "--optimizer sgd --adam-eps 1e-6 --sgd-momentum 0 --sgd-nesterov"
+    assert problems(*flags.split()) == (
+        "--adam-eps 1e-06 is for --optimizer adamw or lamb, not sgd",
+        "--sgd-nesterov needs a --sgd-momentum above 0",
+    )
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.flag[2:])

@@ -114,6 +114,7 @@ def _export(
     output: Path,
     format: Literal["spikingjelly", "published", "safetensors"] = "spikingjelly",
     names: Names | None = None,
+    ema: bool = False,
     ckpt_step: int | None = None,
 ) -> Differs:
     """Write a model's weights to a file for another program.
@@ -124,11 +125,13 @@ def _export(
         format: spikingjelly and published (the code of the Spikformer paper): a state_dict of torch.save with that
             program's names; safetensors: that format, with the names that --names says.
         names: by default those of the format, and of safetensors spikingjelly's.
+        ema: write the running average of the weights (--ema-decay) in their place.
         ckpt_step: iteration; the latest when not given.
     """
     default: Names = "published" if format == "published" else "spikingjelly"
     source = open_source(load, ckpt_step)
-    print(f"{output}: {_counts(export_weights(source, output, names or default, format == 'safetensors'))}")
+    written = export_weights(source, output, names or default, format == "safetensors", ema)
+    print(f"{output}: {_counts(written)}")
     return False
 
 

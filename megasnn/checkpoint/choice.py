@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasnn.checkpoint.description import METADATA, Metadata, read_metadata, serial_of
-from megasnn.checkpoint.folder import LATEST, checkpoints, read_latest
+from megasnn.checkpoint.folder import LATEST, checkpoints, read_named
 from megasnn.files.described import DescriptionError
 from megasnn.files.problems import CheckpointError, DamagedError, NoCheckpointError
 
@@ -100,7 +100,7 @@ def _not_given_up(serials: dict[int, int]) -> list[int]:
 def _named(latest: Path, found: Iterable[int]) -> tuple[int, str]:
     """The iteration that `latest` names, and what is wrong with it ("" when nothing is)."""
     try:
-        step = read_latest(latest.parent)
+        step = read_named(latest.parent, LATEST)
     except DescriptionError as error:
         return -1, str(error)
     return step, "" if step in found else f"{latest} names iteration {step}, which is not there"

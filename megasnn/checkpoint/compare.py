@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megasnn.checkpoint.description import Metadata, TensorFacts
-from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.files.described import in_message
 from megasnn.sharding import ShardedTensor
 
@@ -81,10 +80,10 @@ def tensor_differences(
     return names, problems
 
 
-def unused_tensors(saved: Iterable[str], taken: Iterable[str], with_optimizer: bool) -> Iterator[str]:
-    """Saved tensors that no rank takes. The optimizer's are left aside on purpose when none is loaded."""
+def unused_tensors(saved: Iterable[str], taken: Iterable[str], left: tuple[str, ...]) -> Iterator[str]:
+    """Saved tensors that no rank takes, but for those whose names begin like one of `left`: left aside on purpose."""
     for name in set(saved) - set(taken):
-        if with_optimizer or not name.startswith(PREFIX):
+        if not name.startswith(left):
             yield f"{name}: saved, but nothing here takes it"
 
 

@@ -34,6 +34,10 @@ _READ = (2, FORMAT)
 LAST_SERIAL = 10**15
 PREFIX = "optimizer."
 """Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
+AVERAGE = "ema."
+"""Names of a running average of the model's tensors begin so; the tensor's name follows."""
+BESIDE = (PREFIX, AVERAGE)
+"""How names begin of what is no tensor of the model itself."""
 _FORMAT = re.compile(rb'\A{\s*"format": ([0-9]{1,9}),')
 _ITERATION = re.compile(r"iter_([0-9]{7,18})(?![0-9])")
 _SERIAL = re.compile(rb'"serial": ([0-9]{1,16}),')

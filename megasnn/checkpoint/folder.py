@@ -2,6 +2,7 @@
 
     checkpoints/
         latest_checkpointed_iteration.txt      "200"
+        best_checkpointed_iteration.txt        "100": the best by validation, where a run keeps that
         iter_0000100/
         iter_0000200/
             metadata.json                      what it is, readable
@@ -31,6 +32,7 @@ from megasnn.files.locks import Outcome, try_lock
 from megasnn.files.problems import CheckpointError, DamagedError
 
 LATEST = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
 _STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})(\.replaced\.tmp)?")
 _ITERATION = re.compile(rb"[0-9]{1,18}")
 
@@ -57,29 +59,29 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     return list(checkpoints(Path(folder)))
 
 
-def read_latest(folder: Path) -> int:
-    """The iteration that the `latest` file names, whether it is there or not. Raises DescriptionError for none."""
+def read_named(folder: Path, file: str) -> int:
+    """The iteration that `LATEST` or `BEST` names, whether it is there or not. Raises DescriptionError for none."""
     try:
-        with open_within(folder, LATEST) as stream:
+        with open_within(folder, file) as stream:
             text = stream.read(64).strip()
     except OSError as error:
-        raise DescriptionError(f"cannot read {folder / LATEST}: {error}") from None
+        raise DescriptionError(f"cannot read {folder / file}: {error}") from None
     if not _ITERATION.fullmatch(text):
-        raise DescriptionError(f"{folder / LATEST} should hold an iteration, found {text[:40]!r}")
+        raise DescriptionError(f"{folder / file} should hold an iteration, found {text[:40]!r}")
     return int(text)
 
 
-def latest_of(folder: Path) -> int | None:
-    """The iteration that the `latest` file names, whether it is there or not; None where it names none."""
+def named(folder: Path, file: str) -> int | None:
+    """The iteration that `LATEST` or `BEST` names, whether it is there or not; None where it names none."""
     try:
-        return read_latest(folder)
+        return read_named(folder, file)
     except DescriptionError:
         return None
 
 
-def name_latest(folder: Path, step: int) -> None:
-    """Writes the `latest` file, as a whole or not at all, safely on disk."""
-    write_whole(folder / LATEST, f"{step}\n")
+def set_named(folder: Path, file: str, step: int) -> None:
+    """Writes `LATEST` or `BEST`, as a whole or not at all, safely on disk."""
+    write_whole(folder / file, f"{step}\n")
     sync(folder)
 
 
@@ -94,8 +96,12 @@ def begin(folder: Path, step: int) -> Path:
     return aside
 
 
-def commit(folder: Path, metadata: Metadata) -> Path:
-    """Makes what was written since `begin` the checkpoint of its iteration and the latest, safely on disk."""
+def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
+    """Makes what was written since `begin` the checkpoint of its iteration and the latest, safely on disk.
+
+    Args:
+        best: whether it is the best, too.
+    """
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
     metadata = replace(metadata, serial=min(1 + last_serial(folder), LAST_SERIAL))
@@ -109,7 +115,9 @@ def commit(folder: Path, metadata: Metadata) -> Path:
         final.rename(replaced)
     aside.rename(final)
     sync(folder)
-    name_latest(folder, step)
+    set_named(folder, LATEST, step)
+    if best:
+        set_named(folder, BEST, step)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -190,17 +198,18 @@ class Retention:
 def superfluous(folder: Path, retention: Retention) -> list[Path]:
     """The checkpoints that may go, the oldest first.
 
+    The best by validation stays, where the folder names one.
     Only complete ones count, and only they go: one with missing or cut files does not push out one that is intact.
     """
     if retention.last is None:
         return []
     serials = {step: serial for step, serial in _serials(folder) if serial > retention.others}
     oldest_first = sorted(serials, key=lambda step: (serials[step], step))
-    found = checkpoints(folder)
+    found, best = checkpoints(folder), named(folder, BEST)
     return [
         found[step]
         for step in oldest_first[: -retention.last]
-        if retention.every is None or step % retention.every != 0
+        if step != best and (retention.every is None or step % retention.every != 0)
     ]
 
 

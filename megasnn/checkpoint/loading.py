@@ -7,8 +7,8 @@ place, unless one was asked for by its iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.choice import choose
 from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
-from megasnn.checkpoint.description import Metadata, read_metadata
+from megasnn.checkpoint.description import AVERAGE, PREFIX, Metadata, read_metadata
 from megasnn.checkpoint.files import PieceReader
-from megasnn.checkpoint.optimizer_state import States, allocate, describe, require_possible
+from megasnn.checkpoint.optimizer_state import States, allocate, describe, of_frozen, require_possible
 from megasnn.checkpoint.pieces import SavedTensor, read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
@@ -37,7 +37,7 @@ class LoadedState:
     """Where the loaded run stood: completed iterations, samples seen, and what was saved as `extra`.
 
     `path` is the checkpoint that was loaded. `remarks` say why it is not the one that was to be expected; the user
-    must see them.
+    must see them. `averaged` says whether averages were loaded.
     """
 
     iteration: int
@@ -45,6 +45,7 @@ class LoadedState:
     extra: dict[str, Any]
     path: Path
     remarks: tuple[str, ...] = ()
+    averaged: bool = False
 
 
 def load_checkpoint(
@@ -52,12 +53,14 @@ def load_checkpoint(
     *,
     tensors: Sequence[ShardedTensor],
     optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state: Collection[str] = (),
     model: str | None = None,
     config: dict[str, Any] | None = None,
     step: int | None = None,
     process_group: Group = None,
     refuse: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
     leave: str | None = None,
+    averages: Sequence[ShardedTensor] | None = None,
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
 
@@ -66,10 +69,12 @@ def load_checkpoint(
 
     Args:
         optimizer: None leaves the saved optimizer state aside (--finetune, --no-load-optim).
+        optimizer_state: kinds of state that this optimizer keeps of each parameter, which must be there.
         model: name of the model, which must be the saved one where a checkpoint says it; None accepts any.
         config: must equal the saved one; None accepts any model whose tensors fit (--finetune).
         refuse: problems that the caller sees with this checkpoint.
         leave: a layer whose tensors stay as they are, whatever the checkpoint holds of them (--reset-head).
+        averages: of this rank's tensors; they are loaded where the checkpoint has them. None leaves those aside.
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
@@ -84,31 +89,35 @@ def load_checkpoint(
 
     def load(path: Path) -> LoadedState:
         metadata, saved = all_do(process_group, lambda: _read_descriptions(path), f"cannot load {path}:")
+        averaged = averages is not None and any(name.startswith(AVERAGE) for name in metadata.tensors)
+        more = averages if averages is not None and averaged else ()
         title = f"the checkpoint {path} does not fit this run:"
 
         def prepare() -> tuple[list[ShardedTensor], States]:
             require_names(tensors)
             if problems := [*model_differences(metadata, model, config, optimizer), *refuse(metadata)]:
                 raise CheckpointError(*problems)
-            states = allocate(wanted, optimizer, metadata.tensors) if optimizer is not None else {}
-            return [*wanted, *describe(wanted, states)], states
+            states = allocate(wanted, optimizer, metadata.tensors, optimizer_state) if optimizer is not None else {}
+            return [*wanted, *more, *describe(wanted, states)], states
 
         entries, states = all_do(process_group, prepare, title)
         reports = gather(
             process_group, all_do(process_group, lambda: tensor_differences(metadata.tensors, entries), title)
         )
         taken = {name for names, _ in reports for name in names}
+        taken.update(*gather(process_group, of_frozen(wanted, metadata.tensors)))
         names = [name for name in metadata.tensors if not _of_layer(name, leave)]
-        unexpected = unused_tensors(names, taken, with_optimizer=optimizer is not None)
+        left = (PREFIX,) * (optimizer is None) + (AVERAGE,) * (averages is None)
+        unexpected = unused_tensors(names, taken, left)
         raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
         read_tensors(path, saved, entries, process_group)
         if optimizer is not None:
             all_do(process_group, lambda: require_possible(states, wanted), title)
             optimizer.state.update(states)
-        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path)
+        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, averaged=averaged)
 
     state, remarks = first_intact(folder, step, process_group, load)
-    return LoadedState(state.iteration, state.consumed_samples, state.extra, state.path, remarks)
+    return replace(state, remarks=remarks)
 
 
 def _of_layer(name: str, layer: str | None) -> bool:

@@ -6,8 +6,7 @@ The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.he
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -52,7 +51,10 @@ def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTenso
 
 
 def allocate(
-    tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, TensorFacts]
+    tensors: Iterable[ShardedTensor],
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, TensorFacts],
+    needed: Collection[str] = (),
 ) -> States:
     """Memory without values for the saved state of this rank's parameters; the optimizer is not touched.
 
@@ -60,12 +62,12 @@ def allocate(
 
     Args:
         saved: all saved tensors by global name.
+        needed: the kinds of state that the optimizer keeps of each parameter.
 
     Raises:
         CheckpointError: the optimizer has a parameter that `tensors` does not hold, or what is saved is no state of
             this optimizer: kinds are missing, or are of another type than its numbers.
     """
-    needed = _kinds(optimizer)
     kinds_of: dict[str, list[str]] = {}
     for name in saved:
         if name.startswith(PREFIX):
@@ -79,12 +81,19 @@ def allocate(
         for parameter in group["params"]:
             entry = _entry(entry_of, parameter)
             kinds = kinds_of.get(entry.name, [])
-            if missing := sorted(needed - set(kinds)) if kinds else []:
+            if missing := [kind for kind in needed if kind not in kinds] if kinds else []:
                 raise CheckpointError(
                     f"{PREFIX}{missing[0]}.{entry.name}: not in the checkpoint, which has others of it"
                 )
             states[parameter] = {kind: _memory(entry, kind, saved, beside or kind != "step") for kind in kinds}
     return states
+
+
+def of_frozen(tensors: Iterable[ShardedTensor], saved: Iterable[str]) -> list[str]:
+    """The saved state of those parameters that are frozen now: an optimizer leaves it aside."""
+    frozen = {entry.name for entry in tensors if entry.is_parameter and not entry.tensor.requires_grad}
+    state = (name for name in saved if name.startswith(PREFIX))
+    return [name for name in state if name.removeprefix(PREFIX).split(".", 1)[1] in frozen]
 
 
 def require_possible(states: States, tensors: Iterable[ShardedTensor]) -> None:
@@ -95,17 +104,6 @@ def require_possible(states: States, tensors: Iterable[ShardedTensor]) -> None:
         if not 0 <= count <= _MOST_STEPS:
             name = f"{PREFIX}step.{_entry(entry_of, parameter).name}"
             raise CheckpointError(f"{name}: {count} is no number of steps; load it with --no-load-optim")
-
-
-def _kinds(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The kinds of state that an optimizer keeps of each parameter."""
-    parameter = torch.zeros(1, requires_grad=True)
-    parameter.grad = torch.zeros(1)
-    settings = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
-    on_any_device = dict.fromkeys({"fused", "foreach", "capturable"} & settings, False)
-    other = type(optimizer)([parameter], **{name: optimizer.defaults[name] for name in settings} | on_any_device)
-    other.step()
-    return {kind for kind, value in other.state[parameter].items() if value is not None}
 
 
 def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, TensorFacts], beside_parameter: bool) -> Tensor:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megasnn.checkpoint.folder import Retention, prune
-from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.description import BESIDE
+from megasnn.checkpoint.folder import BEST, Retention, prune, set_named
 from megasnn.checkpoint.saving import Group, Progress, with_optimizer, write_checkpoint
 from megasnn.checkpoint.snapshot import Snapshot
 from megasnn.comm.agreement import all_do, is_first
@@ -81,6 +81,8 @@ class Saver:
                 self._tell(f"the checkpoint of iteration {self._in_flight} is still being written: waiting for it")
             self.finish()
         if self.saved == progress.iteration:
+            if progress.best and is_first(self._group):
+                set_named(self._folder, BEST, progress.iteration)
             return
         entries = with_optimizer(tensors, optimizer)
         kind = type(optimizer).__name__ if optimizer is not None else None
@@ -161,7 +163,7 @@ def _written_here(entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
 
 def _stays_until_update(entry: ShardedTensor) -> bool:
     """Running statistics do not: the forward pass changes them."""
-    return entry.is_parameter or entry.name.startswith(PREFIX)
+    return entry.is_parameter or entry.name.startswith(BESIDE)
 
 
 def _text(error: Exception) -> str:

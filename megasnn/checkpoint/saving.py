@@ -51,6 +51,7 @@ class Progress:
             where it is not known.
         layout: the process grid, for the reader only.
         model: name of the model; None where it is not known.
+        best: whether this becomes the folder's best checkpoint by validation.
     """
 
     iteration: int = 0
@@ -59,6 +60,7 @@ class Progress:
     config: dict[str, Any] | None = None
     layout: dict[str, Any] | None = None
     model: str | None = None
+    best: bool = False
 
 
 def save_checkpoint(
@@ -115,9 +117,11 @@ def write_checkpoint(
     try:
         planner = PieceSavePlanner(entries, names)
         written = _write(aside, planner, process_group)
-        return first_decides(
-            process_group, lambda: folders.commit(root, describe_written(progress, optimizer, aside, written))
-        )
+
+        def commit() -> Path:
+            return folders.commit(root, describe_written(progress, optimizer, aside, written), progress.best)
+
+        return first_decides(process_group, commit)
     except CheckpointError:
         if is_first(process_group):
             folders.discard(root, progress.iteration)

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.checkpoint.description import read_metadata
+from megasnn.checkpoint.description import BESIDE, read_metadata
 from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.folder import reading
 from megasnn.checkpoint.loading import first_intact, read_tensors
-from megasnn.checkpoint.optimizer_state import PREFIX
 from megasnn.checkpoint.pieces import DCP_METADATA, PIECES, by_file, file_checksum_of, read_pieces
 from megasnn.checkpoint.saving import PathLike, save_checkpoint
 from megasnn.comm.agreement import gather
@@ -33,7 +32,7 @@ def load_global_tensors(
 
     Args:
         prefix: only names that start so.
-        with_optimizer: the optimizer's state too.
+        with_optimizer: the optimizer's state and the average of the weights too.
 
     Raises:
         CheckpointError: as `load_checkpoint`.
@@ -45,7 +44,7 @@ def load_global_tensors(
         tensors = {
             name: torch.empty(saved[name].shape, dtype=saved[name].torch_dtype)
             for name in metadata.tensors
-            if name.startswith(prefix) and (with_optimizer or not name.startswith(PREFIX))
+            if name.startswith(prefix) and (with_optimizer or not name.startswith(BESIDE))
         }
         read_tensors(path, saved, _whole(tensors), None)
         return tensors

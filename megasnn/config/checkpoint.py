@@ -26,6 +26,9 @@ class CheckpointConfig:
     """Keep only so many checkpoints, those saved last. One that is being read goes later."""
     keep_every: int | None = None
     """With --keep-last: also keep those of iterations divisible by this."""
+    keep_best: bool = False
+    """Also save whenever an evaluation finds the highest accuracy so far, and keep that checkpoint beside those of
+    --keep-last; best_checkpointed_iteration.txt names it."""
     load: str | None = None
     """Folder to continue from, at its latest checkpoint. Without one there the run stops, unless --save is the
     same folder: then it starts from the beginning, as the first run of a job that is restarted does."""
@@ -49,7 +52,7 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "save_interval", "keep_last", "keep_every") + at_least(self, 0, "ckpt_step")
-        wrong += needs(self, "save", "save_interval", "async_save", "keep_last")
+        wrong += needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
         wrong += needs(self, "keep_last", "keep_every") + needs(self, "finetune", "reset_head")
         wrong += needs(self, "load", "ckpt_step", "finetune", "no_load_optim", "exit_on_missing_checkpoint")
         if self.load and self.load_spikingjelly:

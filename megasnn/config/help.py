@@ -22,13 +22,17 @@ RARELY_USED = {
         *("last_batch", "split_by", "frame_duration", "normalize_frames"),
         *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),
     ),
-    "training": ("exit_interval", "exit_duration_in_mins", "tet_lambda", "tet_mean"),
-    "optimizer": ("optimizer", "adam_beta1", "adam_beta2", "adam_eps"),
+    "training": ("evaluate_only", "exit_interval", "exit_duration_in_mins", "tet_lambda", "tet_mean"),
+    "optimizer": (
+        *("lr_warmup_epochs", "lr_warmup_init", "lr_cooldown_epochs", "lr_interval", "lr_decay_from"),
+        *("freeze", "lr_scale_of", "weight_decay_of", "ema_decay"),
+        *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "sgd_nesterov"),
+    ),
     "parallel": (
         *("strict_wire", "pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
         *("check_replicas_interval", "replica_mismatch"),
     ),
-    "checkpoint": ("keep_every", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
+    "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
     "logging": ("log_throughput", "log_pictures_interval"),
     "neuron": ("decay_input", "detach_reset", "surrogate_alpha", "neuron_backend"),
 }

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Literal
 
-from megasnn.config.checks import above, at_least, from_zero_to_below_one
+from megasnn.config.checks import above, at_least, flag, from_zero_to_below_one
 from megasnn.config.names import flags_of_others, name_in
 from megasnn.losses import LOSSES
 
 
 @dataclass(frozen=True)
+class Length:
+    """How long a training is.
+
+    Attributes:
+        iterations: optimizer steps.
+        epoch: iterations of an epoch; a fraction where a batch may go on in the next epoch.
+    """
+
+    iterations: int
+    epoch: Fraction = Fraction(1)
+
+    @property
+    def epochs(self) -> float:
+        return float(self.iterations / self.epoch)
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
-    """The length is given either in iterations or in samples."""
+    """The length is given in iterations, in samples or in epochs."""
 
     micro_batch_size: int = 8
     """Samples that go through the model together; normalisation is over them."""
@@ -23,6 +41,10 @@ class TrainingConfig:
     """Optimizer steps to train, counted from the beginning of the first run."""
     train_samples: int | None = None
     """Samples to train on, instead of --train-iters; only whole global batches are trained on."""
+    train_epochs: int | None = None
+    """Epochs to train, instead of --train-iters: how often to go through the training data."""
+    evaluate_only: bool = False
+    """Evaluate what --load or --load-spikingjelly gives on the validation data, and end."""
     exit_interval: int | None = None
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: float | None = None
@@ -41,13 +63,32 @@ class TrainingConfig:
     """Share of the target spread evenly over all classes."""
 
     @property
-    def iterations(self) -> int:
-        """Optimizer steps of the whole training. Raises ValueError when no length is given."""
-        if self.train_iters is not None:
-            return self.train_iters
+    def iterations(self) -> int | None:
+        """Optimizer steps of the whole training; None where they depend on the data (--train-epochs), or no length is
+        given."""
         if self.train_samples is not None:
             return self.train_samples // self.global_batch_size
-        raise ValueError("give the length of the training with --train-iters or --train-samples")
+        return self.train_iters
+
+    def length(self, epoch_samples: int, keeps_last_batch: bool = False) -> Length:
+        """The length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
+
+        Args:
+            keeps_last_batch: whether an epoch ends with a smaller batch rather than in the midst of one.
+        Raises:
+            ValueError: it is less than one iteration.
+        """
+        epoch = Fraction(epoch_samples, self.global_batch_size)
+        epoch = Fraction(math.ceil(epoch)) if keeps_last_batch else epoch
+        if self.evaluate_only:
+            return Length(0, epoch)
+        iterations = self.iterations if self.train_epochs is None else int(self.train_epochs * epoch)
+        if not iterations:
+            raise ValueError(
+                f"--train-epochs {self.train_epochs} of {epoch_samples} training samples is less than one "
+                f"--global-batch-size {self.global_batch_size}"
+            )
+        return Length(iterations, epoch)
 
     @property
     def micro_batches(self) -> int:
@@ -55,7 +96,8 @@ class TrainingConfig:
         return -(-self.global_batch_size // self.micro_batch_size)
 
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "train_iters", "exit_interval")
+        wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "exit_interval")
+        wrong += at_least(self, 1, "train_iters", "train_epochs")
         wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
         wrong += from_zero_to_below_one(self, "label_smoothing", "tet_lambda") + self._loss_problems()
         if self.micro_batch_size > self.global_batch_size >= 1:
@@ -63,9 +105,11 @@ class TrainingConfig:
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
                 f"--global-batch-size {self.global_batch_size}"
             )
-        if (self.train_iters is None) == (self.train_samples is None):
-            given = "neither was given" if self.train_iters is None else "both were given (none takes one back)"
-            wrong.append(f"give either --train-iters or --train-samples; {given}")
+        lengths = {flag(name): getattr(self, name) for name in ("train_iters", "train_samples", "train_epochs")}
+        given = [f"{name} {value}" for name, value in lengths.items() if value is not None]
+        if len(given) > 1 or not (given or self.evaluate_only):
+            found = f"{' and '.join(given)} were given (none takes one back)" if given else "none was given"
+            wrong.append(f"give one of {', '.join(lengths)}; {found}")
         elif self.train_samples is not None and self.train_samples < self.global_batch_size:
             wrong.append(
                 f"--train-samples {self.train_samples} is less than one --global-batch-size {self.global_batch_size}"

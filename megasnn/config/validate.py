@@ -123,11 +123,14 @@ def _length_problems(config: PretrainConfig) -> list[str]:
     """Warm-up against the length of the training."""
     warm_up = config.optimizer.lr_warmup_iters
     training = config.training
-    if (training.train_iters is None) == (training.train_samples is None) or training.global_batch_size < 1:
+    if training.global_batch_size < 1:
         return []  # reported by TrainingConfig
     if config.data.last_batch == "keep" and training.train_samples is not None:
-        return ["--last-batch keep makes batches of several sizes: give --train-iters rather than --train-samples"]
-    if warm_up > training.iterations:
+        return [
+            "--last-batch keep makes batches of several sizes: give --train-iters or --train-epochs rather than "
+            "--train-samples"
+        ]
+    if training.iterations is not None and warm_up > training.iterations:
         length = f"--train-iters {training.iterations}"
         if training.train_iters is None:
             length = f"the {training.iterations} iterations of --train-samples {training.train_samples}"
@@ -136,12 +139,23 @@ def _length_problems(config: PretrainConfig) -> list[str]:
 
 
 def _evaluation_problems(config: PretrainConfig) -> list[str]:
-    """Evaluation that was asked for, without anything to evaluate on."""
-    data, logging = config.data, config.logging
+    """Evaluation that was asked for, without anything to evaluate on; one alone, without anything to evaluate."""
+    data, logging, options = config.data, config.logging, config.checkpoint
+    wrong = []
+    if config.training.evaluate_only:
+        if options.load is None and options.load_spikingjelly is None:
+            wrong.append("--evaluate-only needs --load or --load-spikingjelly")
+        if options.save is not None:
+            wrong.append(f"--evaluate-only saves nothing: leave --save {options.save} out")
+        if logging.eval_iters == 0:
+            wrong.append("--evaluate-only has no meaning with --eval-iters 0")
+    elif options.keep_best and logging.eval_interval is None:
+        wrong.append("--keep-best needs --eval-interval: the best of what is evaluated on the way")
     if data.data_path == "sample" or data.valid_data_path is not None:
-        return []
+        return wrong
     asked = [("--eval-interval", logging.eval_interval), ("--eval-iters", logging.eval_iters)]
-    return [f"{name} {value} needs --valid-data-path" for name, value in asked if value]
+    wrong += [f"{name} {value} needs --valid-data-path" for name, value in asked if value]
+    return wrong + ["--evaluate-only needs --valid-data-path"] * config.training.evaluate_only
 
 
 def _mixing_problems(config: PretrainConfig) -> list[str]:

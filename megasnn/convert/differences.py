@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.description import BESIDE
 from megasnn.convert.source import TensorSource
 from megasnn.telemetry.progress import byte_bar
 
@@ -40,7 +40,7 @@ class Difference:
 def differences(first: TensorSource, second: TensorSource, model_only: bool) -> Iterator[Difference]:
     """For each tensor of either source, in both under the same names; reads one of them at a time."""
     either = {**second.tensors, **first.tensors}
-    infos = {name: either[name] for name in sorted(either) if not (model_only and name.startswith(PREFIX))}
+    infos = {name: either[name] for name in sorted(either) if not (model_only and name.startswith(BESIDE))}
     with byte_bar("comparing", sum(info.bytes for info in infos.values())) as bar:
         for name, info in infos.items():
             yield _difference(name, first, second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.description import AVERAGE, BESIDE
 from megasnn.checkpoint.saving import Progress
 from megasnn.convert.opening import in_our_names
 from megasnn.convert.rank_files import write_rank_files
@@ -13,6 +13,7 @@ from megasnn.convert.safetensors_file import new_safetensors_file
 from megasnn.convert.source import DerivedSource, TensorSource
 from megasnn.convert.target import without_memory
 from megasnn.convert.torch_file import new_torch_file
+from megasnn.files.problems import CheckpointError
 from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, is_ours, model_of
 from megasnn.models.names import renamed
 from megasnn.sharding import Shard
@@ -25,27 +26,40 @@ else:  # so that the command line lists them
 """Whose names tensors get: those of a program that some model in the table has names for, or ours."""
 
 
-def weights_as(source: TensorSource, names: Names) -> TensorSource:
+def weights_as(source: TensorSource, names: Names, averaged: bool = False) -> TensorSource:
     """The model's tensors, without the optimizer's, under another program's names.
 
+    Args:
+        averaged: their running average in their place.
     Raises:
-        CheckpointError: the source is of no model that the program has, or tensors are missing or unexpected.
+        CheckpointError: the source is of no model that the program has, tensors are missing or unexpected, or there is
+            no average of them.
     """
-    ours = in_our_names(source)
-    weights = [name for name in ours.tensors if not name.startswith(PREFIX)]
+    ours = _averages(in_our_names(source)) if averaged else in_our_names(source)
+    weights = [name for name in ours.tensors if not name.startswith(BESIDE)]
     if names == "megasnn":
         return DerivedSource(ours, renamed({name: name for name in weights}))
     dialect = dialect_for(names, weights, ours.facts.model)
     return DerivedSource(ours, dialect.from_ours(weights, ours.facts.dimensions))
 
 
-def export_weights(source: TensorSource, output: Path, names: Names, safetensors: bool) -> TensorSource:
-    """Writes the model's tensors to a new file; what was written.
+def _averages(ours: TensorSource) -> TensorSource:
+    """The running averages under the names of the tensors that they are of."""
+    names = {name.removeprefix(AVERAGE): name for name in ours.tensors if name.startswith(AVERAGE)}
+    if not names:
+        raise CheckpointError(f"{ours.path} holds no average of the weights: the run had no --ema-decay")
+    return DerivedSource(ours, renamed(names))
+
+
+def export_weights(
+    source: TensorSource, output: Path, names: Names, safetensors: bool, averaged: bool = False
+) -> TensorSource:
+    """Writes the model's tensors, or their averages, to a new file; what was written.
 
     Raises:
         CheckpointError: as `weights_as`, or there is such a file already.
     """
-    weights = weights_as(source, names)
+    weights = weights_as(source, names, averaged)
     tensors = weights.tensors
     told = {"format": "pt", "names": names, "iteration": str(weights.facts.iteration)}
     file = new_safetensors_file(output, tensors, told) if safetensors else new_torch_file(output, tensors)

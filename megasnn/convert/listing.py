@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.description import AVERAGE, BESIDE, PREFIX
 from megasnn.convert.source import TensorInfo, TensorSource
 from megasnn.files.described import printable
 
@@ -86,10 +86,13 @@ def _row(info: TensorInfo) -> str:
 
 
 def _totals(source: TensorSource) -> Iterator[str]:
-    for label, of_optimizer in (("model", False), ("optimizer state", True)):
-        chosen = [info for name, info in source.tensors.items() if name.startswith(PREFIX) == of_optimizer]
+    of = {name: next(filter(name.startswith, BESIDE), "") for name in source.tensors}
+    for label, prefix in (("model", ""), ("average of the model", AVERAGE), ("optimizer state", PREFIX)):
+        chosen = [info for name, info in source.tensors.items() if of[name] == prefix]
+        if prefix == AVERAGE and not chosen:
+            continue
         elements = sum(info.elements for info in chosen)
-        kind = f" of {source.facts.optimizer}" if of_optimizer and source.facts.optimizer else ""
+        kind = f" of {source.facts.optimizer}" if prefix == PREFIX and source.facts.optimizer else ""
         total = size_text(sum(info.bytes for info in chosen))
         yield f"{label}{kind}: {len(chosen)} tensors, {elements:,} elements, {total}"
     yield f"on disk: {len(source.files)} files, {size_text(sum(source.files.values()))}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megasnn.checkpoint.folder import latest_of, step_folder
+from megasnn.checkpoint.folder import LATEST, named, step_folder
 from megasnn.files.durable import sync
 from megasnn.files.problems import CheckpointError
 from megasnn.process.job import FolderLock
@@ -28,7 +28,7 @@ def new_checkpoint(save: Path, iteration: int) -> Iterator[None]:
             the place as the latest; or a run saves there.
     """
     refuse_existing(step_folder(save, iteration), "--save")
-    latest = latest_of(save)
+    latest = named(save, LATEST)
     if latest is not None and latest > iteration:
         raise CheckpointError(
             f"{save} holds a run that has come to iteration {latest}; one of iteration {iteration} would become its "

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint.description import AVERAGE, PREFIX
 from megasnn.comm.group import Group
 from megasnn.config import ModelConfig, PretrainConfig, from_dict
 from megasnn.convert.source import Facts, TensorInfo, TensorSource
@@ -225,13 +225,16 @@ def target_ranks(
 
 
 def _saved(entry: ShardedTensor, tensors: Mapping[str, TensorInfo], problems: list[str]) -> Iterator[ShardedTensor]:
-    """A tensor of the model as it is saved, and its optimizer state."""
+    """A tensor of the model as it is saved, its average and its optimizer state."""
     info = tensors.get(entry.name)
     if info is None or info.shape != entry.shard.global_shape:
         found = "missing" if info is None else f"saved with shape {list(info.shape)}"
         problems.append(f"{entry.name}: {found}, the model needs {list(entry.shard.global_shape)}")
         return
     yield without_memory(entry.name, entry.shard, info)
+    average = tensors.get(f"{AVERAGE}{entry.name}")
+    if average is not None and average.shape == info.shape:
+        yield without_memory(f"{AVERAGE}{entry.name}", entry.shard, average)
     for kind in optimizer_kinds(tensors) if entry.is_parameter else ():
         state = tensors.get(f"{PREFIX}{kind}.{entry.name}")
         if state is not None:

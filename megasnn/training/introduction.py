@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
+from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.files.durable import write_whole
 from megasnn.parallel_state import ParallelState
@@ -31,6 +32,7 @@ def introduce(
     engine: Engine,
     plan: PipelinePlan,
     state: ParallelState,
+    length: Length,
     epoch_samples: int,
     reporter: Reporter,
     iteration: int,
@@ -38,10 +40,11 @@ def introduce(
     """Tells what is about to be trained and how.
 
     Args:
+        length: of the training.
         epoch_samples: training samples of an epoch.
         iteration: steps done before.
     """
-    for line in (*_summary(config, engine, state, epoch_samples), *_flags(config)):
+    for line in (*_summary(config, engine, state, length, epoch_samples), *_flags(config)):
         reporter.line(line)
     for line in _pipeline(config, engine, plan):
         reporter.line(line)
@@ -74,16 +77,23 @@ def _write(folder: Path, config: str) -> None:
     write_whole(folder / "config.json", config)
 
 
-def _summary(config: PretrainConfig, engine: Engine, state: ParallelState, epoch_samples: int) -> list[str]:
+def _summary(
+    config: PretrainConfig, engine: Engine, state: ParallelState, length: Length, epoch_samples: int
+) -> list[str]:
     training, ranks = config.training, state.world.size
     name = type(config.model).__name__.removesuffix("Config")
     where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device)}"
-    epochs = training.iterations * training.global_batch_size / epoch_samples
+    still = engine.parameters - engine.trained_parameters
+    frozen = f" ({still:,} of them frozen)" if still else ""
+    what = (
+        "evaluating only"
+        if training.evaluate_only
+        else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
+        f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {epoch_samples} samples"
+    )
     return [
-        f"{name} with {engine.parameters:,} parameters in {len(engine.model.layers)} layers on {where}",
-        f"{training.iterations} iterations of {training.global_batch_size} samples "
-        f"({training.micro_batches} micro-batches of {training.micro_batch_size}): {epochs:.1f} epochs of "
-        f"{epoch_samples} samples",
+        f"{name} with {engine.parameters:,} parameters{frozen} in {len(engine.model.layers)} layers on {where}",
+        what,
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
@@ -13,6 +14,7 @@ from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
+from megasnn.optim import is_frozen, require_course, require_matches
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.preprocess.sample import shards_of_sample
@@ -30,6 +32,7 @@ from megasnn.training.setup import (
     build_context,
     micro_batch_counts,
     mixing_of,
+    parameter_names,
     plan_of,
     sample_loss,
     wire_options,
@@ -44,6 +47,7 @@ class TrainingRun:
     Attributes:
         iteration: optimizer steps done, over all runs that this one continues.
         consumed_samples: training samples used; the place in the data.
+        length: of the whole training.
         stop: signals that ask for the end.
         saved: False when the last checkpoint that should be there is not.
     """
@@ -60,8 +64,14 @@ class TrainingRun:
         self._started = time.monotonic()
         refuse_other_model(config, state)
         model, training, parallel = describe(config.model, config.neuron.spec), config.training, config.parallel
+        require_matches(config.optimizer, parameter_names(model))
         with placed("while opening the data"):
             self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)
+        last_batch = config.data.last_batch
+        self._epoch_samples = epoch_samples(len(self.datasets.train), training.global_batch_size, last_batch)
+        self.length = training.length(self._epoch_samples, keeps_last_batch=last_batch == "keep")
+        if not training.evaluate_only:
+            require_course(config.optimizer, self.length.iterations, self.length.epoch)
         dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
         context = build_context(state, training.precision, config.neuron.neuron_backend, training.seed)
         counts = micro_batch_counts(training.micro_batches, state.data.size)
@@ -71,17 +81,17 @@ class TrainingRun:
         self.bounds = self.plan.bounds
         loss, wires = sample_loss(training), wire_options(parallel)
         with placed("while building the model"):
-            self.engine = Engine(model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires)
+            frozen = partial(is_frozen, config.optimizer)
+            self.engine = Engine(
+                model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires, frozen
+            )
         self.watch = Watch(self.engine, state)
         self.profiler = PipelineProfiler(self.engine, self.plan, state) if profiles else None
         self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
-        self._epoch_samples = epoch_samples(
-            len(self.datasets.train), training.global_batch_size, config.data.last_batch
-        )
         mixing = mixing_of(config, model, self._epoch_samples)
-        self.step = TrainingStep(config, self.engine, state, self.watch.timers, mixing)
+        self.step = TrainingStep(config, self.engine, state, self.watch.timers, self.length, mixing)
         layout = layers_per_chunk(self.bounds)
-        self.saves = Saves(config, self.engine, self.step.optimizer, state, dataset, layout)
+        self.saves = Saves(config, self.engine, self.step, state, dataset, layout)
         self.replicas = ReplicaCheck(
             self.saves.entries,
             {axis: state.group(axis) for axis in HOLDING_AXES},
@@ -99,7 +109,8 @@ class TrainingRun:
         """Loads what the run starts from, and introduces it in the log."""
         begin = self.saves.load()
         self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
-        resumed = (self.iteration, self.consumed_samples) if self.iteration else None
+        # What only evaluates continues no log, and removes nothing of one.
+        resumed = (self.iteration, self.consumed_samples) if 0 < self.iteration and self.iterations else None
         logging = self.config.logging
         outline = RunOutline(
             self.iterations,
@@ -111,13 +122,20 @@ class TrainingRun:
         )
         self.reporter = Reporter(outline, self.state.rank == 0)
         self.saves.report = self.reporter.line
-        introduce(self.config, self.engine, self.plan, self.state, self._epoch_samples, self.reporter, self.iteration)
-        self._memory = forecast_memory(
-            self.config, self.engine, self.step.optimizer, self.plan, self.state, self.reporter
-        )
+        introduce(
+            self.config, self.engine, self.plan, self.state, self.length, self._epoch_samples, self.reporter,
+            self.iteration,
+        )  # fmt: skip
+        if not self.config.training.evaluate_only:
+            self._memory = forecast_memory(
+                self.config, self.engine, self.step.optimizer, self.plan, self.state, self.reporter
+            )
         announce(self._memory, self.reporter)
         if begin.notice:
             self.reporter.line(begin.notice)
+        if self.config.training.evaluate_only:
+            self.reporter.line(f"evaluating the weights of iteration {self.iteration}")
+            return
         if self.iteration >= self.iterations:
             self.reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
         if self.iteration:
@@ -125,13 +143,19 @@ class TrainingRun:
 
     @property
     def iterations(self) -> int:
-        return self.config.training.iterations
+        return self.length.iterations
 
     def train(self) -> None:
-        """Until the last iteration, until one of the exit conditions, or until a signal; saves at the end."""
+        """Until the last iteration, until one of the exit conditions, or until a signal; saves at the end.
+
+        With --evaluate-only, one evaluation.
+        """
         assert self.reporter is not None
         self.engine.wants_to_stop = self._wants_to_stop
         with self.stop:
+            if self.config.training.evaluate_only:
+                self._evaluate_if(True)
+                return
             self._compare_replicas_if(True)
             # What was sent and how long it took until here is no part of any iteration.
             statistics.reset()
@@ -184,7 +208,7 @@ class TrainingRun:
             return
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
-        saves = _due(self.iteration, options.save_interval) and not last
+        saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
         self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
         self._save_if(saves)
 
@@ -247,6 +271,16 @@ class TrainingRun:
         mine = skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
         return int(self.engine.sum_over_ranks([float(mine)])[0])
 
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Inside, the model has the average of its weights, where one is kept."""
+        if self.step.average is None:
+            yield
+            return
+        self.saves.settle()
+        with self.step.average.in_place():
+            yield
+
     @placed("while evaluating")
     def _evaluate_if(self, due: bool) -> None:
         if not due or self.datasets.valid is None:
@@ -255,13 +289,14 @@ class TrainingRun:
         totals = [0.0, 0.0, 0.0, 0.0]
         statistics.enable(False)  # what is logged is the traffic of training
         limit, loader = self.config.logging.eval_iters, self._loader(training=False)
-        with self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
+        with self.reporter.pause(), self._averaged_weights(), closing(loader.batches(limit=limit)) as batches:
             for batch in batches:
                 parts = self.engine.evaluate(self.step.inputs(batch))
                 totals = [a + b for a, b in zip(totals, parts, strict=True)]
             loss, samples, top1, top5 = self.engine.total(totals)
             skipped = self._over_replicas(loader.skipped)
         statistics.enable()
+        self.saves.found(self.iteration, top1 / samples)
         self.reporter.evaluation(
             EvaluationRecord(
                 self.iteration,

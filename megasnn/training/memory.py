@@ -27,7 +27,8 @@ class MemoryForecast:
 
     Attributes:
         program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
-        weights: parameters and buffers. gradients: their buckets. optimizer: its state.
+        weights: parameters and buffers, and their average where one is kept. gradients: their buckets.
+        optimizer: its state.
         kept: the most that forwards leave for backward.
         working: what the largest layer computes with, at the moment when that and `kept` are most.
         messages: between stages. samples: the batch in use, and on a CPU the one read ahead.
@@ -80,9 +81,10 @@ def forecast_memory(
             return []
     peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
     parameters = [entry.tensor for entry in engine.tensors if entry.is_parameter and entry.tensor.requires_grad]
-    weights = sum(entry.tensor.nbytes for entry in engine.tensors)
+    copies = 1 if config.optimizer.ema_decay is None else 2
+    weights = copies * sum(entry.tensor.nbytes for entry in engine.tensors)
     gradients = sum(parameter.nbytes for parameter in parameters)
-    moments = state_bytes(parameters, config.optimizer.optimizer)
+    moments = state_bytes(parameters, config.optimizer)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save and state.data.rank == 0
     release_free_memory()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megasnn import checkpoint
 from megasnn.checkpoint.compare import config_differences
+from megasnn.checkpoint.description import BESIDE
 from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig, to_dict
 from megasnn.config.checks import flag
@@ -22,11 +21,13 @@ from megasnn.layers import BuildContext, KeyedLayer
 from megasnn.losses import LOSSES
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
+from megasnn.optim import state_kinds
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import is_ending, placed
 from megasnn.process.job import JobFolder
 from megasnn.random import GENERATOR
 from megasnn.sharding import ShardedTensor
+from megasnn.training.step import TrainingStep
 
 Identity = dict[str, dict[str, object]]
 """What makes two models the same, as `_identity` gives it."""
@@ -39,11 +40,29 @@ class StartingPoint:
     Attributes:
         iteration, consumed_samples: done before; 0 at the beginning.
         notice: what the user should know about it; "" where it is as asked for.
+        averaged: whether the average of the weights was loaded.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     notice: str = ""
+    averaged: bool = False
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The best evaluation so far, as a checkpoint keeps it."""
+
+    iteration: int
+    accuracy_top1: float
+
+    @classmethod
+    def read(cls, saved: object) -> _Best | None:
+        """None where nothing is saved, or something else."""
+        match saved:
+            case {"iteration": int(iteration), "accuracy_top1": float(accuracy)}:
+                return cls(iteration, accuracy)
+        return None
 
 
 @placed("while looking at the checkpoint of --load")
@@ -88,20 +107,25 @@ class Saves:
         self,
         config: PretrainConfig,
         engine: Engine,
-        optimizer: torch.optim.Optimizer,
+        step: TrainingStep,
         state: ParallelState,
         dataset: object,
         layout: str,
     ) -> None:
         self._options, self._engine, self._state = config.checkpoint, engine, state
         self._model = config.model
-        self._optimizer, self._layout = optimizer, layout
+        self._optimizer, self._average, self._layout = step.optimizer, step.average, layout
+        self._state_kinds = state_kinds(config.optimizer)
+        if refused := [entry.name for entry in engine.tensors if entry.name.startswith(BESIDE)]:
+            raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         self._identity = _identity(config)
         self._data_identity = _data_identity(config, dataset)
         self._recipe = _recipe(config)
         self._draws = config.data.draws or _draws(engine.model)
         self._job: JobFolder | None = None
         self._saver: checkpoint.Saver | None = None
+        self._evaluates_only = config.training.evaluate_only
+        self._best: _Best | None = None
         self.report: Callable[[str], None] = print
 
     def load(self) -> StartingPoint:
@@ -124,6 +148,8 @@ class Saves:
                 begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
             else:
                 begin = StartingPoint()
+        if self._average is not None and not begin.averaged:
+            self._average.restart()
         return replace(begin, notice="\n".join(filter(None, (notice, begin.notice))))
 
     @placed("while claiming the folder of --save")
@@ -158,21 +184,31 @@ class Saves:
     def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
         """Goes on from the checkpoint that was asked for; a restarted job from its latest, whatever it was told."""
         options = self._options
+        leaves_optimizer = self._evaluates_only or (options.no_load_optim and not restarted)
         try:
             loaded = checkpoint.load_checkpoint(
                 folder,
                 tensors=self._engine.tensors,
-                optimizer=None if options.no_load_optim and not restarted else self._optimizer,
+                optimizer=None if leaves_optimizer else self._optimizer,
+                optimizer_state=self._state_kinds,
                 model=self._model.name,
                 config=self._identity,
                 step=None if restarted else options.ckpt_step,
                 process_group=self._state.world.handle,
-                refuse=self._other_data,
+                refuse=self._other_data if not self._evaluates_only else lambda saved: (),
+                averages=None if self._average is None else self._average.tensors,
             )
         except checkpoint.NoCheckpointError:
             if not self._may_begin_anew():
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
+        if self._evaluates_only:
+            if self._average is not None and not loaded.averaged:
+                raise checkpoint.CheckpointError(
+                    f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
+                )
+            return StartingPoint(loaded.iteration, 0, _warnings(loaded.remarks), loaded.averaged)
+        self._best = _Best.read(loaded.extra.get("best")) if options.keep_best else None
         if (
             self._saver is not None
             and (restarted or options.saves_where_it_loads)
@@ -180,7 +216,7 @@ class Saves:
         ):
             self._saver.saved = loaded.iteration  # as it is; a run that has nothing left to do does not write it again
         remarks = (*loaded.remarks, *self._changes(loaded.extra))
-        return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(remarks))
+        return StartingPoint(loaded.iteration, loaded.consumed_samples, _warnings(remarks), loaded.averaged)
 
     def _changes(self, saved: Mapping[str, object]) -> list[str]:
         """Flags that differ from those of the run that saved: that is allowed, and the user is told."""
@@ -237,12 +273,16 @@ class Saves:
 
     def entries(self) -> list[ShardedTensor]:
         """All tensors of this rank that a checkpoint holds: parameters, buffers, and the optimizer's state so far."""
-        return checkpoint.with_optimizer(self._engine.tensors, self._optimizer)
+        return checkpoint.with_optimizer(self._tensors(), self._optimizer)
+
+    def _tensors(self) -> list[ShardedTensor]:
+        """Parameters and buffers, and their average where one is kept."""
+        return [*self._engine.tensors, *(self._average.tensors if self._average is not None else ())]
 
     def prepare(self) -> None:
         """After the first step, when the optimizer has its state: memory for saves in the background."""
         if self._saver is not None:
-            self._saver.prepare(self._engine.tensors, self._optimizer)
+            self._saver.prepare(self._tensors(), self._optimizer)
 
     def save(self, iteration: int, consumed_samples: int) -> None:
         """Saves unless this iteration is saved already, or tells why it cannot be. Collective."""
@@ -251,9 +291,27 @@ class Saves:
         grid = self._state.grid
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
-        extra = {**self._data_identity, "recipe": self._recipe, "generator": GENERATOR}
-        progress = checkpoint.Progress(iteration, consumed_samples, extra, self._identity, layout, self._model.name)
-        self._saver.save(progress, self._engine.tensors, self._optimizer)
+        extra: dict[str, object] = {**self._data_identity, "recipe": self._recipe, "generator": GENERATOR}
+        if self._best is not None:
+            extra["best"] = asdict(self._best)
+        progress = checkpoint.Progress(
+            iteration, consumed_samples, extra, self._identity, layout, self._model.name, self.at_best(iteration)
+        )
+        self._saver.save(progress, self._tensors(), self._optimizer)
+
+    def found(self, iteration: int, accuracy: float) -> None:
+        """An evaluation of this iteration found this share of right answers, the same on every rank."""
+        if self._options.keep_best and (self._best is None or accuracy > self._best.accuracy_top1):
+            self._best = _Best(iteration, accuracy)
+
+    def at_best(self, iteration: int) -> bool:
+        """Whether this iteration is the best so far, and is to be kept as that."""
+        return self._best is not None and self._best.iteration == iteration
+
+    def settle(self) -> None:
+        """Before tensors are changed otherwise than by the optimizer: what is being saved is copied then."""
+        if self._saver is not None:
+            self._saver.settle()
 
     def finish(self) -> bool:
         """Waits for what is being saved; False when the save that was asked for last has failed. Collective."""
@@ -281,9 +339,13 @@ def _data_identity(config: PretrainConfig, dataset: object) -> dict[str, object]
 
 def _recipe(config: PretrainConfig) -> dict[str, object]:
     """Flags that define what is computed and that a run may change on its way."""
-    training = config.training
+    training, optimizer = config.training, config.optimizer
     flags: dict[str, object] = {
-        "--optimizer": config.optimizer.optimizer,
+        "--optimizer": optimizer.optimizer,
+        "--freeze": optimizer.freeze,
+        "--lr-scale-of": optimizer.lr_scale_of,
+        "--weight-decay-of": optimizer.weight_decay_of,
+        "--ema-decay": optimizer.ema_decay,
         "--loss": training.loss,
         "--label-smoothing": training.label_smoothing,
         **{flag(name): getattr(config.data, name) for name in ("augment", *CHANGES)},

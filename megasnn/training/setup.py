@@ -17,12 +17,18 @@ from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.partition import layout_to_bounds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parameter_names(model: ModelDescription) -> list[str]:
+    """The global names of a model's parameters, in order; nothing is built for that."""
+    return [entry.name for entry in describe_tensors(model, BuildContext()) if entry.is_parameter]
 
 
 def sample_loss(training: TrainingConfig) -> SampleLoss:

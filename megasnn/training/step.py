@@ -11,10 +11,12 @@ import torch
 from megasnn.augment.mixing import Mixing
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
+from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
+from megasnn.grid import HOLDING_AXES
 from megasnn.non_finite import earliest
-from megasnn.optim import build_optimizer, learning_rate
+from megasnn.optim import WeightAverage, build_optimizer, learning_rate
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.telemetry.logline import StepResult
@@ -29,6 +31,7 @@ class TrainingStep:
 
     Attributes:
         optimizer: of this rank's parameters.
+        average: of this rank's weights; None without --ema-decay.
     """
 
     def __init__(
@@ -37,11 +40,15 @@ class TrainingStep:
         engine: Engine,
         state: ParallelState,
         timers: Timers,
+        length: Length,
         mixing: Mixing | None = None,
     ) -> None:
         self._config, self._engine, self._state, self._timers = config, engine, state, timers
-        self._mixing = mixing
-        self.optimizer = build_optimizer(engine.tensors, config.optimizer)
+        self._length, self._mixing = length, mixing
+        groups = {axis: state.group(axis) for axis in HOLDING_AXES}
+        self.optimizer = build_optimizer(engine.tensors, config.optimizer, groups)
+        decay = config.optimizer.ema_decay
+        self.average = None if decay is None else WeightAverage(engine.tensors, decay)
 
     def __call__(self, batch: GlobalBatch, iteration: int) -> StepResult:
         """Trains on one global batch; a step that is not finite changes nothing.
@@ -55,15 +62,17 @@ class TrainingStep:
             loss = engine.forward_backward(micro_batches, batch.size)
         with self._timers("optimizer"):
             norm = engine.gradient_norm()
-            rate = learning_rate(options, iteration, self._config.training.iterations)
+            rate = learning_rate(options, iteration, self._length.iterations, self._length.epoch)
             correct, finite = engine.correct, math.isfinite(norm) and math.isfinite(loss)
             # A skipped step leaves everything as it was: weights, optimizer state and running statistics.
             if finite:
                 engine.merge_statistics(self._most_micro_batches(batch.size))
                 engine.gradient_norm.clip(norm, options.clip_grad)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group["lr_scale"]
                 self.optimizer.step()
+                if self.average is not None:
+                    self.average.update()
         where = None if finite else self._first_non_finite(micro_batches)
         return StepResult(loss, correct, batch.size, norm, rate, not finite, where)
 

@@ -18,7 +18,7 @@ from megasnn.checkpoint.description import TensorFacts, to_text
 from megasnn.checkpoint.folder import LATEST
 from megasnn.grid import Grid, Place
 from megasnn.sharding import Shard, ShardedTensor
-from tests.checkpoint.fake_model import CONFIG, Layout, Rank
+from tests.checkpoint.fake_model import CONFIG, STATES, Layout, Rank
 
 
 def save(folder: Path, rank: Rank, iteration: int = 100, **changed) -> None:
@@ -280,5 +280,5 @@ def test_optimizer_state_that_cannot_be_is_refused(tmp_path, change, text):
     with_state(tmp_path, change)
     rank = Rank(Layout())
     with pytest.raises(CheckpointError, match=text):
-        load_checkpoint(tmp_path, tensors=rank.tensors, optimizer=rank.optimizer, config=CONFIG)
+        load_checkpoint(tmp_path, tensors=rank.tensors, optimizer=rank.optimizer, optimizer_state=STATES, config=CONFIG)
     assert not rank.optimizer.state

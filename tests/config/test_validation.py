@@ -89,7 +89,10 @@ REFUSED = [
     ("--micro-batch-size 65", "--micro-batch-size 65 is larger than --global-batch-size 64"),
     ("--global-batch-size 0", "--global-batch-size must be at least 1, got 0"),
     ("--micro-batch-size 0", "--micro-batch-size must be at least 1, got 0"),
-    ("--train-samples 640", "either --train-iters or --train-samples; both were given"),
+    (
+        "--train-samples 640",
+        "--train-samples, --train-epochs; --train-iters 10 and --train-samples 640 were given (none takes one back)",
+    ),
     ("--exit-interval 0", "--exit-interval must be at least 1"),
     ("--exit-duration-in-mins 0", "--exit-duration-in-mins must be greater than 0"),
     ("--seed -1", "--seed must be at least 0, got -1"),
@@ -135,7 +138,7 @@ def test_each_mistake_is_named_with_value_and_flag(argv: str, message: str) -> N
 
 
 def test_the_length_must_be_given() -> None:
-    assert problems(length="") == ("give either --train-iters or --train-samples; neither was given",)
+    assert problems(length="") == ("give one of --train-iters, --train-samples, --train-epochs; none was given",)
     assert problems(length="--train-samples 63") == ("--train-samples 63 is less than one --global-batch-size 64",)
     assert problems(length="--train-samples 64") == ()
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
+from megasnn.config.training import TrainingConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
-from megasnn.optim import GradientNorm, build_optimizer, learning_rate
+from megasnn.optim import (
+    GradientNorm,
+    build_optimizer,
+    held_state_bytes,
+    learning_rate,
+    require_course,
+    state_bytes,
+    state_kinds,
+)
+from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.sharding import ShardedTensor
 from tests.distributed.whole import assemble, build, context, nothing, parts, random
@@ -133,3 +144,86 @@ def test_learning_rates() -> None:
     everything_is_warm_up = rates(4, lr_decay_style="cosine", lr_warmup_iters=4)
     assert everything_is_warm_up[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates(1, lr_decay_style="linear")[0] == 1.0
+
+
+def by_timm(epoch: int, lr: float, min_lr: float, warmup_lr: float, epochs: int, warmup_epochs: int) -> float:
+    """timm's CosineLRScheduler with its defaults, which steps once an epoch and then stays at min_lr."""
+    if epoch < warmup_epochs:
+        return warmup_lr + epoch * (lr - warmup_lr) / warmup_epochs
+    if epoch >= epochs:
+        return min_lr
+    return min_lr + 0.5 * (lr - min_lr) * (1 + math.cos(math.pi * epoch / epochs))
+
+
+@pytest.mark.parametrize("iterations_per_epoch", [Fraction(1), Fraction(7), Fraction(1563, 4)])
+def test_the_rates_of_spikformers_recipe(iterations_per_epoch: Fraction) -> None:
+    """cifar10.yml of the published code: 300 epochs, 20 of warm-up from 1e-5, and 10 of cool-down."""
+    config = OptimizerConfig(
+        lr=5e-4, min_lr=1e-5, lr_warmup_epochs=20, lr_warmup_init=1e-5, lr_cooldown_epochs=10, lr_interval="epoch",
+        lr_decay_from="start",
+    )  # fmt: skip
+    assert config.problems() == []
+    length = TrainingConfig(train_epochs=310, global_batch_size=4).length(int(4 * iterations_per_epoch))
+    assert length.epoch == iterations_per_epoch
+    require_course(config, length.iterations, length.epoch)
+    for iteration in {round(length.iterations * part / 997) for part in range(997)}:
+        rate = learning_rate(config, iteration, length.iterations, length.epoch)
+        epoch = int(iteration / iterations_per_epoch)
+        assert rate == pytest.approx(by_timm(epoch, 5e-4, 1e-5, 1e-5, 300, 20), rel=1e-12), epoch
+
+
+def test_the_rates_of_sew_resnets_recipe() -> None:
+    """torch's CosineAnnealingLR over 320 epochs, stepped once an epoch."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    course = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=320)
+    config = OptimizerConfig("sgd", lr=0.1, lr_interval="epoch")
+    for epoch in range(320):
+        for iteration in (5 * epoch, 5 * epoch + 4):
+            assert learning_rate(config, iteration, 1600, Fraction(5)) == pytest.approx(course.get_last_lr()[0])
+        optimizer.step()
+        course.step()
+
+
+def test_warm_up_and_cool_down_in_epochs() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style="linear", lr_warmup_epochs=1, lr_cooldown_epochs=2)
+    found = [learning_rate(config, iteration, 10, Fraction(2)) for iteration in range(10)]
+    assert found == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2, 0.2])
+    slow = OptimizerConfig(lr=1.0, lr_warmup_epochs=2, lr_interval="epoch", lr_decay_style="constant")
+    found = [learning_rate(slow, iteration, 6, Fraction(3, 2)) for iteration in range(6)]
+    assert found == pytest.approx([0.5, 0.5, 1.0, 1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"--lr-cooldown-epochs 2 are together more than the 5 iter"):
+        require_course(config, 5, Fraction(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"lr_warmup_init": 1e-5}, "--lr-warmup-init 1e-05 needs a warm-up: --lr-warmup-iters, --lr-warmup-fraction"),
+        ({"lr_warmup_init": 2.0, "lr_warmup_epochs": 1}, "--lr-warmup-init 2.0 is greater than --lr 1.0"),
+        ({"lr_decay_from": "start"}, "--lr-decay-from start needs a warm-up"),
+        ({"lr_cooldown_epochs": 1, "lr_decay_style": "constant"}, "--lr-cooldown-epochs 1 has no meaning with --lr-d"),
+        ({"lr_interval": "epoch", "lr_warmup_iters": 3}, "--lr-interval epoch takes the warm-up in epochs"),
+        ({"lr_warmup_epochs": 2, "lr_warmup_iters": 3}, "give either --lr-warmup-iters or --lr-warmup-epochs, not sev"),
+        ({"lr_cooldown_epochs": -1}, "--lr-cooldown-epochs must be at least 0, got -1"),
+    ],
+)
+def test_a_course_without_meaning_is_refused(options: dict[str, object], problem: str) -> None:
+    (found,) = OptimizerConfig(**{"lr": 1.0, **options}).problems()
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
+    for momentum in (0.9, 0.0):
+        config = OptimizerConfig(optimizer, sgd_momentum=momentum)
+        tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+        trained = [entry.tensor for entry in tensors if entry.is_parameter]
+        built = build_optimizer(tensors, config)
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        built.step()
+        kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
+        assert kept == set(state_kinds(config))
+        assert held_state_bytes(built) == state_bytes(trained, config)
+        build_optimizer([], config).step()  # a stage without layers

@@ -1,4 +1,5 @@
-"""Three optimizer steps with clipping give the weights of SpikingJelly's model under torch's own clip_grad_norm_."""
+"""Three steps of each optimizer, with clipping, give the weights of SpikingJelly's model under torch's own functions,
+and under a plain LAMB."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.whole import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
+from megasnn.grid import HOLDING_AXES
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -19,19 +21,56 @@ from tests.parity.test_layouts import SIZES, TOLERANCE, error, name_of
 
 STEPS = 3
 CLIP = 0.2
-# Decay aside, which ours spares norms and biases. The rate is large, so that a difference in one step shows.
-OPTIONS = OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=CLIP)
+# The rates are large, so that a difference in one step shows.
+OPTIONS = {
+    "adamw": OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=CLIP),
+    "sgd": OptimizerConfig("sgd", lr=0.1, weight_decay=0.05, clip_grad=CLIP, sgd_nesterov=True),
+    "lamb": OptimizerConfig("lamb", lr=1e-2, weight_decay=0.05, clip_grad=CLIP),
+}
+
+
+class PlainLamb:
+    """The formula of arXiv 1904.00962 for whole tensors, as timm has it: without a ratio where nothing decays."""
+
+    def __init__(self, groups: list[dict], options: OptimizerConfig) -> None:
+        self.groups, self.options, self.steps = groups, options, 0
+        self.moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for group in groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        first, second = self.options.adam_beta1, self.options.adam_beta2
+        for group in self.groups:
+            for p in group["params"]:
+                m, v = self.moments[p]
+                m.copy_(first * m + (1 - first) * p.grad)
+                v.copy_(second * v + (1 - second) * p.grad**2)
+                u = (m / (1 - first**self.steps)) / ((v / (1 - second**self.steps)).sqrt() + self.options.adam_eps)
+                u = u + group["weight_decay"] * p
+                ratio = p.norm() / u.norm() if group["weight_decay"] and p.norm() * u.norm() > 0 else 1.0
+                p -= self.options.lr * ratio * u
+
+
+def theirs(model: torch.nn.Module, options: OptimizerConfig):
+    """Matrices and kernels decay, all else does not."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if options.optimizer == "lamb":
+        return PlainLamb(groups, options)
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, options.lr, options.sgd_momentum, nesterov=options.sgd_nesterov)
+    return torch.optim.AdamW(groups, options.lr, (options.adam_beta1, options.adam_beta2), options.adam_eps)
 
 
 @cache
-def truth() -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+def truth(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """SpikingJelly's state before and after, and the norm of each step's gradient."""
     model = reference.build()
     images, labels = reference.data(sum(SIZES))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    betas = (OPTIONS.adam_beta1, OPTIONS.adam_beta2)
-    optimizer = torch.optim.AdamW(model.parameters(), OPTIONS.lr, betas, OPTIONS.adam_eps, weight_decay=0.0)
-    norms = []
+    optimizer, norms = theirs(model, OPTIONS[name]), []
     for _ in range(STEPS):
         reference.step(model, images, labels, SIZES)
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
@@ -39,13 +78,16 @@ def truth() -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     return before, {name: value.clone() for name, value in model.state_dict().items()}, norms
 
 
-def train(layout: Layout, weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> list[RankStep]:
+def train(
+    layout: Layout, options: OptimizerConfig, weights: dict[str, Tensor], images: Tensor, labels: Tensor
+) -> list[RankStep]:
     """On every rank: what each step came to, with the parameters after it in the place of gradients."""
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
         engine = build_engine(state, layout.schedule, torch.float64)
         load_globals_into(engine.tensors, from_spikingjelly(weights, reference.DIMS["depths"]), state.world.handle)
-        optimizer, steps = build_optimizer(engine.tensors, OPTIONS), []
+        groups = {axis: state.group(axis) for axis in HOLDING_AXES}
+        optimizer, steps = build_optimizer(engine.tensors, options, groups), []
         for _ in range(STEPS):
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
@@ -59,16 +101,16 @@ def train(layout: Layout, weights: dict[str, Tensor], images: Tensor, labels: Te
         destroy_model_parallel()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4), Layout(2, 2, 2, "zbv")],
-    ids=name_of,
-)
-def test_three_clipped_steps_equal_torch(ranks, layout: Layout) -> None:
-    before, after, norms = truth()
+LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4), Layout(2, 2, 2, "zbv")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("optimizer", OPTIONS)
+def test_three_clipped_steps_equal_torch(ranks, layout: Layout, optimizer: str) -> None:
+    before, after, norms = truth(optimizer)
     assert min(norms) > 2 * CLIP, "nothing would be clipped"
     images, labels = reference.data(sum(SIZES))
-    everyone = ranks(layout.world_size, train, layout, before, images, labels)
+    everyone = ranks(layout.world_size, train, layout, OPTIONS[optimizer], before, images, labels)
     for step, norm in enumerate(norms):
         assert all(steps[step].norm == pytest.approx(norm, rel=TOLERANCE) for steps in everyone)
     expected = from_spikingjelly(after, reference.DIMS["depths"])

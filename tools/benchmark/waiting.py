@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megasnn.config import TrainingConfig
+from megasnn.config.training import Length
 from megasnn.data import BatchLoader, ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.engine import Engine
@@ -54,7 +55,7 @@ def measure_waiting(dimensions: Dimensions, loader: BatchLoader, batch_size: int
     state = initialize_model_parallel(device=torch.device("cpu"))
     context = build_context(state, "fp32", config.neuron.neuron_backend)
     engine = Engine(model, state, context, [range(len(model.layers))])
-    step = TrainingStep(config, engine, state, Timers())
+    step = TrainingStep(config, engine, state, Timers(), Length(_WARM_UP + steps))
     waited = spent = 0.0
     with closing(loader.batches()) as batches:
         for number in range(_WARM_UP + steps):

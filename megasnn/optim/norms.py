@@ -1,51 +1,19 @@
-"""Optimizer, learning-rate schedule, and a gradient norm that does not depend on the layout."""
+"""Norms of gradients and of tensors that do not depend on the layout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group
-from megasnn.config.optimizer import OptimizerConfig
-from megasnn.grid import HOLDING_AXES
-from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
+from megasnn.grid import HOLDING_AXES, Axis
 from megasnn.sharding import ShardedTensor
 
 _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis != "data")
-
-
-def build_optimizer(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of `--optimizer`, decaying matrices and kernels only: not norms, biases and time constants."""
-    trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
-    decayed = [entry.tensor for entry in trained if len(entry.shard.global_shape) > 1]
-    others = [entry.tensor for entry in trained if len(entry.shard.global_shape) <= 1]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    recipe = OPTIMIZERS[config.optimizer]
-    return recipe.build(groups, lr=config.lr, **{name: getattr(config, name) for name in recipe.flags})
-
-
-def state_bytes(trained: Iterable[Tensor], optimizer: str = OptimizerConfig.optimizer) -> int:
-    """What the state of an optimizer of that name takes after a step."""
-    return sum(map(OPTIMIZERS[optimizer].state_bytes, trained))
-
-
-def held_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What the optimizer's state takes now: nothing before the first step, unless it was loaded."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-
-def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
-    """The rate of step `iteration` (from 0): linear warm-up, then `--lr-decay-style` to min_lr."""
-    warm_up = config.warmup_iterations(iterations)
-    if iteration < warm_up:
-        return config.lr * (iteration + 1) / warm_up
-    progress = min((iteration - warm_up) / max(iterations - warm_up, 1), 1.0)
-    return config.min_lr + (config.lr - config.min_lr) * DECAY_STYLES[config.lr_decay_style](progress)
 
 
 class GradientNorm:
@@ -86,3 +54,35 @@ class GradientNorm:
         gradients: list[Tensor] = [p.grad for _, p, _ in self._mine if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, scale)
+
+
+class ShardedNorms:
+    """The L2 norms of whole tensors, of which this rank may hold a part only.
+
+    The squares of a tensor that is cut along an axis are summed over the ranks along it, which hold its other parts;
+    `Shard.is_cut` says it. All cut tensors travel together, once for each axis.
+
+    Args:
+        tensors: this rank's, the same on all ranks that differ along holding axes only.
+        groups: this rank's group along each axis that one of them is cut over.
+    """
+
+    def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
+        self._slots = {entry.tensor: slot for slot, entry in enumerate(tensors)}
+        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in HOLDING_AXES}
+        device = tensors[0].tensor.device if tensors else torch.device("cpu")
+        self._sums = [(groups[axis], torch.tensor(mask, device=device)) for axis, mask in cut.items() if any(mask)]
+        self._empty = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+
+    def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """By parameter, the norm of the whole tensor of which the value is this rank's part: float64, without sizes.
+
+        Collective over the axes that tensors are cut over. No value is waited for.
+        """
+        squares = self._empty.clone()
+        for parameter, value in values.items():
+            squares[self._slots[parameter]] = torch.linalg.vector_norm(value, dtype=torch.float64) ** 2
+        for group, mask in self._sums:
+            squares = torch.where(mask, all_reduce_sum(torch.where(mask, squares, 0.0), group, "step"), squares)
+        norms = squares.sqrt()
+        return {parameter: norms[self._slots[parameter]] for parameter in values}

@@ -1,0 +1,52 @@
+"""The optimizer of `--optimizer` over this rank's parameters, and what its state takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasnn.comm.group import Group
+from megasnn.config.optimizer import OptimizerConfig
+from megasnn.grid import Axis
+from megasnn.optim.groups import parameter_groups
+from megasnn.optim.norms import ShardedNorms
+from megasnn.optimizers import OPTIMIZERS
+from megasnn.sharding import ShardedTensor
+
+
+def build_optimizer(
+    tensors: Sequence[ShardedTensor], config: OptimizerConfig, groups: Mapping[Axis, Group] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of `--optimizer` over the trained ones of these tensors; see `parameter_groups`.
+
+    Args:
+        groups: this rank's group along each axis that tensors are cut over; None where none of them is cut.
+    """
+    parts = parameter_groups(tensors, config)
+    recipe = OPTIMIZERS[config.optimizer]
+    norms = {} if recipe.elementwise else {"norms": ShardedNorms([e for e in tensors if e.is_parameter], groups or {})}
+    return recipe.build(parts, lr=config.lr, **_flags(config), **norms)
+
+
+def state_kinds(config: OptimizerConfig) -> tuple[str, ...]:
+    """The kinds of state that the optimizer of this configuration keeps of each parameter."""
+    return OPTIMIZERS[config.optimizer].state(**_flags(config))
+
+
+def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig = OptimizerConfig()) -> int:  # noqa: B008  (frozen)
+    """What the state of that optimizer takes after a step."""
+    kinds = state_kinds(config)
+    return sum(4 if kind == "step" else parameter.nbytes for parameter in trained for kind in kinds)
+
+
+def held_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the optimizer's state takes now: nothing before the first step, unless it was loaded."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _flags(config: OptimizerConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in OPTIMIZERS[config.optimizer].flags}

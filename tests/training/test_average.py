@@ -1,0 +1,112 @@
+"""The running average of the weights: what it is, evaluated, saved, and gone on with on any layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasnn.checkpoint import CheckpointError, load_global_tensors
+from megasnn.convert.exchange import export_weights
+from megasnn.convert.opening import open_source
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from tests.training.runs import train, whole
+
+TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+COMMON = ("--train-iters", "4", "--eval-iters", "0")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def averages(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    saved = load_global_tensors(folder, step, prefix="ema.", with_optimizer=True)
+    return {name.removeprefix("ema."): value for name, value in saved.items()}
+
+
+def test_it_is_the_average_of_the_weights_and_statistics(cache, tmp_path) -> None:
+    flags = (*COMMON, "--precision", "fp64", "--ema-decay", "0.75")
+    expected = whole([train(cache, *flags, only_load=True)])
+    train(cache, *flags, "--save", str(tmp_path), "--save-interval", "1")
+    for step in range(1, 5):
+        now = load_global_tensors(tmp_path, step)
+        for name, value in now.items():
+            expected[name] = 0.75 * expected[name] + 0.25 * value if value.is_floating_point() else value
+        found = averages(tmp_path, step)
+        assert found.keys() == now.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14, msg=f"{name} in step {step}")
+    assert not torch.equal(found["head.weight"], now["head.weight"])
+
+
+def test_it_goes_on_on_any_layout(ranks, cache, tmp_path) -> None:
+    flags = (*COMMON, "--precision", "fp64", "--ema-decay", "0.75")
+    train(cache, *flags, "--save", str(tmp_path / "straight"))
+    saves = ("--save", str(tmp_path / "run"), "--exit-interval", "2")
+    ranks(4, train, cache, *flags, *saves, *TP2_PP2, "--async-save")
+    ranks(2, train, cache, *flags, "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
+    ours, theirs = averages(tmp_path / "run"), averages(tmp_path / "straight")
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert (ours[name].double() - value.double()).norm() <= 1e-9 * value.double().norm(), name
+
+
+def test_evaluating_it_changes_no_bit_of_the_training(ranks, cache, tmp_path) -> None:
+    """Also while a checkpoint is written; and the size of the pipeline changes no bit of the average."""
+    flags = ("--train-iters", "4", "--ema-decay", "0.75")
+    often = ("--eval-interval", "1", "--save-interval", "1", "--async-save", "--eval-iters", "1")
+    one = whole([train(cache, *flags, "--eval-iters", "0", "--save", str(tmp_path / "one"))])
+    two = whole(
+        ranks(2, train, cache, *flags, *often, "--save", str(tmp_path / "two"), "--pipeline-model-parallel-size", "2")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    ours, theirs = averages(tmp_path / "one"), averages(tmp_path / "two")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_with_and_without_it(cache, tmp_path, capsys) -> None:
+    train(cache, *COMMON, "--exit-interval", "1", "--save", str(tmp_path / "run"))
+    weights = load_global_tensors(tmp_path / "run")
+    folders = ("--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
+    train(cache, *COMMON, *folders, "--exit-interval", "2", "--ema-decay", "0.75")
+    assert "--ema-decay from None to 0.75" in capsys.readouterr().out
+    now, found = load_global_tensors(tmp_path / "run"), averages(tmp_path / "run")
+    expected = 0.75 * weights["head.weight"] + 0.25 * now["head.weight"]
+    torch.testing.assert_close(found["head.weight"], expected, rtol=1e-6, atol=1e-7)
+    assert train(cache, *COMMON, *folders).iteration == 4
+    assert not averages(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds no average of the weights: the run had no --ema-decay"):
+        export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", False, averaged=True)
+
+
+def test_it_is_exported_in_place_of_the_weights(cache, tmp_path) -> None:
+    train(cache, *COMMON, "--save", str(tmp_path / "run"), "--ema-decay", "0.75")
+    export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", False, averaged=True)
+    theirs = from_spikingjelly(torch.load(tmp_path / "out.pt", weights_only=True))
+    found = averages(tmp_path / "run")
+    assert theirs.keys() == found.keys() and all(torch.equal(theirs[name], found[name]) for name in found)
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "validation"]
+
+
+def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
+    """Once in the run that trains, once in one that starts from what was exported."""
+    flags = ("--train-iters", "3", "--precision", "fp64", "--ema-decay", "0.5")
+    ranks(2, train, cache, *flags, "--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2")
+    export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", False, averaged=True)
+    start = ("--load-spikingjelly", str(tmp_path / "out.pt"), "--evaluate-only", "--precision", "fp64")
+    train(cache, *start, "--tensorboard-dir", str(tmp_path / "exported"))
+    again = ("--load", str(tmp_path / "run"), "--evaluate-only", "--precision", "fp64")
+    train(cache, *again, "--tensorboard-dir", str(tmp_path / "average"), "--ema-decay", "0.5")
+    train(cache, *again, "--tensorboard-dir", str(tmp_path / "weights"))
+    found = [losses(tmp_path / name) for name in ("run", "exported", "average", "weights")]
+    assert all(len(each) == 1 for each in found)
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9) and found[0][0] == pytest.approx(found[2][0], rel=1e-9)
+    assert found[0][0] != pytest.approx(found[3][0], rel=1e-6)

@@ -1,0 +1,123 @@
+"""How long a run is in epochs, a run that only evaluates, and the best checkpoint by validation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata
+from megasnn.config import ConfigError, TrainingConfig, parse, validate
+from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.training import loop
+from tests.training.runs import train, whole
+
+BEST = "best_checkpointed_iteration.txt"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def test_epochs_in_iterations() -> None:
+    training = TrainingConfig(train_epochs=3, micro_batch_size=4, global_batch_size=8)
+    going_on, kept = training.length(20), training.length(20, keeps_last_batch=True)
+    assert (going_on.iterations, going_on.epoch, going_on.epochs) == (7, 2.5, 2.8), "only whole batches"
+    assert (kept.iterations, kept.epoch, kept.epochs) == (9, 3, 3)
+    assert training.length(16).iterations == 6
+    with pytest.raises(ValueError, match="--train-epochs 3 of 2 training samples is less than one --glob"):
+        training.length(2)
+    alone = TrainingConfig(evaluate_only=True, train_samples=80, micro_batch_size=4, global_batch_size=8)
+    assert alone.length(20).iterations == 0
+
+
+def test_a_run_of_epochs_is_the_run_of_its_iterations(cache) -> None:
+    """The digits have 1,437 training samples."""
+    common = ("--eval-iters", "0", "--micro-batch-size", "64", "--global-batch-size", "256")
+    epochs = train(cache, *common, "--train-epochs", "2", "--last-batch", "drop")
+    iters = train(cache, *common, "--train-iters", "10", "--last-batch", "drop")
+    assert epochs.iteration == iters.iteration == 10
+    ours, theirs = whole([epochs]), whole([iters])
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert train(cache, *common, "--train-epochs", "1", "--last-batch", "keep").iteration == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--train-epochs 3 --train-iters 2", "--train-iters 2 and --train-epochs 3 were given"),
+        ("--train-epochs 0", "--train-epochs must be at least 1, got 0"),
+        ("--evaluate-only", "--evaluate-only needs --load or --load-spikingjelly"),
+        ("--evaluate-only --load x --save y", "--evaluate-only saves nothing: leave --save y out"),
+        ("--evaluate-only --load x --eval-iters 0", "--evaluate-only has no meaning with --eval-iters 0"),
+        ("--evaluate-only --load x --data-path x.tar", "--evaluate-only needs --valid-data-path"),
+        ("--train-iters 1 --keep-best", "--keep-best needs --save"),
+        ("--train-iters 1 --keep-best --save x", "--keep-best needs --eval-interval"),
+    ],
+)
+def test_refused(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(parse(PretrainSpikformerConfig, flags.split()), 1)
+    assert problem in str(caught.value)
+
+
+def validations(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "validation"]
+
+
+def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
+    """It finds what the run that trained found, on any layout and with other data, and changes nothing."""
+    folder, flags = str(tmp_path / "run"), ("--precision", "fp64", "--loss", "mse")
+    train(cache, "--train-iters", "3", *flags, "--save", folder)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = (*flags, "--load", folder, "--evaluate-only", "--seed", "5", "--tensorboard-dir", str(tmp_path / "again"))
+    for size, layout in ((1, ""), (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")):
+        outcomes = ranks(size, train, cache, *again, *layout.split())
+        assert {outcome.iteration for outcome in outcomes} == {3}
+    expected, *found = [*validations(tmp_path / "run"), *validations(tmp_path / "again")]
+    assert len(found) == 2
+    for each in found:
+        assert each["loss"] == pytest.approx(expected["loss"], rel=1e-9) and each["top1"] == expected["top1"]
+        assert (each["iteration"], each["samples"]) == (3, expected["samples"])
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before
+    with pytest.raises(CheckpointError, match="holds no average of the weights to evaluate: leave --ema-decay out"):
+        train(cache, *again, "--ema-decay", "0.9")
+
+
+def accuracies(monkeypatch, *values: float) -> None:
+    """Evaluations find these shares of right answers, one after the other."""
+    monkeypatch.undo()
+    coming = iter(values)
+    total = loop.Engine.total
+    monkeypatch.setattr(
+        loop.Engine,
+        "total",
+        lambda engine, sums: [*(found := total(engine, sums))[:2], next(coming) * found[1], found[3]],
+    )
+
+
+@pytest.mark.parametrize("how", ["--no-async-save", "--async-save"])
+def test_the_best_checkpoint_stays(cache, tmp_path, monkeypatch, how: str) -> None:
+    accuracies(monkeypatch, 0.2, 0.5, 0.4, 0.5, 0.3, 0.1)
+    common = ("--eval-interval", "1", "--save", str(tmp_path), "--load", str(tmp_path), "--keep-best", how)
+    train(cache, "--train-iters", "9", "--exit-interval", "3", "--keep-last", "1", *common)
+    assert (tmp_path / BEST).read_text() == "2\n" and list_checkpoints(tmp_path) == [2, 3]
+    assert read_metadata(tmp_path / "iter_0000003").extra["best"] == {"iteration": 2, "accuracy_top1": 0.5}
+    # The run goes on: what it knew counts, and something better takes the place.
+    accuracies(monkeypatch, 0.5, 0.6, 0.6, 0.6)
+    train(cache, "--train-iters", "9", "--exit-interval", "6", "--keep-last", "1", *common)
+    assert (tmp_path / BEST).read_text() == "5\n" and list_checkpoints(tmp_path) == [5, 6]
+
+
+def test_the_last_evaluation_may_be_the_best(ranks, cache, tmp_path) -> None:
+    flags = ("--train-iters", "2", "--eval-interval", "1", "--lr", "1e-9", "--keep-best", "--save", str(tmp_path))
+    ranks(2, train, cache, *flags, "--pipeline-model-parallel-size", "2")
+    found = [each["top1"] for each in validations(tmp_path)]
+    best = 1 + max(range(len(found)), key=lambda index: (found[index], -index))
+    assert (tmp_path / BEST).read_text() == f"{best}\n" and best in list_checkpoints(tmp_path)
+    assert load_global_tensors(tmp_path, best)
