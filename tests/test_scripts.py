@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from megasnn.config import PretrainConfig, parse, validate
+from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -102,8 +103,8 @@ def start(folder: Path, script: str, arguments: str) -> Started:
 
 
 def configuration(model: str, words: list[str]) -> PretrainConfig:
-    entry = MODELS[model]
-    return parse(entry.config, words, recipes=entry.recipes)
+    chosen = MODELS[model]
+    return parse(run_config(chosen), words, recipes=chosen.recipes())
 
 
 @pytest.mark.parametrize(("script", "arguments", "ranks", "run", "flags"), SCRIPTS)
@@ -141,7 +142,7 @@ def test_a_script_asks_for_its_data(script, arguments, tmp_path) -> None:
     assert (started.status, started.words) == (2, []) and "--valid-data-path" in started.said
 
 
-@pytest.mark.parametrize("name", [name for entry in MODELS.values() for name in entry.recipes])
+@pytest.mark.parametrize("name", [name for model in MODELS.values() for name in model.recipes()])
 def test_a_recipe_is_complete(name) -> None:
     """It trains on one rank, with nothing but data."""
     model = name.partition("/")[0]

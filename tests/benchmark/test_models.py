@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from megasnn.layers import BuildContext
+from megasnn.models.building import describe
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
 from tools.benchmark.layouts_flags import LayoutBenchmark
-from tools.benchmark.models import describe, spikingjelly_model, tiny
+from tools.benchmark.models import spikingjelly_model, tiny
 from tools.benchmark.training_steps import SpikingJellyStep, megasnn_step
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megasnn.comm.group import Group, alone
 from megasnn.layers import BuildContext, DropPath
-from megasnn.layers.keyed import apply_layer
+from megasnn.layers.whole import apply_layer
 from megasnn.random import Draws
 
 P = 0.25

@@ -10,7 +10,8 @@ import torch
 
 from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.training import loop
 from tests.training.runs import train, whole
 
@@ -60,7 +61,7 @@ def test_a_run_of_epochs_is_the_run_of_its_iterations(cache) -> None:
 )
 def test_refused(flags: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate(parse(PretrainSpikformerConfig, flags.split()), 1)
+        validate(parse(run_config(Spikformer), flags.split()), 1)
     assert problem in str(caught.value)
 
 

@@ -9,8 +9,9 @@ from megasnn.checkpoint import load_global_tensors
 from megasnn.config import ConfigError, OptimizerConfig, parse, validate
 from megasnn.config.patterns import patterns
 from megasnn.kernels import NeuronSpec
-from megasnn.models.spikformer.dimensions import PretrainSpikformerConfig, SpikformerConfig
-from megasnn.models.spikformer.model import describe_spikformer
+from megasnn.models.building import describe
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optim import build_optimizer, is_frozen, require_matches
 from megasnn.sharding import Shard, ShardedTensor
 from megasnn.training.setup import parameter_names
@@ -24,7 +25,7 @@ LAYOUTS = {
     "pipeline 3": (3, "--pipeline-model-parallel-size 3"),
     "tensor 2 zbv": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv"),
 }
-NAMES = parameter_names(describe_spikformer(SpikformerConfig(depth=1), NeuronSpec()))
+NAMES = parameter_names(describe(Spikformer(depth=1), NeuronSpec()))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,7 @@ def test_it_is_refused_before_anything_is_built(cache, monkeypatch) -> None:
 )
 def test_a_text_that_is_no_pattern_is_refused(flags: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate(parse(PretrainSpikformerConfig, ["--train-iters", "1", *flags.split()]), 1)
+        validate(parse(run_config(Spikformer), ["--train-iters", "1", *flags.split()]), 1)
     assert problem in str(caught.value)
 
 
