@@ -40,7 +40,8 @@ class CheckpointSource(TensorSource):
         told = read_metadata(path)
         self._saved = read_pieces(path, told)
         self._reader = PieceReader(path)
-        self.facts = Facts(**{fact.name: getattr(told, fact.name) for fact in fields(Facts)})
+        # Which checkpoint is the best one is told by the folder, not by the checkpoint.
+        self.facts = Facts(**{fact.name: getattr(told, fact.name) for fact in fields(Facts) if fact.name != "best"})
         self.files = {name: file.bytes for name, file in told.files.items()}
         self.files |= {METADATA: (path / METADATA).stat().st_size}
         self.tensors = {name: _info(self._saved[name]) for name in told.tensors}
