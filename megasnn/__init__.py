@@ -15,7 +15,10 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.checkpoint import load_global_tensors as load_global_tensors
     from megasnn.checkpoint import save_checkpoint as save_checkpoint
     from megasnn.checkpoint import save_global_tensors as save_global_tensors
-    from megasnn.comm.codec import Wire as Wire
+    from megasnn.comm.codec import COUNTS as COUNTS
+    from megasnn.comm.codec import DENSE as DENSE
+    from megasnn.comm.codec import SPIKES as SPIKES
+    from megasnn.comm.codec import Content as Content
     from megasnn.config import ConfigError as ConfigError
     from megasnn.config import PretrainConfig as PretrainConfig
     from megasnn.config import parse as parse

@@ -14,15 +14,18 @@ from torch import Tensor
 from megasnn.kernels import codec
 
 
-class Wire(Enum):
-    """The format of a tensor in transit or at rest."""
+class Content(Enum):
+    """What a tensor holds: anything, zeros and ones, or whole numbers from 0 to 255."""
 
     DENSE = "dense"
     SPIKES = "spikes"
     COUNTS = "counts"
 
 
-def encode(flat: Tensor, wire: Wire, check: bool = False) -> Tensor:
+DENSE, SPIKES, COUNTS = Content
+
+
+def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     """Packs a contiguous 1-d tensor: uint8 for SPIKES ([ceil(n/8)]) and COUNTS ([n]), itself for DENSE. Of a
     tensor without values (on the meta device), the shape of that.
 
@@ -30,24 +33,24 @@ def encode(flat: Tensor, wire: Wire, check: bool = False) -> Tensor:
         ValueError: with `check`, a value that the format cannot hold exactly.
     """
     if flat.is_meta:
-        return encoded_like(flat.numel(), wire, flat.dtype, flat.device)
-    if wire is Wire.SPIKES:
+        return encoded_like(flat.numel(), content, flat.dtype, flat.device)
+    if content is Content.SPIKES:
         return codec.pack_bits(flat, check=check)
-    if wire is Wire.COUNTS:
+    if content is Content.COUNTS:
         return codec.pack_counts(flat, check=check)
     return flat
 
 
-def encoded_like(count: int, wire: Wire, dtype: torch.dtype, device: torch.device) -> Tensor:
+def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty buffer for `count` encoded values."""
-    if wire is Wire.SPIKES:
+    if content is Content.SPIKES:
         return torch.empty((count + 7) // 8, dtype=torch.uint8, device=device)
-    return torch.empty(count, dtype=torch.uint8 if wire is Wire.COUNTS else dtype, device=device)
+    return torch.empty(count, dtype=torch.uint8 if content is Content.COUNTS else dtype, device=device)
 
 
-def decode_into(payload: Tensor, wire: Wire, rows: Tensor) -> None:
+def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
     """Unpacks into a 2-d tensor of unit column stride: a dense [R, C], or some columns of a wider one."""
-    if wire is Wire.SPIKES:
+    if content is Content.SPIKES:
         codec.unpack_bits_into(payload, rows)
     else:
         rows.copy_(payload.view(rows.shape))

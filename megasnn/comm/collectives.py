@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.comm.codec import Wire, decode_into, encode, encoded_like
+from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
@@ -32,28 +32,32 @@ def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
     return rows.view(time, samples, *space, rows.shape[1]).movedim(-1, 2)
 
 
-def gather_columns(rows: Tensor, group: Group, wire: Wire, direction: str = "forward") -> tuple[Tensor, list[Tensor]]:
+def gather_columns(
+    rows: Tensor, group: Group, content: Content, direction: str = "forward"
+) -> tuple[Tensor, list[Tensor]]:
     """Every rank's columns side by side: [R, C/size] -> [R, C], and the payloads they came in.
 
-    The payloads (one per rank, packed by `wire`) are the cheapest exact copy of the result to keep for backward.
+    The payloads (one per rank, packed by `content`) are the cheapest exact copy of the result to keep for backward.
     """
-    payload = encode(rows.reshape(-1), wire, check=True)
+    payload = encode(rows.reshape(-1), content, check=True)
     if group.size == 1:
         return rows, [payload]
-    payloads = [encoded_like(rows.numel(), wire, rows.dtype, rows.device) for _ in range(group.size)]
+    payloads = [encoded_like(rows.numel(), content, rows.dtype, rows.device) for _ in range(group.size)]
     statistics.record(group.name, "all_gather", direction, payload.nbytes, rows.nbytes)
     dist.all_gather(payloads, payload, group=group.handle)
-    return join_columns(payloads, wire, rows.shape, rows.dtype), payloads
+    return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
 
-def join_columns(payloads: list[Tensor], wire: Wire, shape: tuple[int, int] | torch.Size, dtype: torch.dtype) -> Tensor:
+def join_columns(
+    payloads: list[Tensor], content: Content, shape: tuple[int, int] | torch.Size, dtype: torch.dtype
+) -> Tensor:
     """Unpacks one payload per rank, each of a [R, C/size] = `shape` matrix, into the columns of one [R, C] tensor."""
     row_count, columns = shape
-    if len(payloads) == 1 and wire is Wire.DENSE:
+    if len(payloads) == 1 and content is Content.DENSE:
         return payloads[0].view(row_count, columns).to(dtype)
     full = torch.empty(row_count, columns * len(payloads), dtype=dtype, device=payloads[0].device)
     for index, payload in enumerate(payloads):
-        decode_into(payload, wire, full[:, index * columns : (index + 1) * columns])
+        decode_into(payload, content, full[:, index * columns : (index + 1) * columns])
     return full
 
 
@@ -101,7 +105,7 @@ class _GatherAlike(torch.autograd.Function):
         ctx.group, ctx.channels = group, x.shape[2]
         if x.is_meta:
             return x.new_empty((*x.shape[:2], group.size * x.shape[2], *x.shape[3:]))
-        full, _ = gather_columns(to_rows(x), group, Wire.DENSE)
+        full, _ = gather_columns(to_rows(x), group, Content.DENSE)
         return from_rows(full, x.shape)
 
     @staticmethod
@@ -120,7 +124,7 @@ class _OwnChannels(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        full, _ = gather_columns(to_rows(grad), ctx.group, Wire.DENSE, "backward")
+        full, _ = gather_columns(to_rows(grad), ctx.group, Content.DENSE, "backward")
         return from_rows(full, grad.shape), None
 
 

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire, encode
+from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import from_rows, join_columns, to_rows
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.context import BuildContext, context_for
@@ -79,14 +79,14 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, frames: int, heads: int) -> Tensor:
         ctx.frames, ctx.heads, ctx.shape, ctx.dtype = frames, heads, rows.shape, rows.dtype
-        ctx.save_for_backward(encode(rows.reshape(-1), Wire.SPIKES, check=True))
+        ctx.save_for_backward(encode(rows.reshape(-1), Content.SPIKES, check=True))
         q, k, v = _split(_exact(rows), frames, heads)
         return _join(q @ (k.transpose(-2, -1) @ v) * SCALE).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (packed,) = ctx.saved_tensors
-        rows = join_columns([packed], Wire.SPIKES, ctx.shape, _exact(grad).dtype)
+        rows = join_columns([packed], Content.SPIKES, ctx.shape, _exact(grad).dtype)
         q, k, v = _split(rows, ctx.frames, ctx.heads)
         grad_out = rearrange(_exact(grad) * SCALE, "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads)
         grad_kv = q.transpose(-2, -1) @ grad_out

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire, encode
+from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import (
     all_reduce_sum,
     from_rows,
@@ -60,7 +60,7 @@ class ParallelConv(nn.Module):
         style: see the module's text; None for the one that moves fewer bytes.
         whole_input: the input holds all channels on every rank (images), so that nothing is gathered. Only with style
             "column". None: what the dry run shows (`megasnn.layers.holding`).
-        wire: what the input is known to hold; decides how it travels and how it is kept for backward. None: what the
+        content: what the input is known to hold; decides how it travels and how it is kept for backward. None: what the
             dry run shows. Checked: a value that does not fit raises ValueError in forward.
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
@@ -93,7 +93,7 @@ class ParallelConv(nn.Module):
         bias: bool = False,
         pointwise: bool = False,
         whole_input: bool | None = None,
-        wire: Wire | None = None,
+        content: Content | None = None,
         blocks: int = 1,
         pool: int = 1,
         initialise_bias: Initialiser | None = None,
@@ -117,13 +117,13 @@ class ParallelConv(nn.Module):
             declare_parameter(self, "bias", shard, context.dtype)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.padding, self.padding_mode = padding, padding_mode
-        self._learns_wire, self._learns_whole = wire is None, whole_input is None
+        self._learns_content, self._learns_whole = content is None, whole_input is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self.plan = _Plan(
             group=group,
             gather=style == "column" and groups == 1 and not whole_input,
             scatter=style == "row" and groups == 1,
-            wire=wire or Wire.DENSE,
+            content=content or Content.DENSE,
             geometry=Geometry(
                 stride=stride,
                 padding=padding if padding_mode == "zeros" else 0,
@@ -152,8 +152,8 @@ class ParallelConv(nn.Module):
         """
         group, plan = self.plan.group, self.plan
         whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
-        if self._learns_wire:
-            plan = replace(plan, wire=content_of(x))
+        if self._learns_content:
+            plan = replace(plan, content=content_of(x))
         if whole and (plan.scatter or plan.geometry.groups > 1):
             raise ValueError(
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
@@ -213,7 +213,7 @@ class _Plan:
     group: Group
     gather: bool
     scatter: bool
-    wire: Wire
+    content: Content
     geometry: Geometry
     pool: int
     whole: bool = False  # the input has all channels on every rank
@@ -229,9 +229,9 @@ class _Convolve(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: _Plan) -> Tensor:
         rows = to_rows(x)
         if plan.gather:
-            full, payloads = gather_columns(rows, plan.group, plan.wire)
+            full, payloads = gather_columns(rows, plan.group, plan.content)
         else:
-            full, payloads = rows, [encode(rows.reshape(-1), plan.wire, check=True)]
+            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
         images = average_pool(_as_images(full, x.shape), plan.pool)
         y = convolve(images, _kernel(weight, x.dtype), plan.geometry).unflatten(0, x.shape[:2])
         ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
@@ -246,7 +246,7 @@ class _Convolve(torch.autograd.Function):
         plan: _Plan = ctx.plan
         grad_rows = to_rows(grad)
         if plan.scatter:
-            grad_rows, _ = gather_columns(grad_rows, plan.group, Wire.DENSE, "backward")
+            grad_rows, _ = gather_columns(grad_rows, plan.group, Content.DENSE, "backward")
         grad_images = _as_images(grad_rows, grad.shape)
         finish = None
         if ctx.needs_input_grad[0]:
@@ -263,7 +263,7 @@ class _Convolve(torch.autograd.Function):
 def _add_weight_gradient(
     plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, input_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    rows = join_columns(payloads, plan.wire, row_shape, grad.dtype)
+    rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
     images = average_pool(_as_images(rows, input_shape), plan.pool)
     add_weight_gradient(_kernel(total, total.dtype), grad, images, plan.geometry)
 

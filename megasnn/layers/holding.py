@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 
 LARGEST_COUNT = 255  # what a byte holds
 
@@ -59,12 +59,12 @@ def largest_of(value: Any) -> int | None:
     return int(value) if isinstance(value, (int, float)) and value >= 0 and value == int(value) else None
 
 
-def content_of(tensor: Tensor) -> Wire:
+def content_of(tensor: Tensor) -> Content:
     """What a tensor of the dry run holds."""
     largest = largest_of(tensor)
     if largest is None or largest > LARGEST_COUNT:
-        return Wire.DENSE
-    return Wire.SPIKES if largest <= 1 else Wire.COUNTS
+        return Content.DENSE
+    return Content.SPIKES if largest <= 1 else Content.COUNTS
 
 
 class Holding(TorchFunctionMode):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire, encode
+from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import all_reduce_sum, gather_alike, gather_columns, join_columns, sum_and_scatter_columns
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import add_product
@@ -28,7 +28,7 @@ class ParallelLinear(nn.Module):
     computes this rank's output features; `gather_output` gathers those too.
 
     Args:
-        wire: as in ParallelConv.
+        content: as in ParallelConv.
         initialise, initialise_bias: fill the global weight and bias; by default as torch does.
     Raises:
         ValueError: features that do not divide by the number of ranks, an unknown style.
@@ -47,7 +47,7 @@ class ParallelLinear(nn.Module):
         style: str = "row",
         bias: bool = True,
         gather_output: bool = False,
-        wire: Wire | None = None,
+        content: Content | None = None,
         initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class ParallelLinear(nn.Module):
             if size % group.size and (name == "in_features" or style == "column"):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
         self.in_features, self.out_features = in_features, out_features
-        self.plan, self.gather_output = _Plan(group, style, wire or Wire.DENSE), gather_output
-        self._learns_wire = wire is None
+        self.plan, self.gather_output = _Plan(group, style, content or Content.DENSE), gather_output
+        self._learns_content = content is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
         shard = context.shard((out_features, in_features), cut, initialise=initialise or default)
@@ -88,8 +88,8 @@ class ParallelLinear(nn.Module):
         size = self.plan.group.size
         if x.shape[-1] * size != self.in_features:
             raise ValueError(f"a linear layer of {self.in_features} input features is given {x.shape[-1] * size}")
-        if self._learns_wire:
-            self.plan = replace(self.plan, wire=content_of(x))
+        if self._learns_content:
+            self.plan = replace(self.plan, content=content_of(x))
         whole = self.plan.style == "row" or self.gather_output
         features = self.out_features if whole else self.out_features // size
         return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
@@ -111,7 +111,7 @@ class _Plan:
 
     group: Group
     style: str
-    wire: Wire
+    content: Content
 
 
 class _Multiply(torch.autograd.Function):
@@ -121,9 +121,9 @@ class _Multiply(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: _Plan) -> Tensor:
         rows = x.flatten(0, -2)
         if plan.style == "column":
-            full, payloads = gather_columns(rows, plan.group, plan.wire)
+            full, payloads = gather_columns(rows, plan.group, plan.content)
         else:
-            full, payloads = rows, [encode(rows.reshape(-1), plan.wire, check=True)]
+            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
         y = full @ weight.to(x.dtype).t()
         if plan.style == "row":
             y = all_reduce_sum(y, plan.group, "forward")
@@ -150,4 +150,4 @@ class _Multiply(torch.autograd.Function):
 def _add_weight_gradient(
     plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    add_product(total, grad.t(), join_columns(payloads, plan.wire, row_shape, grad.dtype))
+    add_product(total, grad.t(), join_columns(payloads, plan.content, row_shape, grad.dtype))

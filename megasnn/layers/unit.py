@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers.batch_norm import ParallelBatchNorm
@@ -30,7 +30,7 @@ class ConvNormNeuron(nn.Module):
         neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
         max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
             none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
-        style, whole_input, wire, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
+        style, whole_input, content, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ConvNormNeuron(nn.Module):
         neuron: NeuronSpec | NeuronLayer | None = None,
         style: Style | None = None,
         whole_input: bool | None = None,
-        wire: Wire | None = None,
+        content: Content | None = None,
         blocks: int = 1,
         initialise: Initialiser | None = None,
         initialise_bias: Initialiser | None = None,
@@ -70,7 +70,7 @@ class ConvNormNeuron(nn.Module):
             pool=average_pool,
             style=style,
             whole_input=whole_input,
-            wire=wire,
+            content=content,
             blocks=blocks,
             initialise=initialise,
             initialise_bias=initialise_bias,

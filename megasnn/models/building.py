@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
@@ -51,11 +51,11 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes)
 
 
-def _content(each: Layer, output: Tensor) -> Wire:
+def _content(each: Layer, output: Tensor) -> Content:
     """What a layer says that its output holds. Raises ValueError where the dry run shows values that do not fit."""
     found = content_of(output)
     said = found if each.holds is None else each.holds
-    if said is Wire.SPIKES and found is Wire.COUNTS:
+    if said is Content.SPIKES and found is Content.COUNTS:
         raise ValueError(f"{each.name}: holds=SPIKES, but its output can be larger than 1; say COUNTS, or nothing")
     return said
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
 
 
@@ -22,7 +22,7 @@ class LayerDescription:
 
     name: str
     unit: str
-    output: Wire
+    output: Content
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.layers.whole import ModuleInitialiser
 
 
@@ -24,7 +24,7 @@ class Layer:
     name: str
     module: nn.Module
     unit: str
-    holds: Wire | None = None
+    holds: Content | None = None
     initialise: ModuleInitialiser | None = None
 
 
@@ -33,7 +33,7 @@ def layer(
     module: nn.Module,
     *,
     unit: str | None = None,
-    holds: Wire | None = None,
+    holds: Content | None = None,
     initialise: ModuleInitialiser | None = None,
 ) -> Layer:
     """A layer of a model; see `Layer`. Without `unit` it is a unit of its own."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
@@ -40,7 +40,7 @@ class PipelineChunk(nn.Module):
         layers = model.build(replace(context, weight_gradients=self.weight_gradients))
         self.layers = nn.ModuleList(layers[i] for i in span)
         # What crosses the boundary is the output of the last layer before it, in this chunk or an earlier one.
-        self.output = model.layers[span.stop - 1].output if span.stop > 0 else Wire.DENSE
+        self.output = model.layers[span.stop - 1].output if span.stop > 0 else Content.DENSE
         self._input_shape = model.input_shape
 
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from tqdm import tqdm
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Task, WeightGradients
@@ -230,7 +230,7 @@ class MeasuredLayer:
         samples: range,
         device: torch.device,
     ) -> None:
-        self._wire, self._samples, self._weight_gradients = description.output, samples, weight_gradients
+        self._content, self._samples, self._weight_gradients = description.output, samples, weight_gradients
         self._layer = layer
         materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -291,7 +291,7 @@ class MeasuredLayer:
         peaks = self.clock.peaks
         working = peaks.get("forward", 0), peaks.get("input_gradient", 0), peaks.get("weight_gradient", 0)
         cost = LayerCost(forward, inputs, weights, self._held, working)
-        return _with_messages(cost, self._output, self._wire, wires)
+        return _with_messages(cost, self._output, self._content, wires)
 
 
 def _measure(layers: Sequence[MeasuredLayer], x: Tensor, needs_input_gradient: bool) -> Tensor:
@@ -319,9 +319,9 @@ def _measure(layers: Sequence[MeasuredLayer], x: Tensor, needs_input_gradient: b
     return y
 
 
-def _with_messages(cost: LayerCost, y: Tensor, wire: Wire, wires: WireOptions) -> LayerCost:
+def _with_messages(cost: LayerCost, y: Tensor, content: Content, wires: WireOptions) -> LayerCost:
     """Adds what it costs to hand the output to another stage."""
-    descriptor = TensorDescriptor.of(y, wire)
+    descriptor = TensorDescriptor.of(y, content)
     clock = _Clock(y.device)
     for _ in range(ROUNDS):
         with clock("pack"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
@@ -262,7 +262,7 @@ class PipelineExecutor:
 
     def _send_backward(self, run: _Run, action: Action) -> None:
         gradient = run.gradients.pop((action.chunk - 1, _key(action)[1]))
-        self._transfers.send(action, gradient, Wire.DENSE)
+        self._transfers.send(action, gradient, Content.DENSE)
 
     def _receive_forward(self, run: _Run, action: Action) -> None:
         run.inputs[_key(action)] = self._transfers.receive(action)

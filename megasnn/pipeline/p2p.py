@@ -1,6 +1,6 @@
 """Tensors from one pipeline rank to another: any shape, packed where their content allows it.
 
-The receiver learns a tensor's shape, memory order, type and wire format from a descriptor that travels before the first
+The receiver learns a tensor's shape, memory order, type and format from a descriptor that travels before the first
 tensor of its kind. Boundaries differ only by the number of samples, which both ends know, so that later tensors of the
 same key need no descriptor. The memory order is restored as it was: a convolution may sum in another order on another
 memory format, and the pipeline must not change a bit.
@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.comm.codec import Wire, decode_into, encode, encoded_like
+from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
 MAX_DIMS = 8
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
-WIRES = tuple(Wire)
+CONTENTS = tuple(Content)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class WireOptions:
     """How tensors travel between stages.
 
     Attributes:
-        strict: values that do not fit their wire format stop the run, where otherwise the tensor goes dense.
+        strict: values that do not fit their format stop the run, where otherwise the tensor goes dense.
         gradient_dtype: in which type gradients travel; None: in their own. A narrower one rounds them.
     """
 
@@ -44,7 +44,7 @@ class WireOptions:
 
 @dataclass(frozen=True)
 class TensorDescriptor:
-    """Shape, memory order (dimensions from slowest to fastest), type and wire format of a tensor in transit.
+    """Shape, memory order (dimensions from slowest to fastest), type and format of a tensor in transit.
 
     `sent_as` is the type of dense values on the way.
     """
@@ -52,15 +52,15 @@ class TensorDescriptor:
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
-    wire: Wire
+    content: Content
     sent_as: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, wire: Wire, sent_as: torch.dtype | None = None) -> TensorDescriptor:
+    def of(cls, tensor: Tensor, content: Content, sent_as: torch.dtype | None = None) -> TensorDescriptor:
         # Dimensions of size 1 come first: their strides mean nothing and differ from one operation to the next.
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, -strides[dim]))
-        return cls(tuple(tensor.shape), tuple(order), tensor.dtype, wire, sent_as or tensor.dtype)
+        return cls(tuple(tensor.shape), tuple(order), tensor.dtype, content, sent_as or tensor.dtype)
 
     @property
     def count(self) -> int:
@@ -72,25 +72,25 @@ class TensorDescriptor:
 
     def restore(self, payload: Tensor) -> Tensor:
         """The tensor with its shape and memory order, from a packed or dense message."""
-        if self.wire is Wire.DENSE:
+        if self.content is Content.DENSE:
             values = payload.to(self.dtype)
         else:
             values = torch.empty(self.count, dtype=self.dtype, device=payload.device)
-            rows = values.view(-1, 1) if self.wire is Wire.COUNTS else values.view(1, -1)
-            decode_into(payload[:-1], self.wire, rows)
+            rows = values.view(-1, 1) if self.content is Content.COUNTS else values.view(1, -1)
+            decode_into(payload[:-1], self.content, rows)
         sizes = [self.shape[dim] for dim in self.order]
         return values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
 
     def buffer(self, device: torch.device) -> Tensor:
         """Room for a message: the packed values and the byte behind them, or dense values."""
-        if self.wire is Wire.DENSE:
+        if self.content is Content.DENSE:
             return torch.empty(self.count, dtype=self.sent_as, device=device)
-        packed = encoded_like(self.count, self.wire, self.dtype, device)
+        packed = encoded_like(self.count, self.content, self.dtype, device)
         return packed.new_empty(len(packed) + 1)
 
     def as_dense(self) -> TensorDescriptor:
         """Of the message that follows where values did not fit."""
-        return replace(self, wire=Wire.DENSE)
+        return replace(self, content=Content.DENSE)
 
     def to_header(self, device: torch.device) -> Tensor:
         """Raises ValueError for a tensor that a header cannot describe."""
@@ -100,14 +100,14 @@ class TensorDescriptor:
                 f"{MAX_DIMS} dimensions of {', '.join(map(str, DTYPES))}"
             )
         fill = [0] * (MAX_DIMS - len(self.shape))
-        head = [len(self.shape), DTYPES.index(self.dtype), WIRES.index(self.wire), DTYPES.index(self.sent_as)]
+        head = [len(self.shape), DTYPES.index(self.dtype), CONTENTS.index(self.content), DTYPES.index(self.sent_as)]
         return torch.tensor([*head, *self.shape, *fill, *self.order, *fill], dtype=torch.int64, device=device)
 
     @classmethod
     def from_header(cls, header: Tensor) -> TensorDescriptor:
-        dims, dtype, wire, sent_as, *rest = header.tolist()
+        dims, dtype, content, sent_as, *rest = header.tolist()
         shape, order = rest[:dims], rest[MAX_DIMS : MAX_DIMS + dims]
-        return cls(tuple(shape), tuple(order), DTYPES[dtype], WIRES[wire], DTYPES[sent_as])
+        return cls(tuple(shape), tuple(order), DTYPES[dtype], CONTENTS[content], DTYPES[sent_as])
 
 
 HEADER_LENGTH = 4 + 2 * MAX_DIMS
@@ -119,10 +119,10 @@ def messages_of(flat: Tensor, descriptor: TensorDescriptor, strict: bool = False
 
     The first then has the same size, and says so. Raises ValueError, with `strict`, where there would be two.
     """
-    if descriptor.wire is Wire.DENSE:
+    if descriptor.content is Content.DENSE:
         return [flat.to(descriptor.sent_as)]
     try:
-        packed = encode(flat, descriptor.wire, check=True)
+        packed = encode(flat, descriptor.content, check=True)
     except ValueError as error:
         if strict:
             raise ValueError(f"{error} (--strict-wire; without it the tensor goes dense)") from error
@@ -147,14 +147,14 @@ class Sender:
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, key: Hashable, tensor: Tensor, wire: Wire) -> None:
-        """Starts sending. A tensor with values that its wire format cannot carry exactly goes dense.
+    def send(self, key: Hashable, tensor: Tensor, content: Content) -> None:
+        """Starts sending. A tensor with values that its format cannot carry exactly goes dense.
 
         Raises:
             ValueError: before anything is sent, for a tensor that changed its shape, order or type under its key, one
                 that a descriptor cannot describe, and with strict wires, one whose values do not fit.
         """
-        descriptor = TensorDescriptor.of(tensor, wire, self._sent_as)
+        descriptor = TensorDescriptor.of(tensor, content, self._sent_as)
         known = self._known.get(key, descriptor)
         if known != descriptor:
             raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
@@ -209,7 +209,7 @@ class Receiver:
             self._known[key] = TensorDescriptor.from_header(buffer)
             buffer = self._fetch(self._known[key])
         descriptor = self._known[key]
-        if descriptor.wire is not Wire.DENSE and buffer[-1] == DENSE_FOLLOWS:
+        if descriptor.content is not Content.DENSE and buffer[-1] == DENSE_FOLLOWS:
             descriptor = descriptor.as_dense()
             buffer = self._fetch(descriptor)
         return descriptor.restore(buffer)

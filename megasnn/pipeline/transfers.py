@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
@@ -51,7 +51,7 @@ class Transfers:
                 self._receivers[link] = Receiver(group.ranks[peer], group, self._state.device)
             self._post_next(link)
 
-    def send(self, action: Action, tensor: Tensor, wire: Wire) -> None:
+    def send(self, action: Action, tensor: Tensor, content: Content) -> None:
         """Does not wait for the peer. Raises ValueError as `Sender.send` does."""
         link = peer, kind = self._link(action)
         if link not in self._senders:
@@ -59,7 +59,7 @@ class Transfers:
             group = self._group(forward, upward=peer > self._state.pipeline.rank)
             direction = "forward" if forward else "backward"
             self._senders[link] = Sender(group.ranks[peer], group, direction, self._state.device, self._options)
-        self._senders[link].send(self._key(action), tensor, wire)
+        self._senders[link].send(self._key(action), tensor, content)
 
     def receive(self, action: Action) -> Tensor:
         """Waits for the tensor, and posts the next receive on its link."""

@@ -1,4 +1,4 @@
-"""Collectives on rows against plain tensor operations: any number of rows, every wire, both directions, traffic."""
+"""Collectives on rows against plain tensor operations: any number of rows, every content, both directions, traffic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.collectives import all_reduce_sum, gather_columns, sum_and_scatter_columns
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
@@ -15,10 +15,10 @@ from tests.distributed.whole import everybody, random, spikes
 SHAPES = [(1, 1), (3, 5), (7, 8), (13, 3), (64, 16)]  # rows, columns of a rank: mostly no whole bytes
 
 
-def _values(wire: Wire, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    if wire is Wire.SPIKES:
+def _values(content: Content, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+    if content is Content.SPIKES:
         return spikes(rows, columns, seed=seed, dtype=dtype)
-    if wire is Wire.COUNTS:
+    if content is Content.COUNTS:
         return (random(rows, columns, seed=seed).abs() * 80).floor().clamp(max=255).to(dtype)
     return random(rows, columns, seed=seed, dtype=dtype)
 
@@ -26,15 +26,15 @@ def _values(wire: Wire, rows: int, columns: int, seed: int, dtype: torch.dtype) 
 def _gather(dtypes: list[torch.dtype]) -> None:
     group = everybody()
     for rows, columns in SHAPES:
-        for wire in Wire:
+        for content in Content:
             for dtype in dtypes:
-                whole = [_values(wire, rows, columns, seed, dtype) for seed in range(group.size)]
-                full, payloads = gather_columns(whole[group.rank], group, wire)
-                assert full.dtype == dtype and torch.equal(full, torch.cat(whole, dim=1)), (rows, columns, wire)
+                whole = [_values(content, rows, columns, seed, dtype) for seed in range(group.size)]
+                full, payloads = gather_columns(whole[group.rank], group, content)
+                assert full.dtype == dtype and torch.equal(full, torch.cat(whole, dim=1)), (rows, columns, content)
                 bits = (
                     rows * columns
-                    if wire is Wire.SPIKES
-                    else 8 * rows * columns * (1 if wire is Wire.COUNTS else dtype.itemsize)
+                    if content is Content.SPIKES
+                    else 8 * rows * columns * (1 if content is Content.COUNTS else dtype.itemsize)
                 )
                 assert len(payloads) == group.size and all(p.nbytes == -(-bits // 8) for p in payloads)
 
@@ -68,14 +68,14 @@ def _traffic() -> dict:
     group = everybody()
     rows = spikes(7, 5, dtype=torch.float32)
     statistics.reset()
-    gather_columns(rows, group, Wire.SPIKES)  # not counted: counting is off
+    gather_columns(rows, group, Content.SPIKES)  # not counted: counting is off
     statistics.enable()
-    gather_columns(rows, group, Wire.SPIKES)
-    gather_columns(rows, group, Wire.SPIKES)
-    gather_columns(rows, group, Wire.DENSE, "backward")
+    gather_columns(rows, group, Content.SPIKES)
+    gather_columns(rows, group, Content.SPIKES)
+    gather_columns(rows, group, Content.DENSE, "backward")
     sum_and_scatter_columns(random(3, 4 * group.size), group, "backward")()
     all_reduce_sum(torch.ones(5), group, "step")
-    gather_columns(rows, alone("tensor"), Wire.SPIKES)  # nothing travels, nothing is counted
+    gather_columns(rows, alone("tensor"), Content.SPIKES)  # nothing travels, nothing is counted
     sum_and_scatter_columns(rows, alone("tensor"), "forward")()
     all_reduce_sum(rows, alone("tensor"), "step")
     found = {key: (t.calls, t.bytes, t.dense_bytes) for key, t in statistics.read().items()}

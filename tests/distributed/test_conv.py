@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.collectives import from_rows, gather_columns, sum_and_scatter_columns, to_rows
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        full, _ = gather_columns(to_rows(x), group, Wire.DENSE)
+        full, _ = gather_columns(to_rows(x), group, Content.DENSE)
         return from_rows(full, x.shape)
 
     @staticmethod
@@ -85,7 +85,12 @@ def _chain(group: Group, layout, frozen: tuple[str, ...] = ()) -> tuple[list, li
     for name, spec in CHAIN.items():
         options = {key: value for key, value in spec.items() if key not in ("channels", "kernel_size")}
         layers[name] = ParallelConv(
-            *spec["channels"], spec["kernel_size"], context(group), initialise=nothing, wire=Wire.SPIKES, **options
+            *spec["channels"],
+            spec["kernel_size"],
+            context(group),
+            initialise=nothing,
+            content=Content.SPIKES,
+            **options,
         )
     for name in frozen:
         layers[name].weight.requires_grad_(False)
@@ -155,7 +160,7 @@ class Case:
     options: tuple[tuple[str, object], ...] = ()
 
     def reference(self) -> nn.Conv2d:
-        ours = ("style", "whole_input", "wire", "pool")
+        ours = ("style", "whole_input", "content", "pool")
         return nn.Conv2d(
             self.inputs,
             self.outputs,
@@ -194,7 +199,7 @@ def _run_cases() -> list:
     for index, one in enumerate(CASES):
         options = dict(one.options)
         layer = ParallelConv(
-            one.inputs, one.outputs, one.kernel, context(group), initialise=nothing, wire=Wire.DENSE, **options
+            one.inputs, one.outputs, one.kernel, context(group), initialise=nothing, content=Content.DENSE, **options
         )
         truth = _randomised(one.reference(), index)
         tensors = build({"conv": layer}, {f"conv.{name}": value for name, value in truth.state_dict().items()})
@@ -237,7 +242,7 @@ def test_every_option_against_torch(ranks, size) -> None:
 def _exchanged_bytes(pool: int) -> tuple[int, int]:
     """(forward, backward) bytes that this rank sends for one layer."""
     group = everybody()
-    options = dict(initialise=nothing, padding=1, wire=Wire.SPIKES, pool=pool)
+    options = dict(initialise=nothing, padding=1, content=Content.SPIKES, pool=pool)
     layer = ParallelConv(8, 16, 3, context(group, torch.float32), **options)
     build({"conv": layer}, {})
     x = channels_last(mine(spikes(T, N, 8, 8, 8, dtype=torch.float32), group)).requires_grad_()

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.layers import ParallelLinear
 from tests.distributed.whole import assemble, build, context, everybody, mine, nothing, parts, random, spikes
@@ -28,14 +28,14 @@ def _whole_input(style: str) -> torch.Tensor:
 def _run(style: str) -> list:
     group = everybody()
     inner = context(group)
-    wire = Wire.SPIKES if "spikes" in style else Wire.DENSE
+    content = Content.SPIKES if "spikes" in style else Content.DENSE
     x = mine(_whole_input(style), group).requires_grad_()
     if style == "row only":
         layers = {"second": ParallelLinear(INPUTS, OUTPUTS, inner, initialise=nothing)}
     else:
         last = dict(style="column", gather_output=True) if "gathered" in style else dict(style="row")
         layers = {
-            "first": ParallelLinear(INPUTS, HIDDEN, inner, initialise=nothing, style="column", wire=wire),
+            "first": ParallelLinear(INPUTS, HIDDEN, inner, initialise=nothing, style="column", content=content),
             "second": ParallelLinear(HIDDEN, OUTPUTS, inner, initialise=nothing, **last),
         }
     weights = {**WEIGHTS, "second.weight": WEIGHTS["second.weight"][:, : INPUTS if style == "row only" else HIDDEN]}

@@ -1,4 +1,4 @@
-"""Tensors between two ranks: any shape, memory order, type and wire; a descriptor travels once for each kind."""
+"""Tensors between two ranks: any shape, memory order, type and content; a descriptor travels once for each kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.statistics import statistics
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 from tests.distributed.whole import everybody, random, spikes
@@ -15,28 +15,28 @@ from tests.distributed.whole import everybody, random, spikes
 CPU = torch.device("cpu")
 
 
-def _tensors() -> list[tuple[object, Tensor, Wire]]:
-    """(key, tensor, wire) in the order of sending: several kinds, each more than once, in turns."""
+def _tensors() -> list[tuple[object, Tensor, Content]]:
+    """(key, tensor, content) in the order of sending: several kinds, each more than once, in turns."""
     image = random(2, 3, 5, 4, 6)
     kinds = [
-        ("scalar", lambda s: random(seed=s), Wire.DENSE),
-        ("row", lambda s: random(7, seed=s), Wire.DENSE),
-        ("contiguous", lambda s: image + s, Wire.DENSE),
-        ("channels last", lambda s: (image + s).movedim(2, -1).contiguous().movedim(-1, 2), Wire.DENSE),
-        ("samples first", lambda s: (image + s).transpose(0, 1).contiguous().transpose(0, 1), Wire.DENSE),
-        ("slice", lambda s: (image + s)[:, 1:, :, ::2], Wire.DENSE),
-        ("eight dims", lambda s: random(1, 2, 1, 3, 1, 2, 1, 2, seed=s).permute(7, 0, 3, 2, 5, 4, 1, 6), Wire.DENSE),
-        ("spikes", lambda s: spikes(3, 5, 7, seed=s).transpose(0, 2), Wire.SPIKES),
-        ("spikes bf16", lambda s: spikes(3, 5, 7, seed=s, dtype=torch.bfloat16), Wire.SPIKES),
-        ("unfit at times", lambda s: spikes(3, 50, seed=s) + (s == 1), Wire.SPIKES),
-        ("counts", lambda s: torch.arange(256.0).roll(s).view(4, 8, 8).permute(2, 0, 1), Wire.COUNTS),
-        ("float32", lambda s: random(3, 4, seed=s, dtype=torch.float32), Wire.DENSE),
-        ("bfloat16", lambda s: random(3, 4, seed=s, dtype=torch.bfloat16), Wire.DENSE),
-        ("int64", lambda s: torch.arange(s, s + 6), Wire.DENSE),
-        (("stream", 3), lambda s: spikes(2, 3, 9, seed=s), Wire.SPIKES),
-        (("stream", 1), lambda s: spikes(2, 1, 9, seed=s), Wire.SPIKES),  # the last, smaller micro-batch
+        ("scalar", lambda s: random(seed=s), Content.DENSE),
+        ("row", lambda s: random(7, seed=s), Content.DENSE),
+        ("contiguous", lambda s: image + s, Content.DENSE),
+        ("channels last", lambda s: (image + s).movedim(2, -1).contiguous().movedim(-1, 2), Content.DENSE),
+        ("samples first", lambda s: (image + s).transpose(0, 1).contiguous().transpose(0, 1), Content.DENSE),
+        ("slice", lambda s: (image + s)[:, 1:, :, ::2], Content.DENSE),
+        ("eight dims", lambda s: random(1, 2, 1, 3, 1, 2, 1, 2, seed=s).permute(7, 0, 3, 2, 5, 4, 1, 6), Content.DENSE),
+        ("spikes", lambda s: spikes(3, 5, 7, seed=s).transpose(0, 2), Content.SPIKES),
+        ("spikes bf16", lambda s: spikes(3, 5, 7, seed=s, dtype=torch.bfloat16), Content.SPIKES),
+        ("unfit at times", lambda s: spikes(3, 50, seed=s) + (s == 1), Content.SPIKES),
+        ("counts", lambda s: torch.arange(256.0).roll(s).view(4, 8, 8).permute(2, 0, 1), Content.COUNTS),
+        ("float32", lambda s: random(3, 4, seed=s, dtype=torch.float32), Content.DENSE),
+        ("bfloat16", lambda s: random(3, 4, seed=s, dtype=torch.bfloat16), Content.DENSE),
+        ("int64", lambda s: torch.arange(s, s + 6), Content.DENSE),
+        (("stream", 3), lambda s: spikes(2, 3, 9, seed=s), Content.SPIKES),
+        (("stream", 1), lambda s: spikes(2, 1, 9, seed=s), Content.SPIKES),  # the last, smaller micro-batch
     ]
-    return [(key, make(turn), wire) for turn in range(3) for key, make, wire in kinds]
+    return [(key, make(turn), content) for turn in range(3) for key, make, content in kinds]
 
 
 def _exchange(announce_early: bool) -> tuple[int, int, int, tuple[int, int]]:
@@ -56,8 +56,8 @@ def _exchange(announce_early: bool) -> tuple[int, int, int, tuple[int, int]]:
 
     dist.isend = counted
     try:
-        for key, tensor, wire in sent:
-            sender.send(key, tensor, wire)
+        for key, tensor, content in sent:
+            sender.send(key, tensor, content)
         if announce_early:
             receiver.post(sent[0][0])
         for index, (key, tensor, _) in enumerate(sent):
@@ -85,12 +85,12 @@ def test_any_tensor_arrives_as_it_was(ranks, announce_early) -> None:
     tensors = _tensors()
     kinds = len({key for key, _, _ in tensors})
     size = {
-        Wire.DENSE: lambda t: t.numel() * t.itemsize,
-        Wire.SPIKES: lambda t: -(-t.numel() // 8),
-        Wire.COUNTS: lambda t: t.numel(),
+        Content.DENSE: lambda t: t.numel() * t.itemsize,
+        Content.SPIKES: lambda t: -(-t.numel() // 8),
+        Content.COUNTS: lambda t: t.numel(),
     }
-    packed = sum(wire is not Wire.DENSE for _, _, wire in tensors)
-    expected = sum(size[wire](tensor) for _, tensor, wire in tensors) + packed  # and a byte with each packed one
+    packed = sum(content is not Content.DENSE for _, _, content in tensors)
+    expected = sum(size[content](tensor) for _, tensor, content in tensors) + packed  # and a byte with each packed one
     for messages, calls, sent, unfit in ranks(2, _exchange, announce_early):
         assert messages == len(tensors) + kinds + 1  # one descriptor for each kind, one tensor that did not fit
         assert calls == len(tensors) and sent == expected
@@ -102,22 +102,22 @@ def _refusals() -> list[str]:
     sender = Sender(1 - group.rank, group, "forward", CPU, WireOptions(strict=True))
     receiver = Receiver(1 - group.rank, group, CPU)
     messages = []
-    sender.send("a", random(2, 3), Wire.DENSE)
-    for key, tensor, wire in [
-        ("a", random(3, 2), Wire.DENSE),  # another shape under a known key
-        ("a", random(2, 3, dtype=torch.float32), Wire.DENSE),
-        ("b", random(*[1] * 9), Wire.DENSE),
-        ("c", torch.zeros(2, dtype=torch.complex64), Wire.DENSE),
-        ("d", torch.tensor([0.0, 0.5, 1.0]), Wire.SPIKES),
-        ("e", torch.tensor([1.0, 256.0]), Wire.COUNTS),
-        ("f", torch.tensor([1.0, float("nan")]), Wire.COUNTS),
-        ("g", torch.tensor([1.0, -0.0]), Wire.SPIKES),
+    sender.send("a", random(2, 3), Content.DENSE)
+    for key, tensor, content in [
+        ("a", random(3, 2), Content.DENSE),  # another shape under a known key
+        ("a", random(2, 3, dtype=torch.float32), Content.DENSE),
+        ("b", random(*[1] * 9), Content.DENSE),
+        ("c", torch.zeros(2, dtype=torch.complex64), Content.DENSE),
+        ("d", torch.tensor([0.0, 0.5, 1.0]), Content.SPIKES),
+        ("e", torch.tensor([1.0, 256.0]), Content.COUNTS),
+        ("f", torch.tensor([1.0, float("nan")]), Content.COUNTS),
+        ("g", torch.tensor([1.0, -0.0]), Content.SPIKES),
     ]:
         with pytest.raises(ValueError) as raised:
-            sender.send(key, tensor, wire)
+            sender.send(key, tensor, content)
         messages.append(str(raised.value))
     # Nothing of all that was sent: the link still works.
-    sender.send("a", random(2, 3, seed=1), Wire.DENSE)
+    sender.send("a", random(2, 3, seed=1), Content.DENSE)
     for seed in range(2):
         receiver.post("a")
         assert torch.equal(receiver.receive("a"), random(2, 3, seed=seed))

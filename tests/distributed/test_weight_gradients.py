@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.group import Group, alone
 from megasnn.comm.statistics import statistics
 from megasnn.layers import (
@@ -34,10 +34,10 @@ LAYERS = (*CONVOLUTIONS, "linear-row", "linear-column", "attention")
 def _layer(name: str, context: BuildContext) -> nn.Module:
     if name in CONVOLUTIONS:
         options = CONVOLUTIONS[name]
-        return ParallelConv(CHANNELS, 32, context=context, initialise=trunc_normal, wire=Wire.SPIKES, **options)
+        return ParallelConv(CHANNELS, 32, context=context, initialise=trunc_normal, content=Content.SPIKES, **options)
     if name.startswith("linear"):
         style = name.removeprefix("linear-")
-        return ParallelLinear(CHANNELS, 8, context, initialise=trunc_normal, style=style, wire=Wire.SPIKES)
+        return ParallelLinear(CHANNELS, 8, context, initialise=trunc_normal, style=style, content=Content.SPIKES)
     return SpikingSelfAttention(CHANNELS, 4, context, initialise=trunc_normal)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.pipeline import p2p
@@ -27,30 +27,30 @@ values = st.sampled_from([0.0, 1.0, 0.0, 1.0, -0.0, float("nan"), float("inf"), 
 class _Posted:
     """A receive that copies the oldest message when it is waited for; sizes and types must agree, as in Gloo."""
 
-    def __init__(self, wire: deque[Tensor], buffer: Tensor) -> None:
-        self._wire, self._buffer = wire, buffer
+    def __init__(self, content: deque[Tensor], buffer: Tensor) -> None:
+        self._content, self._buffer = content, buffer
 
     def wait(self) -> None:
-        message = self._wire.popleft()
+        message = self._content.popleft()
         assert (message.shape, message.dtype) == (self._buffer.shape, self._buffer.dtype)
         self._buffer.copy_(message)
 
 
 @contextmanager
 def _link(direction: str = "forward", options: WireOptions | None = None) -> Iterator[tuple[Sender, Receiver]]:
-    wire: deque[Tensor] = deque()
+    content: deque[Tensor] = deque()
     sent = mock.Mock(is_completed=lambda: True)
 
     def isend(message: Tensor, *_: object, **__: object) -> mock.Mock:
-        wire.append(message.clone())
+        content.append(message.clone())
         return sent
 
     with (
         mock.patch.object(p2p.dist, "isend", isend),
-        mock.patch.object(p2p.dist, "irecv", lambda buffer, *_, **__: _Posted(wire, buffer)),
+        mock.patch.object(p2p.dist, "irecv", lambda buffer, *_, **__: _Posted(content, buffer)),
     ):
         yield Sender(1, PAIR, direction, CPU, options or WireOptions()), Receiver(0, PAIR, CPU)
-        assert not wire, "something was sent that nobody received"
+        assert not content, "something was sent that nobody received"
 
 
 @st.composite
@@ -65,12 +65,12 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @settings(max_examples=150, deadline=None)
-@given(tensors(), st.sampled_from(list(Wire)), st.integers(1, 3))
-def test_every_value_arrives_with_all_its_bits(tensor: Tensor, wire: Wire, times: int) -> None:
+@given(tensors(), st.sampled_from(list(Content)), st.integers(1, 3))
+def test_every_value_arrives_with_all_its_bits(tensor: Tensor, content: Content, times: int) -> None:
     with _link() as (sender, receiver):
         for _ in range(times):
             receiver.post("key")
-            sender.send("key", tensor, wire)
+            sender.send("key", tensor, content)
             got = receiver.receive("key")
             assert got.dtype == tensor.dtype and got.shape == tensor.shape
             assert torch.equal(got.view(BITS[tensor.dtype]), tensor.contiguous().view(BITS[tensor.dtype]))
@@ -78,7 +78,7 @@ def test_every_value_arrives_with_all_its_bits(tensor: Tensor, wire: Wire, times
 
 @pytest.mark.parametrize("value", [-0.0, float("nan"), 2.0, 0.5, 256.0, -1.0])
 def test_only_the_tensor_that_does_not_fit_goes_dense(value: float) -> None:
-    fits, wire = torch.ones(4, 20), Wire.COUNTS if value in (0.5, 256.0) else Wire.SPIKES
+    fits, content = torch.ones(4, 20), Content.COUNTS if value in (0.5, 256.0) else Content.SPIKES
     unfit = fits.clone()
     unfit[2, 3] = value
     statistics.reset()
@@ -86,12 +86,12 @@ def test_only_the_tensor_that_does_not_fit_goes_dense(value: float) -> None:
     with _link() as (sender, receiver):
         for tensor in (fits, unfit, fits):
             receiver.post("key")
-            sender.send("key", tensor, wire)
+            sender.send("key", tensor, content)
             assert torch.equal(receiver.receive("key").view(torch.int32), tensor.view(torch.int32))
     statistics.enable(False)
     traffic = statistics.read()
     statistics.reset()
-    packed = 80 if wire is Wire.COUNTS else 10
+    packed = 80 if content is Content.COUNTS else 10
     assert traffic["pipeline", "send", "forward"].bytes == 3 * (packed + 1)
     assert traffic["pipeline", "send", "forward"].dense_bytes == 3 * 320
     assert traffic["pipeline", "send_unfit", "forward"].bytes == 320
@@ -103,7 +103,7 @@ def test_gradients_travel_as_narrow_as_asked_for() -> None:
     statistics.enable()
     with _link("backward", WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
         receiver.post("key")
-        sender.send("key", gradient, Wire.DENSE)
+        sender.send("key", gradient, Content.DENSE)
         got = receiver.receive("key")
     statistics.enable(False)
     traffic = statistics.read()["pipeline", "send", "backward"]
@@ -112,5 +112,5 @@ def test_gradients_travel_as_narrow_as_asked_for() -> None:
     assert (traffic.bytes, traffic.dense_bytes) == (30, 60)
     with _link("forward", WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
         receiver.post("key")
-        sender.send("key", gradient, Wire.DENSE)
+        sender.send("key", gradient, Content.DENSE)
         assert torch.equal(receiver.receive("key"), gradient)

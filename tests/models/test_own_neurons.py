@@ -121,7 +121,7 @@ def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel()
     described = describe(Own())
     assert [each.output.name for each in described.layers] == ["SPIKES", "SPIKES", "SPIKES", "DENSE"]
     built = dict(described.named_layers(BuildContext()))
-    assert built["b"].conv.plan.wire.name == "SPIKES"
+    assert built["b"].conv.plan.content.name == "SPIKES"
     materialise(built.items(), torch.device("cpu"), 0)
     assert torch.equal(built["alone"].rise, torch.full((16,), 0.2))
 

@@ -11,7 +11,7 @@ from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
 from megasnn.layers.holding import content_of
@@ -42,7 +42,7 @@ class Plain(Model):
     def layers(self) -> Iterable[Layer]:
         yield layer("conv", nn.Conv2d(3, self.width, 3, padding=1))
         yield layer("norm", nn.BatchNorm2d(self.width))
-        yield layer("fire", neuron.LIFNode(step_mode="m"), holds=Wire.SPIKES)
+        yield layer("fire", neuron.LIFNode(step_mode="m"), holds=Content.SPIKES)
         yield layer("pool", nn.MaxPool2d(2))
         if self.sharded:
             yield layer("unit", ConvNormNeuron(self.width, self.width, 3))
@@ -196,13 +196,13 @@ def test_a_promise_about_the_output_is_checked() -> None:
         num_classes: int = CLASSES
 
         def layers(self) -> Iterable[Layer]:
-            yield layer("twice", Twice(3, 8), holds=Wire.SPIKES)
+            yield layer("twice", Twice(3, 8), holds=Content.SPIKES)
             yield layer("head", MeanLinear(8, CLASSES))
 
     with pytest.raises(ValueError, match="twice: holds=SPIKES, but its output can be larger than 1"):
         describe(Wrong())
     assert describe_tensors(describe(_model()), BuildContext())
-    assert content_of(torch.empty(1)) is Wire.DENSE
+    assert content_of(torch.empty(1)) is Content.DENSE
 
 
 @dataclass(frozen=True, kw_only=True)

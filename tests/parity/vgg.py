@@ -13,7 +13,7 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_globals_into
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, DropPath
@@ -149,7 +149,7 @@ def _with_drop_path(model: ModelDescription, p: float) -> ModelDescription:
         *layers, last = model.build(context)
         return [*layers, DropPath(p, "drop", context), last]
 
-    drop = LayerDescription("drop", "drop", Wire.DENSE)
+    drop = LayerDescription("drop", "drop", Content.DENSE)
     return replace(model, layers=(*model.layers[:-1], drop, model.layers[-1]), build=build)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megasnn.checkpoint import CheckpointError, NoCheckpointError
-from megasnn.comm.codec import Wire
+from megasnn.comm.codec import Content
 from megasnn.data import GlobalBatch
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -58,10 +58,10 @@ def test_a_run_with_a_broken_step_ends_with_finite_tensors(tmp_path_factory, mon
 
 
 @pytest.mark.parametrize("value", [0.5, 300.0, -1.0])
-@pytest.mark.parametrize("wire", [Wire.SPIKES, Wire.COUNTS])
-def test_an_input_that_does_not_fit_its_wire_is_refused(wire: Wire, value: float) -> None:
+@pytest.mark.parametrize("content", [Content.SPIKES, Content.COUNTS])
+def test_an_input_that_does_not_fit_its_wire_is_refused(content: Content, value: float) -> None:
     context = BuildContext()
-    conv = ParallelConv(2, 4, 3, context, padding=1, wire=wire, initialise=lambda t, g: t.normal_(generator=g))
+    conv = ParallelConv(2, 4, 3, context, padding=1, content=content, initialise=lambda t, g: t.normal_(generator=g))
     materialise([("conv", conv)], torch.device("cpu"), 0)
     fits = torch.ones(1, 2, 2, 5, 5)
     assert conv(fits).shape == (1, 2, 4, 5, 5)

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from megasnn.comm.codec import Wire, decode_into, encode
+from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.statistics import statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
@@ -115,9 +115,9 @@ def _warm_up(flags: LayoutBenchmark, device: torch.device) -> None:
         work.update()
     destroy_model_parallel()
     dtype = torch.bfloat16 if flags.precision == "bf16" else torch.float32
-    for wire in Wire:
+    for content in Content:
         ones = torch.ones(16, dtype=dtype, device=device)
-        decode_into(encode(ones, wire, check=True), wire, ones.view(1, -1))
+        decode_into(encode(ones, content, check=True), content, ones.view(1, -1))
 
 
 def _memory_now(device: torch.device) -> float:
