@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ParallelPLIF as ParallelPLIF
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
+    from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
     from megasnn.models.layer import layer as layer

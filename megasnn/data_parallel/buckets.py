@@ -18,6 +18,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.sharding import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024
+ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU
 
 
 class _Bucket:
@@ -30,15 +31,19 @@ class _Bucket:
     def __init__(self, chunk: int, parameters: list[Tensor], partial: bool) -> None:
         self.chunk, self.parameters, self.partial = chunk, parameters, partial
         first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        # A product of matrices may sum in another order at another alignment, and a parameter's neighbours in a bucket
+        # depend on the layout: each begins at a multiple of ALIGNMENT.
+        step = ALIGNMENT // first.itemsize
+        places = [-(-p.numel() // step) * step for p in parameters]
+        self.flat = torch.zeros(sum(places), dtype=first.dtype, device=first.device)
         self.due: dict[Tensor, int] = {}
         self.work: dist.Work | None = None
         offset = 0
         self.views = []
-        for parameter in parameters:
+        for parameter, place in zip(parameters, places, strict=True):
             # In the memory order of the parameter, as the optimizer wants it.
             self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
-            offset += parameter.numel()
+            offset += place
 
     def attach(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):

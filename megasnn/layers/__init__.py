@@ -1,6 +1,6 @@
 """Natively sharded layers. Activations are `[T, N, C_local, *space]`, cut by channel over the tensor-parallel group."""
 
-from megasnn.layers.attention import SpikingSelfAttention
+from megasnn.layers.attention import SpikingSelfAttention, TokenAttention
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
@@ -30,5 +30,6 @@ __all__ = [
     "ParallelPLIF",
     "SpikingNeuron",
     "SpikingSelfAttention",
+    "TokenAttention",
     "apply_layer",
 ]

@@ -55,13 +55,7 @@ class SpikingSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        if dim % num_heads:
-            raise ValueError(f"--embed-dim {dim} does not divide by --num-heads {num_heads}")
-        if num_heads % context.tensor.size:
-            raise ValueError(
-                f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {context.tensor.size}"
-            )
-        self.local_heads = num_heads // context.tensor.size
+        self.local_heads = _local_heads(dim, num_heads, context)
         neuron = neuron or context.neuron
         unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
         self.qkv, self.projection = unit(dim, 3 * dim, blocks=3), unit(dim, dim)
@@ -71,6 +65,54 @@ class SpikingSelfAttention(nn.Module):
         qkv = self.qkv(x)
         out = _Attend.apply(to_rows(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
+
+
+class TokenAttention(nn.Module):
+    """Attention by q and k alone (QKFormer, arXiv 2403.16552, equations 6 to 8): `[T, N, C_local, H, W]` spikes or
+    counts -> spikes. Of each head and token, a neuron fires on the sum of q, and lets k through where it does.
+
+    A rank computes `num_heads / size` heads, as in SpikingSelfAttention.
+
+    Args and raises as SpikingSelfAttention.
+    Attributes:
+        qk: unit from C to 2C channels.
+        neuron: fires on the sum of q.
+        projection: unit from C to C channels.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        context: BuildContext | None = None,
+        *,
+        v_threshold: float = 0.5,
+        neuron: NeuronSpec | None = None,
+        initialise: Initialiser | None = None,
+    ) -> None:
+        super().__init__()
+        context = context_for(context)
+        self.local_heads = _local_heads(dim, num_heads, context)
+        neuron = neuron or context.neuron
+        unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
+        self.qk, self.projection = unit(dim, 2 * dim, blocks=2), unit(dim, dim)
+        self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
+        mask = self.neuron(_exact(q).sum(3, keepdim=True).to(q.dtype))
+        return self.projection((mask * k).flatten(2, 3))
+
+
+def _local_heads(dim: int, num_heads: int, context: BuildContext) -> int:
+    """The heads that a rank computes. Raises ValueError where heads or channels do not divide."""
+    if dim % num_heads:
+        raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
+    if num_heads % context.tensor.size:
+        raise ValueError(
+            f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {context.tensor.size}"
+        )
+    return num_heads // context.tensor.size
 
 
 class _Attend(torch.autograd.Function):

@@ -99,6 +99,15 @@ def require_equal(expected: Iterable[str], given: Iterable[str], title: str) -> 
     raise_problems(title, missing + [f"{name}: unexpected" for name in given - expected])
 
 
+def unit_prefixes(units: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
+    """Paths for `prefix_dialect`: our unit -> (their path, and in it their convolution, norm and neuron)."""
+    return {
+        f"{unit}.{part}": f"{path}.{name}"
+        for unit, (path, names) in units.items()
+        for part, name in zip(("conv", "norm", "neuron"), names, strict=True)
+    }
+
+
 def prefix_dialect(name: str, title: str, *, marker: str, prefixes: Mapping[str, str]) -> Dialect:
     """A dialect in which the tensors are the same, and names differ in the path of the module only.
 

@@ -6,12 +6,13 @@ from collections.abc import Collection
 
 from megasnn.checkpoint.description import Metadata
 from megasnn.models.model import Model
+from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.table import Table
 
-MODELS: Table[type[Model]] = Table("model", {model.name: model for model in (Spikformer, VggDvs, SewResNet)})
+MODELS: Table[type[Model]] = Table("model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer)})
 
 
 def guess_model(tensors: Collection[str]) -> type[Model] | None:

@@ -85,7 +85,8 @@ def step(
         hook.remove()
     buffers = dict(before)
     for name, parts in inputs.items():
-        frames = [part.flatten(0, 1) if part.ndim == 5 else part for part in parts]
+        channels = len(before[f"{name}.weight"])
+        frames = [part if part.shape[1] == channels else part.flatten(0, 1) for part in parts]
         values = torch.cat([part.transpose(0, 1).flatten(1) for part in frames], dim=1)
         buffers[f"{name}.running_mean"] = 0.9 * before[f"{name}.running_mean"] + 0.1 * values.mean(1)
         buffers[f"{name}.running_var"] = 0.9 * before[f"{name}.running_var"] + 0.1 * values.var(1)

@@ -18,6 +18,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.model import Model
+from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import plan_schedule
@@ -56,7 +57,29 @@ def _sew_resnet(connect: str) -> Case:
     return Case(model, reference)
 
 
+def _qkformer() -> Case:
+    model = QKFormer(
+        embed_dim=32, depths="1,1,1", num_heads="2,2,2", mlp_ratio=2.0, image_size=64, time_steps=2, num_classes=CLASSES
+    )
+
+    def reference() -> nn.Module:
+        from spikingjelly.activation_based.model.qkformer import QKFormer as Theirs
+
+        return Theirs(
+            T=2,
+            num_classes=CLASSES,
+            embed_dims=32,
+            num_heads=(2, 2, 2),
+            depths=(1, 1, 1),
+            mlp_ratio=2.0,
+            detach_reset=True,
+        )
+
+    return Case(model, reference)
+
+
 CASES = {f"sew_resnet-{connect}": _sew_resnet(connect) for connect in ("add", "and", "iand")}
+CASES["qkformer"] = _qkformer()
 
 
 def data(model: Model, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -74,9 +97,11 @@ def build(case: Case) -> nn.Module:
     for module in model.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             nn.init.uniform_(module.weight, 0.8, 1.6)
-            nn.init.uniform_(module.bias, 0.1, 0.8)
+            nn.init.uniform_(module.bias, 0.2, 1.2)
     functional.set_step_mode(model, "m")
     model.register_forward_pre_hook(lambda _, inputs: inputs[0].expand(case.model.time_steps, *inputs[0].shape))
+    # Theirs takes the mean over time before a linear head, ours behind it.
+    model.register_forward_hook(lambda _, inputs, y: y if y.ndim == 3 else y.unsqueeze(0))
     return model
 
 

@@ -1,0 +1,73 @@
+"""QKFormer's dimensions (arXiv 2403.16552)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megasnn.config.checks import above, at_least
+from megasnn.models.model import Model
+
+if TYPE_CHECKING:
+    from megasnn.models.layer import Layer
+    from megasnn.models.names import Dialect
+
+STAGES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKFormer(Model):
+    """QKFormer's dimensions (arXiv 2403.16552); the defaults are SpikingJelly 2.0.0's qkformer_10_384."""
+
+    name = "qkformer"
+    marker = "stage1.0.attention.inner.qk.conv.weight"
+
+    embed_dim: int = 384
+    """Channels of the last stage; the two before it have a quarter and a half of them."""
+    depths: str = "1,2,7"
+    """Blocks of each of the three stages."""
+    num_heads: str = "6,6,6"
+    """Attention heads of each stage, shared out over the tensor parallel ranks."""
+    mlp_ratio: float = 4.0
+    """Hidden channels of the MLP, in multiples of the stage's channels."""
+    image_size: int = 224
+    """Height and width of the images."""
+    num_classes: int = 1000
+    """Number of classes."""
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Channels of each stage."""
+        return self.embed_dim // 4, self.embed_dim // 2, self.embed_dim
+
+    def of_stages(self, name: str) -> tuple[int, ...]:
+        """`depths` or `num_heads` as numbers. Raises ValueError for anything but three of them."""
+        flag, text = f"--{name.replace('_', '-')}", str(getattr(self, name))
+        words = [word.strip() for word in text.split(",")]
+        if len(words) != STAGES or not all(word.isdecimal() and int(word) > 0 for word in words):
+            raise ValueError(f'{flag} "{text}" must be {STAGES} numbers with commas between them, like "1,2,7"')
+        return tuple(map(int, words))
+
+    def layers(self) -> Iterable[Layer]:
+        from megasnn.models.qkformer.model import layers_of
+
+        return layers_of(self)
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        sizes = ("embed_dim", "image_size", "in_channels", "time_steps", "num_classes")
+        wrong = at_least(self, 1, *sizes) + above(self, 0, "mlp_ratio")
+        for name in ("depths", "num_heads"):
+            try:
+                self.of_stages(name)
+            except ValueError as error:
+                wrong.append(str(error))
+        if not wrong and self.embed_dim % 8:
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
+        return wrong
+
+    @classmethod
+    def dialects(cls) -> Sequence[Dialect]:
+        from megasnn.models.qkformer.spikingjelly_names import SPIKINGJELLY
+
+        return (SPIKINGJELLY,)
