@@ -55,7 +55,7 @@ def _check(parameters: dict[str, ShardedTensor], expected: dict[str, Tensor], *f
 
 
 def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
-    """Two steps of unevenly many micro-batches. (number of all-reduces of a step, bytes of all gradients with what aligns them)"""
+    """Two steps of unevenly many micro-batches. (number of all-reduces of a step, bytes of gradients and alignment)"""
     group, parameters = everybody("data"), _parameters()
     parameters["c"].tensor.requires_grad_(False)
     before = parameters["c"].tensor.clone()
