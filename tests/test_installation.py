@@ -69,7 +69,7 @@ def test_recipes_are_installed_with_the_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     (pattern,) = settings["package-data"]["*"]
     installed = {file for init in (ROOT / "megasnn").rglob("__init__.py") for file in init.parent.glob(pattern)}
-    recipes = {name: path for entry in MODELS.values() for name, path in entry.recipes.items()}
+    recipes = {name: path for entry in MODELS.values() for name, path in entry.recipes().items()}
     assert set(recipes.values()) == installed == set((ROOT / "megasnn").rglob("*.json"))
     assert {"spikformer/cifar10", "vgg_dvs/cifar10dvs"} <= recipes.keys()
 

@@ -117,7 +117,7 @@ def test_ends_of_epochs_that_cannot_be(dataset) -> None:
     with pytest.raises(ValueError, match="--last-batch keep makes a batch of 6 samples, 3 micro-batch.*4 data"):
         loader(dataset, global_batch_size=8, micro_batch_size=2, dp_size=4, last_batch="keep")
     flags = "--train-iters none --train-samples 100 --global-batch-size 8 --last-batch keep".split()
-    with pytest.raises(ConfigError, match="--train-iters rather than --train-samples"):
+    with pytest.raises(ConfigError, match="--train-iters or --train-epochs rather than --train-samples"):
         validate(parse(run_config(Spikformer), flags), 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -55,14 +56,22 @@ def test_the_reference_fires(name: str) -> None:
     assert all(gradient.abs().max() > 0 for gradient in expected.gradients.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("name", CASES)
+def _pair(name: str, layout: Layout) -> Any:
+    """SEW-ResNet's other connections differ in one line: a choice of layouts, and all of them under the marker."""
+    rare = name in ("sew_resnet-and", "sew_resnet-iand") and layout.world_size not in (1, 8)
+    return pytest.param(name, layout, id=f"{name}-{name_of(layout)}", marks=[pytest.mark.matrix] if rare else [])
+
+
+PAIRS = [_pair(name, layout) for name in CASES for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_layout_equals_spikingjelly(ranks, name: str, layout: Layout) -> None:
     steps = ranks(layout.world_size, zoo.one_step, name, layout, truth(name).state_before)
     assert_equal_to_reference(name, steps, truth(name))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["sew_resnet-iand", "qkformer"])
 def test_schedules_agree_bit_for_bit(ranks, name: str) -> None:
     dtype = torch.float32
     one, *others = (
