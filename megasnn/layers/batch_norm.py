@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels.reference import batch_norm
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.holding import once
 from megasnn.layers.initialisers import ones, zeros
 from megasnn.sharding import declare_buffer, declare_parameter
 
@@ -70,6 +71,8 @@ class ParallelBatchNorm(nn.Module):
         return self.training or self.running_mean is None
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            once(self)
         flat = x.flatten(0, 1)
         if self.uses_batch_statistics:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)

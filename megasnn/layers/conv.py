@@ -37,7 +37,7 @@ from megasnn.comm.group import Group
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of
+from megasnn.layers.holding import content_of, once
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
@@ -148,8 +148,9 @@ class ParallelConv(nn.Module):
     def _dry_run(self, x: Tensor) -> Tensor:
         """Learns from the input what it holds and whether it has all channels; gives the shape of the output.
 
-        Raises ValueError for a number of channels that does not fit.
+        Raises ValueError for a number of channels that does not fit, and as `once` does.
         """
+        once(self)
         group, plan = self.plan.group, self.plan
         whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
         if self._learns_content:

@@ -38,10 +38,13 @@ class DropPath(KeyedLayer):
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if samples is None or len(samples) != x.shape[1]:
+            raise ValueError(
+                f"{self.name}: drop path needs the positions of {x.shape[1]} samples, got {samples}; a "
+                "block that has it inside is a KeyedLayer, and hands them on"
+            )
         if x.is_meta:
             return torch.empty_like(x)
-        if samples is None or len(samples) != x.shape[1]:
-            raise ValueError(f"{self.name}: drop path needs the positions of {x.shape[1]} samples, got {samples}")
         keys = [philox_key(self.seed, "drop path", self.name, position) for position in samples]
         keep = kept(self.p, keys, 1, 1, range(1), 1, x.device)
         return (x * keep.view(1, -1, *[1] * (x.ndim - 2))).mul_(1 / (1 - self.p))

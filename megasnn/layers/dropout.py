@@ -42,10 +42,13 @@ class ParallelDropout(KeyedLayer):
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if samples is None or len(samples) != x.shape[1]:
+            raise ValueError(
+                f"{self.name}: dropout needs the positions of {x.shape[1]} samples, got {samples}; a "
+                "block that has it inside is a KeyedLayer, and hands them on"
+            )
         if x.is_meta:
             return torch.empty_like(x)
-        if samples is None or len(samples) != x.shape[1]:
-            raise ValueError(f"{self.name}: dropout needs the positions of {x.shape[1]} samples, got {samples}")
         return (x * self._kept(x, samples)).mul_(1 / (1 - self.p))
 
     def _kept(self, x: Tensor, samples: range) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megasnn.comm.codec import Content
@@ -43,6 +43,11 @@ _REARRANGE = {
 _ADD = {"add", "__add__", "__radd__", "__iadd__", "add_"}
 _MULTIPLY = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply", "logical_and"}
 _SUBTRACT_FROM = {"rsub", "__rsub__"}
+_RANDOM = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_"),
+    *("normal", "normal_", "uniform_", "exponential_", "poisson", "multinomial", "gumbel_softmax"),
+}
 
 
 def hold(tensor: Tensor, largest: int) -> Tensor:
@@ -67,8 +72,26 @@ def content_of(tensor: Tensor) -> Content:
     return Content.SPIKES if largest <= 1 else Content.COUNTS
 
 
+def once(module: nn.Module) -> None:
+    """To be called in the dry run of a layer whose parameters or statistics expect one call in a forward.
+
+    Raises:
+        ValueError: the second time.
+    """
+    if vars(module).setdefault("_dry_runs", 0):
+        raise ValueError(
+            f"this {type(module).__name__} is called twice in one forward; its gradient is counted once for each "
+            "micro-batch: make a second one"
+        )
+    module._dry_runs = 1  # type: ignore[assignment]
+
+
 class Holding(TorchFunctionMode):
-    """Inside, every result of a torch function says what it holds, as far as it follows from its arguments."""
+    """Inside, every result of a torch function says what it holds, as far as it follows from its arguments.
+
+    Raises:
+        ValueError: a function that draws random numbers: they would depend on the layout.
+    """
 
     def __torch_function__(
         self,
@@ -77,13 +100,26 @@ class Holding(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _RANDOM and _draws(name, args, kwargs or {}):
+            raise ValueError(
+                f"{name} draws random numbers that depend on the layout: use megasnn.ParallelDropout or DropPath"
+            )
         result = function(*args, **(kwargs or {}))
-        largest = _largest(getattr(function, "__name__", ""), args)
+        largest = _largest(name, args)
         if largest is not None:
             for each in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(each, Tensor):
                     hold(each, largest)
         return result
+
+
+def _draws(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Of dropout, whether it leaves anything out; other functions always draw."""
+    if "dropout" not in name:
+        return True
+    p = options.get("p", args[1] if len(args) > 1 else 0.5)
+    return bool(p) and bool(options.get("training", args[2] if len(args) > 2 else True))
 
 
 def _largest(name: str, args: tuple[Any, ...]) -> int | None:

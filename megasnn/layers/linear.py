@@ -14,7 +14,7 @@ from megasnn.comm.collectives import all_reduce_sum, gather_alike, gather_column
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import add_product
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of
+from megasnn.layers.holding import content_of, once
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
@@ -85,6 +85,7 @@ class ParallelLinear(nn.Module):
     def _dry_run(self, x: Tensor) -> Tensor:
         """Learns from the input what it holds; gives the shape of the output. Raises ValueError for features that do
         not fit."""
+        once(self)
         size = self.plan.group.size
         if x.shape[-1] * size != self.in_features:
             raise ValueError(f"a linear layer of {self.in_features} input features is given {x.shape[-1] * size}")

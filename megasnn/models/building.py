@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from megasnn.layers.holding import Holding, content_of
 from megasnn.layers.whole import apply_layer, is_plain, make_whole
 from megasnn.models.description import LayerDescription, ModelDescription, frames_of
 from megasnn.models.layer import Layer
+from megasnn.sharding import sharded_tensors
 
 _SAMPLES = 2  # of the dry run: a norm in training needs more than one value
 
@@ -37,7 +39,16 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
-    outputs = dry_run([(each.name, each.module) for each in layers], model.input_shape)
+    _refuse_shared(layers)
+    named = [(each.name, each.module) for each in layers]
+    try:
+        list(sharded_tensors(named))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; a plain module with parameters inside a layer of MegaSNN's layers cannot be cut: use "
+            "ParallelConv, ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
+        ) from None
+    outputs = dry_run(named, model.input_shape)
     wanted = [model.time_steps, _SAMPLES, model.num_classes]
     if outputs and list(outputs[-1].shape) != wanted:
         raise ValueError(
@@ -49,6 +60,19 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     ]
     build = partial(_build, model, neuron)
     return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes)
+
+
+def _refuse_shared(layers: Sequence[Layer]) -> None:
+    """Raises ValueError for a module that is in two layers: it would be trained and saved twice."""
+    owner: dict[int, str] = {}
+    for each in layers:
+        for module in each.module.modules():
+            has_tensors = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
+            if has_tensors and owner.setdefault(id(module), each.name) != each.name:
+                raise ValueError(
+                    f"{each.name} and {owner[id(module)]} have the same {type(module).__name__} inside; a module is "
+                    "for one layer"
+                )
 
 
 def _content(each: Layer, output: Tensor) -> Content:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as functional_torch
 from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelDropout
 from megasnn.layers.holding import content_of
 from megasnn.layers.whole import apply_layer
 from megasnn.models.building import describe
@@ -219,3 +220,58 @@ def test_a_name_is_for_one_layer_and_the_last_layer_gives_logits() -> None:
         described = _model()
         object.__setattr__(described, "num_classes", 7)
         describe(described)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit, self.plain = ConvNormNeuron(8, 8), nn.Conv2d(8, 8, 1)
+
+
+class Twice(ConvNormNeuron):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class Dropping(ConvNormNeuron):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional_torch.dropout(super().forward(x), 0.2)
+
+
+class Unkeyed(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.dropout = ParallelDropout(0.2, "unkeyed")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Mixed, r"plain\.0\.plain\.weight .* a plain module with parameters inside .* cannot be cut: use ParallelConv"),
+        (lambda: Twice(8, 8), r"plain\.0.* this ParallelConv is called twice in one forward"),
+        (lambda: Dropping(8, 8), r"plain\.0.* dropout draws random numbers that depend on the layout"),
+        (Unkeyed, r"plain\.0.*dropout needs the positions of 2 samples, got None; .* is a KeyedLayer"),
+    ],
+)
+def test_a_block_whose_result_would_depend_on_the_layout_is_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(_model(make))
+
+
+def test_a_module_is_for_one_layer() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Shared(Model):
+        num_classes: int = CLASSES
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("stem", ConvNormNeuron(3, 8))
+            unit = ConvNormNeuron(8, 8)
+            yield layer("one", unit)
+            yield layer("two", nn.Sequential(unit))
+            yield layer("head", MeanLinear(8, CLASSES))
+
+    with pytest.raises(ValueError, match="two and one have the same ParallelConv inside; a module is for one layer"):
+        describe(Shared())
