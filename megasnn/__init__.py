@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
     from megasnn.layers import MeanLinear as MeanLinear
+    from megasnn.layers import NeuronConvNorm as NeuronConvNorm
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv
     from megasnn.layers import ParallelDropout as ParallelDropout
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
     from megasnn.layers import ParallelPLIF as ParallelPLIF
+    from megasnn.layers import PooledUnit as PooledUnit
+    from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
     from megasnn.layers import TokenAttention as TokenAttention

@@ -1,6 +1,6 @@
 """Natively sharded layers. Activations are `[T, N, C_local, *space]`, cut by channel over the tensor-parallel group."""
 
-from megasnn.layers.attention import SpikingSelfAttention, TokenAttention
+from megasnn.layers.attention import SpikeDrivenAttention, SpikingSelfAttention, TokenAttention
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
@@ -10,7 +10,7 @@ from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import NeuronLayer, ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
 from megasnn.layers.own_neuron import SpikingNeuron
-from megasnn.layers.unit import ConvNormNeuron
+from megasnn.layers.unit import ConvNormNeuron, NeuronConvNorm, PooledUnit
 from megasnn.layers.whole import apply_layer
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "DropPath",
     "KeyedLayer",
     "MeanLinear",
+    "NeuronConvNorm",
     "NeuronLayer",
     "ParallelBatchNorm",
     "ParallelConv",
@@ -28,6 +29,8 @@ __all__ = [
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
+    "PooledUnit",
+    "SpikeDrivenAttention",
     "SpikingNeuron",
     "SpikingSelfAttention",
     "TokenAttention",

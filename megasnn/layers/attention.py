@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import from_rows, join_columns, to_rows
 from megasnn.kernels import NeuronSpec
+from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.unit import ConvNormNeuron
 from megasnn.sharding import Initialiser
@@ -102,6 +104,45 @@ class TokenAttention(nn.Module):
         q, k = self.qk(x).unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
         mask = self.neuron(_exact(q).sum(3, keepdim=True).to(q.dtype))
         return self.projection((mask * k).flatten(2, 3))
+
+
+class SpikeDrivenAttention(nn.Module):
+    """Attention without a product of matrices (Spike-driven Transformer, arXiv 2307.01694, equations 9 to 11):
+    `[T, N, C_local, H, W]` potentials -> the same. A neuron of each channel fires on the number of tokens in which k
+    and v fire together, and lets q through where it does. Every channel is by itself, and heads make no difference.
+
+    Args:
+        dim: C, the global number of channels.
+        v_threshold: from which the neuron on the sums fires.
+        neuron: of all others; None for the neuron of the context.
+        initialise: fills the global weights; by default as torch does.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        context: BuildContext | None = None,
+        *,
+        v_threshold: float = 0.5,
+        neuron: NeuronSpec | None = None,
+        initialise: Initialiser | None = None,
+    ) -> None:
+        super().__init__()
+        context = context_for(context)
+        neuron = neuron or context.neuron
+        self.neuron = ParallelNeuron(neuron, context)
+        self.q, self.k, self.v = (
+            ConvNormNeuron(dim, dim, context=context, neuron=neuron, initialise=initialise) for _ in range(3)
+        )
+        self.gate = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
+        self.projection = ParallelConv(dim, dim, 1, context, bias=True, initialise=initialise)
+        self.norm = ParallelBatchNorm(dim, context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.neuron(x)
+        together = self.k(spikes) * self.v(spikes)
+        gate = self.gate(_exact(together).flatten(3).sum(-1).to(together.dtype))
+        return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
 
 
 def _local_heads(dim: int, num_heads: int, context: BuildContext) -> int:

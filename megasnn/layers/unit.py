@@ -83,7 +83,7 @@ class ConvNormNeuron(nn.Module):
         norm, neuron = self.norm, self.neuron
         if not isinstance(neuron, ParallelNeuron) or neuron.carry_over:  # none that the fused kernels know
             y = norm(self.conv(x))
-            return neuron(_max_pool(y) if self.max_pool else y)
+            return neuron(max_pool(y) if self.max_pool else y)
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
         steps = neuron.steps_of(y)
@@ -112,5 +112,43 @@ class ConvNormNeuron(nn.Module):
         return f"max_pool={self.max_pool}"
 
 
-def _max_pool(x: Tensor) -> Tensor:
+class PooledUnit(ConvNormNeuron):
+    """A unit with max pooling (3, stride 2, padding 1) behind its neurons, which leaves spikes spikes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return max_pool(super().forward(x))
+
+
+class NeuronConvNorm(nn.Module):
+    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`.
+
+    Args: as of ConvNormNeuron.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        context: BuildContext | None = None,
+        *,
+        bias: bool = False,
+        neuron: NeuronSpec | NeuronLayer | None = None,
+        initialise: Initialiser | None = None,
+    ) -> None:
+        super().__init__()
+        context = context_for(context)
+        self.neuron = neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
+        padding = kernel_size // 2
+        self.conv = ParallelConv(
+            in_channels, out_channels, kernel_size, context, padding=padding, bias=bias, initialise=initialise
+        )
+        self.norm = ParallelBatchNorm(out_channels, context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.neuron(x)))
+
+
+def max_pool(x: Tensor) -> Tensor:
+    """Of 3 x 3 pixels, stride 2, padding 1, on `[T, N, C, H, W]`."""
     return F.max_pool2d(x.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, x.shape[:2])

@@ -8,11 +8,14 @@ from megasnn.checkpoint.description import Metadata
 from megasnn.models.model import Model
 from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
+from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.table import Table
 
-MODELS: Table[type[Model]] = Table("model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer)})
+MODELS: Table[type[Model]] = Table(
+    "model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer)}
+)
 
 
 def guess_model(tensors: Collection[str]) -> type[Model] | None:

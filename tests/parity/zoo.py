@@ -20,6 +20,7 @@ from megasnn.models.building import describe
 from megasnn.models.model import Model
 from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
+from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
@@ -78,8 +79,30 @@ def _qkformer() -> Case:
     return Case(model, reference)
 
 
+def _spike_driven() -> Case:
+    model = SpikeDrivenTransformer(
+        embed_dim=32, depth=2, mlp_ratio=2.0, pooled_stages="0011", image_size=16, time_steps=3, num_classes=CLASSES
+    )
+
+    def reference() -> nn.Module:
+        from spikingjelly.activation_based.model.spike_driven_transformer import SpikeDrivenTransformer as Theirs
+
+        return Theirs(
+            T=3,
+            num_classes=CLASSES,
+            embed_dims=32,
+            num_heads=4,
+            depths=2,
+            mlp_ratio=2.0,
+            pooling_stat="0011",
+            detach_reset=True,
+        )
+
+    return Case(model, reference)
+
+
 CASES = {f"sew_resnet-{connect}": _sew_resnet(connect) for connect in ("add", "and", "iand")}
-CASES["qkformer"] = _qkformer()
+CASES |= {"qkformer": _qkformer(), "spike_driven": _spike_driven()}
 
 
 def data(model: Model, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.layers.initialisers import kaiming_normal
+from megasnn.layers.unit import PooledUnit
 from megasnn.models.layer import Layer, layer
 from megasnn.models.sew_resnet.dimensions import BLOCKS, SewResNet
 
@@ -18,7 +18,7 @@ _unit = partial(ConvNormNeuron, initialise=kaiming_normal)
 
 def layers_of(model: SewResNet) -> Iterable[Layer]:
     """The stem, every block, and the head."""
-    yield layer("stem", Stem(model.in_channels, model.width, kernel_size=7, stride=2, initialise=kaiming_normal))
+    yield layer("stem", PooledUnit(model.in_channels, model.width, kernel_size=7, stride=2, initialise=kaiming_normal))
     inputs = model.width
     for stage, blocks in enumerate(BLOCKS[model.depth]):
         width = model.width * 2**stage
@@ -27,14 +27,6 @@ def layers_of(model: SewResNet) -> Iterable[Layer]:
             yield layer(f"layer{stage + 1}.{block}", SewBlock(inputs, width, stride, model.connect))
             inputs = width
     yield layer("head", MeanLinear(inputs, model.num_classes))
-
-
-class Stem(ConvNormNeuron):
-    """Convolution, norm and neuron, and behind them max pooling, which spikes leave as spikes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        spikes = super().forward(x)
-        return F.max_pool2d(spikes.flatten(0, 1), 3, stride=2, padding=1).unflatten(0, spikes.shape[:2])
 
 
 class SewBlock(nn.Module):

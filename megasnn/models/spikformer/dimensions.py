@@ -36,7 +36,7 @@ class Spikformer(Model):
     """Spikformer's dimensions (arXiv 2209.15425). What is not given is taken from the variant."""
 
     name = "spikformer"
-    marker = "patch_embed.stages.0.conv.weight"
+    marker = "patch_embed.stages.3.conv.weight"
 
     variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = field(
         default=None, metadata=SAME_FUNCTION
