@@ -100,7 +100,11 @@ def help_texts(part: type) -> dict[str, str]:
     for each in reversed(part.__mro__):
         if not is_dataclass(each):
             continue
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        try:
+            source = inspect.getsource(each)
+        except OSError:  # a program that was typed in, or read from a pipe
+            continue
+        (body,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(body, ast.ClassDef)
         for entry, below in zip(body.body, body.body[1:], strict=False):
             if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):

@@ -14,6 +14,7 @@ from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import from_rows, join_columns, to_rows
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.channels import all_channels
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import ParallelNeuron
@@ -101,7 +102,9 @@ class TokenAttention(nn.Module):
         self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = self.qk(x).unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
+        qk = self.qk(x)
+        with all_channels():  # each half is cut by itself
+            q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
         mask = self.neuron(_exact(q).sum(3, keepdim=True).to(q.dtype))
         return self.projection((mask * k).flatten(2, 3))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megasnn.comm.codec import Content
+from megasnn.layers.channels import refuse_mixed_channels
 
 LARGEST_COUNT = 255  # what a byte holds
 
@@ -89,9 +90,15 @@ def once(module: nn.Module) -> None:
 class Holding(TorchFunctionMode):
     """Inside, every result of a torch function says what it holds, as far as it follows from its arguments.
 
+    Args:
+        cut: whether channels are shared out over ranks.
     Raises:
-        ValueError: a function that draws random numbers: they would depend on the layout.
+        ValueError: a function that draws random numbers, which would depend on the layout, or mixes channels.
     """
+
+    def __init__(self, cut: bool = False) -> None:
+        super().__init__()
+        self._cut = cut
 
     def __torch_function__(
         self,
@@ -105,6 +112,8 @@ class Holding(TorchFunctionMode):
             raise ValueError(
                 f"{name} draws random numbers that depend on the layout: use megasnn.ParallelDropout or DropPath"
             )
+        if self._cut:
+            refuse_mixed_channels(name, args, kwargs or {})
         result = function(*args, **(kwargs or {}))
         largest = _largest(name, args)
         if largest is not None:

@@ -57,6 +57,7 @@ class SpikingNeuron(NeuronLayer):
         context = context_for(context)
         super().__init__(context)
         self._context, self.channels = context, channels
+        self._local_channels = channels // context.tensor.size
         self._fire = surrogate_function(surrogate, SURROGATES[surrogate].alpha if alpha is None else alpha)
 
     def per_channel(self, name: str, initial: float | Initialiser) -> None:
@@ -96,6 +97,7 @@ class SpikingNeuron(NeuronLayer):
     def forward(self, x: Tensor) -> Tensor:
         inputs = self.at_every_step(x)
         if x.is_meta:
+            self._try(inputs[0])
             return self.observed(torch.empty_like(inputs))
         inputs = inputs.float() if x.dtype in REDUCED else inputs
         state, spikes = self.start(inputs[0]), []
@@ -104,6 +106,19 @@ class SpikingNeuron(NeuronLayer):
             spikes.append(self.fire(h, state))
             state = self.reset(h, spikes[-1], state)
         return self.observed(torch.stack(spikes).to(x.dtype))
+
+    def _try(self, x: Tensor) -> None:
+        """One step of the dry run. Raises ValueError for channels that are not this layer's, or another shape."""
+        if x.shape[1] != self._local_channels:
+            raise ValueError(
+                f"neurons of {self.channels} channels are given {x.shape[1]}, with their share of the ranks"
+            )
+        state = self.start(x)
+        h = self.charge(x, state)
+        spikes = self.fire(h, state)
+        self.reset(h, spikes, state)
+        if spikes.shape != x.shape:
+            raise ValueError(f"neurons give spikes of shape {list(spikes.shape)} for a step of shape {list(x.shape)}")
 
     def extra_repr(self) -> str:
         return f"{self.channels}, time_steps={self.time_steps}"

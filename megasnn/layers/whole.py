@@ -26,6 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.channels import all_channels
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
@@ -35,17 +36,17 @@ from megasnn.sharding import describe_tensor, is_described
 
 ModuleInitialiser = Callable[[nn.Module], None]
 
-_SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, KeyedLayer)
+SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, KeyedLayer)
 _CHANNELWISE = (
-    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
-    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Upsample, nn.ZeroPad2d),
+    *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh),
 )
+_SPIKINGJELLYS_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
 def is_plain(module: nn.Module) -> bool:
     """Whether there is no sharded layer in a module."""
-    return not any(isinstance(each, _SHARDED) or is_described(each) for each in module.modules())
+    return not any(isinstance(each, SHARDED) or is_described(each) for each in module.modules())
 
 
 def make_whole(
@@ -64,7 +65,7 @@ def make_whole(
     """
     _refuse(module)
     knows_no_time = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
-    stays_cut = knows_no_time and all(_is_channelwise(each) for each in module.modules())
+    stays_cut = knows_no_time and not (first or last) and all(_is_channelwise(each) for each in module.modules())
     module = _with_our_norms(module, context)
     seen: dict[int, str] = {}
     for path, each in module.named_modules():
@@ -84,7 +85,7 @@ def make_whole(
         context.dtype,
         folds=knows_no_time,
         gathers=not first and not stays_cut,
-        cuts=not last and not (stays_cut and not first),
+        cuts=not last and not stays_cut,
     )
     return module
 
@@ -111,13 +112,15 @@ def call_whole(layer: nn.Module, x: Tensor) -> Tensor:
     if how.gathers:
         x = gather_alike(x, how.group)
     module = getattr(layer, "_orig_mod", layer) if x.is_meta else layer  # a dry run compiles nothing
-    y = module(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if how.folds else module(x)
+    with all_channels():
+        y = module(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if how.folds else module(x)
     if how.cuts and y.shape[2] % how.group.size:
         raise ValueError(
             f"the {y.shape[2]} channels of the output {list(y.shape)} do not divide by --tensor-model-parallel-size "
             f"{how.group.size}"
         )
-    return own_channels(y, how.group) if how.cuts else y
+    with all_channels():
+        return own_channels(y, how.group) if how.cuts else y
 
 
 def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
@@ -174,8 +177,11 @@ def _refuse(module: nn.Module) -> None:
         )
     for path, each in module.named_modules():
         what = f"{path or type(each).__name__} ({type(each).__name__})"
-        if (isinstance(each, _DropoutNd) or type(each).__name__ in ("Dropout", "Dropout2d")) and each.p:
-            raise ValueError(f"{what} draws random numbers that depend on the layout: use megasnn.ParallelDropout")
+        _refuse_dropout(what, each)
+        if isinstance(each, _BatchNorm) and not _is_known_norm(each):
+            raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
+        if isinstance(each, nn.modules.instancenorm._InstanceNorm) and each.track_running_stats:
+            raise ValueError(f"{what} keeps statistics of its own replica: give it track_running_stats=False")
         if isinstance(each, (_LazyNormBase, nn.modules.lazy.LazyModuleMixin)):
             raise ValueError(f"{what} does not say its sizes: use the module that is not lazy")
         if getattr(each, "step_mode", "m") != "m":
@@ -185,12 +191,38 @@ def _refuse(module: nn.Module) -> None:
             raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
 
 
+def refuse_plain_parts(module: nn.Module) -> None:
+    """For a layer with sharded layers in it: raises ValueError for plain modules that work by themselves only."""
+    for path, each in module.named_modules():
+        what = f"{path} ({type(each).__name__})"
+        _refuse_dropout(what, each)
+        if isinstance(each, _BatchNorm):
+            raise ValueError(f"{what} inside a layer of MegaSNN's layers: use megasnn.ParallelBatchNorm")
+        if hasattr(each, "step_mode") and callable(getattr(each, "reset", None)):
+            raise ValueError(
+                f"{what} inside a layer of MegaSNN's layers keeps its state from one micro-batch to the next: use "
+                "megasnn.ParallelNeuron, or make it a layer of its own"
+            )
+
+
+def _refuse_dropout(what: str, module: nn.Module) -> None:
+    if (isinstance(module, _DropoutNd) or type(module).__name__ in ("Dropout", "Dropout2d")) and module.p:
+        raise ValueError(f"{what} draws random numbers that depend on the layout: use megasnn.ParallelDropout(p, name)")
+
+
 def _with_our_norms(module: nn.Module, context: BuildContext) -> nn.Module:
     if isinstance(module, _BatchNorm):
         return WholeBatchNorm(module, context)
     for name, child in module.named_children():
         setattr(module, name, _with_our_norms(child, context))
     return module
+
+
+def _is_known_norm(norm: _BatchNorm) -> bool:
+    """torch's, and SpikingJelly's that compute the same."""
+    kind = type(norm)
+    torchs = kind.__module__.startswith("torch.nn.")
+    return torchs or (kind.__module__.startswith("spikingjelly.") and kind.__name__ in _SPIKINGJELLYS_NORMS)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -209,30 +241,31 @@ def _fresh(
     module: nn.Module, name: str, initialise: ModuleInitialiser | None, tensor: Tensor, generator: torch.Generator
 ) -> None:
     """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-    fresh = copy.deepcopy(module).to_empty(device="cpu", recurse=True)
-    value = getattr(fresh, name)
-    for _, each in _own_tensors(fresh):
-        _mark(each)
+    values = [_reset(module, mark, initialise, generator.initial_seed()) for mark in (87, 86)]
+    of_first, of_second = (getattr(fresh, name) for fresh in values)
+    if not torch.equal(of_first, of_second):  # what no function has set is what was put there before
+        raise ValueError(
+            f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not kept; "
+            "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
+        )
+    tensor.copy_(of_first)
+
+
+def _reset(module: nn.Module, mark: int, initialise: ModuleInitialiser | None, seed: int) -> nn.Module:
+    """A copy with memory, all of it set to `mark` (bool: to whether it is odd) and then initialised."""
+    fresh = copy.deepcopy(module)
+    for each in fresh.modules():
+        for name, value in list(_own_tensors(each)):
+            memory = torch.full_like(value, mark % 2 if value.dtype == torch.bool else mark, device="cpu")
+            if isinstance(value, nn.Parameter):
+                each._parameters[name] = nn.Parameter(memory, value.requires_grad)
+            else:
+                each._buffers[name] = memory
     reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator.initial_seed())
+        torch.manual_seed(seed)
         if callable(reset):
             reset()
         if initialise is not None:
             fresh.apply(initialise)
-    value = getattr(fresh, name)
-    if _is_marked(value):
-        raise ValueError(
-            f"nothing initialises {name!r} of {type(module).__name__}: give the module a method reset_parameters that "
-            "does, or the layer a function initialise=..."
-        )
-    tensor.copy_(value)
-
-
-def _mark(tensor: Tensor) -> None:
-    tensor.data.fill_(float("nan") if tensor.is_floating_point() else 87)
-
-
-def _is_marked(tensor: Tensor) -> bool:
-    marked = tensor.isnan() if tensor.is_floating_point() else tensor == 87
-    return tensor.dtype != torch.bool and bool(marked.any() if tensor.is_floating_point() else marked.all())
+    return fresh

@@ -16,7 +16,7 @@ from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of
-from megasnn.layers.whole import apply_layer, is_plain, make_whole
+from megasnn.layers.whole import SHARDED, apply_layer, is_plain, make_whole, refuse_plain_parts
 from megasnn.models.description import LayerDescription, ModelDescription, frames_of
 from megasnn.models.layer import Layer
 from megasnn.sharding import sharded_tensors
@@ -40,6 +40,7 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
     _refuse_shared(layers)
+    _refuse_made_before(layers, built(model, BuildContext(), neuron))
     named = [(each.name, each.module) for each in layers]
     try:
         list(sharded_tensors(named))
@@ -49,17 +50,22 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
             "ParallelConv, ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
         ) from None
     outputs = dry_run(named, model.input_shape)
-    wanted = [model.time_steps, _SAMPLES, model.num_classes]
-    if outputs and list(outputs[-1].shape) != wanted:
-        raise ValueError(
-            f"{names[-1]}: the last layer gives {list(outputs[-1].shape)} for {_SAMPLES} samples, where logits are "
-            f"{wanted}: --time-steps, samples, --num-classes"
-        )
+    _require_logits(model, names[-1], outputs[-1])
     described = [
         LayerDescription(each.name, each.unit, _content(each, y)) for each, y in zip(layers, outputs, strict=True)
     ]
     build = partial(_build, model, neuron)
     return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes)
+
+
+def _require_logits(model: ModelConfig, name: str, output: Tensor) -> None:
+    """Raises ValueError for a last layer that gives something else."""
+    wanted = [model.time_steps, _SAMPLES, model.num_classes]
+    if list(output.shape) != wanted:
+        raise ValueError(
+            f"{name}: the last layer gives {list(output.shape)} for {_SAMPLES} samples, where logits are {wanted}: "
+            "--time-steps, samples, --num-classes"
+        )
 
 
 def _refuse_shared(layers: Sequence[Layer]) -> None:
@@ -73,6 +79,19 @@ def _refuse_shared(layers: Sequence[Layer]) -> None:
                     f"{each.name} and {owner[id(module)]} have the same {type(module).__name__} inside; a module is "
                     "for one layer"
                 )
+
+
+def _refuse_made_before(layers: Sequence[Layer], again: Sequence[Layer]) -> None:
+    """Raises ValueError for modules that are the same in two buildings: they know nothing of flags and ranks."""
+    before = {id(module) for each in layers for module in each.module.modules() if not _is_bare(module)}
+    for each in again:
+        if any(id(module) in before for module in each.module.modules()):
+            raise ValueError(f"{each.name}: made outside `layers`; make every module where it is yielded")
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Functions as modules, like SpikingJelly's surrogates, may be shared."""
+    return not isinstance(module, SHARDED) and not any(True for _ in module.parameters())
 
 
 def _content(each: Layer, output: Tensor) -> Content:
@@ -91,18 +110,24 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
     with building(context), torch.device("meta"):
         try:
             for each in model.layers():
+                if not isinstance(each, Layer):
+                    kind = type(each).__name__
+                    raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
                 layers.append(each)
         except (ValueError, RuntimeError, OverflowError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
             raise ValueError(f"{place}: {error}") from error
+        if not layers:
+            raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
         return [_as_layer(each, context, each is layers[0], each is layers[-1]) for each in layers]
 
 
 def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> Layer:
     """The layer; of a plain module, made one that is whole on every tensor parallel rank."""
-    if not is_plain(each.module):
-        return each
     try:
+        if not is_plain(each.module):
+            refuse_plain_parts(each.module)
+            return each
         module = make_whole(each.module, context, first=first, last=last, initialise=each.initialise)
     except ValueError as error:
         raise ValueError(f"{each.name}: {error}") from error
@@ -112,21 +137,27 @@ def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> La
 def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
     """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
     layers = [(each.name, each.module) for each in built(model, context, neuron)]
-    dry_run(layers, model.input_shape, context.compute_dtype)
+    outputs = dry_run(layers, model.input_shape, context.compute_dtype, cut=context.tensor.size > 1)
+    _require_logits(model, layers[-1][0], outputs[-1])
     return [module for _, module in layers]
 
 
 def dry_run(
-    named_layers: Iterable[tuple[str, nn.Module]], input_shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    named_layers: Iterable[tuple[str, nn.Module]],
+    input_shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    cut: bool = False,
 ) -> list[Tensor]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
 
+    Args:
+        cut: whether channels are shared out over tensor parallel ranks.
     Raises:
         ValueError: a layer cannot take what the one before it gives; names the layer.
     """
     x = frames_of(torch.empty((_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
     outputs = []
-    with torch.no_grad(), Holding():
+    with torch.no_grad(), Holding(cut):
         for name, layer in named_layers:
             try:
                 x = apply_layer(layer, x, range(_SAMPLES))

@@ -6,7 +6,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -80,7 +80,10 @@ class Model(ABC):
     def recipes(cls) -> dict[str, Path]:
         """Configurations for `--config` by name, "spikformer/cifar10": the files of the folder `recipes` beside the
         class."""
-        folder = Path(inspect.getfile(cls)).parent / "recipes"
+        try:
+            folder = Path(inspect.getfile(cls)).parent / "recipes"
+        except (OSError, TypeError):  # a class of a program that was typed in
+            return {}
         return {f"{cls.name}/{file.stem}": file for file in sorted(folder.glob("*.json"))}
 
     @classmethod
@@ -103,7 +106,16 @@ class Model(ABC):
 
 @cache
 def run_config(model: type[Model]) -> type[PretrainConfig]:
-    """The class of the configuration of a run that trains a model: its dimensions, and the parts that all share."""
+    """The class of the configuration of a run that trains a model: its dimensions, and the parts that all share.
+
+    Raises:
+        ValueError: a class that is no dataclass, or a field without a default.
+    """
+    if "__dataclass_params__" not in vars(model):
+        raise ValueError(f"{model.__name__} is no dataclass: put @dataclass(frozen=True, kw_only=True) above the class")
+    for each in fields(model):
+        if each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"{model.__name__}.{each.name} has no default, and is a flag: give it one")
     parts = [
         ("model", model, field(default_factory=model)),
         ("neuron", model.neuron, field(default_factory=model.neuron)),

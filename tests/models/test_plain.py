@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelDropout
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelDropout, SpikingNeuron
 from megasnn.layers.holding import content_of
 from megasnn.layers.whole import apply_layer
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
-from megasnn.models.model import Model
+from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.sharding import materialise
 from tests.models.steps import LAYOUTS, assert_equal, images, one_step
@@ -228,6 +228,12 @@ class Mixed(nn.Module):
         self.unit, self.plain = ConvNormNeuron(8, 8), nn.Conv2d(8, 8, 1)
 
 
+class WithDropout(ConvNormNeuron):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(8, 8)
+        self.part = part
+
+
 class Twice(ConvNormNeuron):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(super().forward(x))
@@ -250,6 +256,9 @@ class Unkeyed(ConvNormNeuron):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: WithDropout(nn.Dropout(0.1)), r"plain\.0: part \(Dropout\) draws random numbers"),
+        (lambda: WithDropout(nn.BatchNorm2d(8)), r"plain\.0: part \(BatchNorm2d\) .* use megasnn\.ParallelBatchNorm"),
+        (lambda: WithDropout(neuron.LIFNode(step_mode="m")), r"part \(LIFNode\) .* keeps its state"),
         (Mixed, r"plain\.0\.plain\.weight .* a plain module with parameters inside .* cannot be cut: use ParallelConv"),
         (lambda: Twice(8, 8), r"plain\.0.* this ParallelConv is called twice in one forward"),
         (lambda: Dropping(8, 8), r"plain\.0.* dropout draws random numbers that depend on the layout"),
@@ -275,3 +284,137 @@ def test_a_module_is_for_one_layer() -> None:
 
     with pytest.raises(ValueError, match="two and one have the same ParallelConv inside; a module is for one layer"):
         describe(Shared())
+
+
+class Joined(nn.Module):
+    """Two units, whose outputs meet by a function."""
+
+    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.meet = ConvNormNeuron(8, 8), ConvNormNeuron(8, 8), meet
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.meet(self.a(x), self.b(x))
+
+
+class Inhibited(SpikingNeuron):
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
+
+
+MIXING: dict[str, Callable[[], nn.Module]] = {
+    "cat": lambda: Joined(lambda a, b: torch.cat([a[:, :, :4], b[:, :, 4:]], 2)),
+    "chunk": lambda: Joined(lambda a, b: torch.cat(a.chunk(2, 2)[::-1], dim=2)),
+    "mean": lambda: Joined(lambda a, b: a * b.mean(2, keepdim=True)),
+    "softmax": lambda: Joined(lambda a, b: a * b.softmax(-3)),
+    "__getitem__": lambda: Joined(lambda a, b: a + b[:, :, :1]),
+    "sum": lambda: Joined(lambda a, b: a * b.sum()),
+    "flip": lambda: Joined(lambda a, b: a + b.flatten(0, 1).flip(1).unflatten(0, a.shape[:2])),
+    "of a neuron": lambda: ConvNormNeuron(8, 8, neuron=Inhibited(8)),
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_what_mixes_channels_is_refused_where_ranks_share_them_out(kind: str) -> None:
+    described = describe(_model(MIXING[kind]))  # right on one rank
+    with pytest.raises(ValueError, match=r"plain\.0.* along the channels .*--tensor-model-parallel-size above 1"):
+        described.build(BuildContext(Group("tensor", (0, 1))))
+
+
+def test_what_leaves_channels_alone_is_not_refused() -> None:
+    def meet(a: Tensor, b: Tensor) -> Tensor:
+        return a * torch.cat([b[..., :4], b[..., 4:]], -1) + b.mean((3, 4), keepdim=True) + torch.maximum(a, b)
+
+    described = describe(_model(lambda: Joined(meet)))
+    assert len(described.build(BuildContext(Group("tensor", (0, 1))))) == 3
+
+
+class Halved(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_not_swapped() -> None:
+    with pytest.raises(ValueError, match=r"Halved \(Halved\) is a batch norm with a forward of its own"):
+        describe(_model(lambda: Halved(8)))
+
+
+def test_a_buffer_that_only_the_constructor_sets_is_refused() -> None:
+    built = describe(_model(Masked)).named_layers(BuildContext())
+    with pytest.raises(ValueError, match="nothing initialises 'mask' of Masked: values that its constructor sets"):
+        materialise(built, CPU, 0)
+
+
+def test_a_parametric_neuron_of_spikingjelly_is_a_layer() -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, neuron.ParametricLIFNode):
+            nn.init.zeros_(module.w)
+
+    described = describe(_model(lambda: neuron.ParametricLIFNode(step_mode="m"), initialise=fill))
+    built = described.named_layers(BuildContext())
+    materialise(built, CPU, 0)
+    assert dict(built)["plain.0"].w.item() == 0.0
+
+
+MADE_BEFORE = ConvNormNeuron(8, 8)
+
+
+def test_sharded_modules_too_are_made_where_they_are_yielded() -> None:
+    with pytest.raises(ValueError, match=r"plain\.0: made outside `layers`"):
+        describe(_model(lambda: MADE_BEFORE))
+
+
+def test_a_class_that_is_no_model_yet_is_refused_with_what_it_lacks() -> None:
+    class Bare(Model):
+        def layers(self) -> Iterable[Layer]:
+            yield layer("head", MeanLinear(3, 10))
+
+    @dataclass(frozen=True, kw_only=True)
+    class Lacking(Bare):
+        width: int
+
+    @dataclass(frozen=True, kw_only=True)
+    class Empty(Model):
+        def layers(self) -> Iterable[Layer]:
+            return []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Unnamed(Model):
+        def layers(self) -> Iterable[Layer]:
+            yield MeanLinear(3, 10)  # type: ignore[misc]
+
+    with pytest.raises(ValueError, match="Bare is no dataclass: put @dataclass"):
+        run_config(Bare)
+    with pytest.raises(ValueError, match="Lacking.width has no default, and is a flag"):
+        run_config(Lacking)
+    with pytest.raises(ValueError, match="`layers` yields nothing"):
+        describe(Empty())
+    with pytest.raises(ValueError, match="`layers` yields a MeanLinear; yield megasnn.layer"):
+        describe(Unnamed())
+
+
+def test_logits_that_are_pooled_are_whole_on_every_rank() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class AllConvolution(Model):
+        image_size: int = 8
+        num_classes: int = CLASSES
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("stem", ConvNormNeuron(3, 8))
+            yield layer("classes", nn.Conv2d(8, CLASSES, 1))
+            yield layer("mean", nn.AdaptiveAvgPool2d(1))
+            yield layer("flat", nn.Flatten())
+
+    assert len(describe(AllConvolution()).build(BuildContext(Group("tensor", (0, 1))))) == 4

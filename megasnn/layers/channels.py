@@ -1,0 +1,68 @@
+"""What mixes channels that tensor parallel ranks share out is refused: found in the dry run, by the function's name.
+
+A layer of one's own may add, multiply, pool and fire; what joins, divides, sums or picks along the channels sees only
+this rank's. The channels are the dimension that `CHANNEL_DIM` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+CHANNEL_DIM = {5: 2, 4: 1, 3: 2, 2: 1}  # of [T, N, C, H, W]; [T * N, C, H, W] or [N, C, H, W]; [T, N, C]; [N, C]
+
+# Functions and methods with a dimension: its place among the arguments, and what it is by default.
+_REDUCE = ("mean", "sum", "amax", "amin", "max", "min", "var", "std", "norm", "prod", "argmax", "any", "all")
+_ALONG = {
+    **{name: (1, None) for name in _REDUCE},
+    **{name: (1, None) for name in ("softmax", "log_softmax", "cumsum", "cumprod", "sort", "flip", "unflatten")},
+    **{name: (1, 0) for name in ("cat", "concat", "unbind", "narrow", "select", "index_select", "gather", "swapaxes")},
+    **{name: (2, 0) for name in ("chunk", "split", "roll", "tensor_split")},
+}
+_all_channels = 0
+
+
+@contextmanager
+def all_channels() -> Iterator[None]:
+    """Inside, tensors have all channels, or what is done to them is right for any number of ranks."""
+    global _all_channels
+    _all_channels += 1
+    try:
+        yield
+    finally:
+        _all_channels -= 1
+
+
+def refuse_mixed_channels(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a function that would give another result where a rank has some of the channels."""
+    if _all_channels or name not in _ALONG and name != "__getitem__" or not args:
+        return
+    first = args[0][0] if isinstance(args[0], (tuple, list)) and args[0] else args[0]
+    if not isinstance(first, Tensor) or first.ndim not in CHANNEL_DIM:
+        return
+    channel = CHANNEL_DIM[first.ndim]
+    if name == "__getitem__":
+        mixes = _picks(args[1], channel)
+    else:
+        place, default = _ALONG[name]
+        given = options.get("dim", options.get("dims", args[place] if len(args) > place else default))
+        if isinstance(given, Tensor):  # the maximum of two tensors
+            return
+        dims = range(first.ndim) if given is None else given if isinstance(given, (tuple, list)) else (given,)
+        mixes = any(isinstance(dim, int) and dim % first.ndim == channel for dim in dims)
+    if mixes:
+        raise ValueError(
+            f"{name} along the channels (dimension {channel} of {list(first.shape)}): with "
+            "--tensor-model-parallel-size above 1 a rank has its own channels only; set it to 1, or put what mixes "
+            "channels into a plain module that is a layer by itself"
+        )
+
+
+def _picks(index: Any, channel: int) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(part is Ellipsis or part is None for part in parts):
+        return False
+    return len(parts) > channel and parts[channel] != slice(None)
