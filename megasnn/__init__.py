@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
+    from megasnn.layers import KeyedLayer as KeyedLayer
     from megasnn.layers import MeanLinear as MeanLinear
     from megasnn.layers import NeuronConvNorm as NeuronConvNorm
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm

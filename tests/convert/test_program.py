@@ -79,7 +79,7 @@ def test_compare_across_formats(tmp_path, capsys):
 
 
 def test_compare_names_what_one_side_lacks(tmp_path, capsys):
-    both = {"patch_embed.stages.0.conv.weight": torch.zeros(2), "b": torch.zeros(3)}
+    both = {"patch_embed.stages.3.conv.weight": torch.zeros(2), "b": torch.zeros(3)}
     save_global_tensors(tmp_path / "one", both | {"a": torch.zeros(2)})
     save_global_tensors(tmp_path / "other", both | {"b": torch.zeros(4)})
     status, text = answers(capsys, "compare", tmp_path / "one", tmp_path / "other", "--tolerance", "1")
