@@ -79,6 +79,7 @@ class Draws:
 
     def __init__(self, *key: int | str) -> None:
         self._key, self._next = philox_key(*key), 0
+        self._block: tuple[int, tuple[int, int, int, int]] | None = None  # a counter and its four words
 
     def words(self, count: int) -> NDArray[np.int64]:
         """The next `count` words, in [0, 2^32)."""
@@ -91,7 +92,9 @@ class Draws:
         """The next word."""
         counter, place = divmod(self._next, 4)
         self._next += 1
-        return int(philox(counter & WORD, counter >> 32, 0, 0, *self._key)[place])
+        if self._block is None or self._block[0] != counter:
+            self._block = counter, philox(counter & WORD, counter >> 32, 0, 0, *self._key)
+        return self._block[1][place]
 
     def unit(self) -> float:
         """A number in [0, 1)."""
