@@ -149,6 +149,17 @@ class NeuronConvNorm(nn.Module):
         return self.norm(self.conv(self.neuron(x)))
 
 
+class Residual(nn.Module):
+    """x + inner(x)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x
+
+
 def max_pool(x: Tensor) -> Tensor:
     """Of 3 x 3 pixels, stride 2, padding 1, on `[T, N, C, H, W]`."""
     return F.max_pool2d(x.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, x.shape[:2])

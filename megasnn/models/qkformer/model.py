@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from megasnn.layers import ConvNormNeuron, MeanLinear, SpikingSelfAttention, TokenAttention
+from megasnn.layers.unit import Residual
 from megasnn.models.layer import Layer, layer
 from megasnn.models.qkformer.dimensions import STAGES, QKFormer
 
@@ -44,17 +45,6 @@ class PatchEmbedding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.begin is None else self.begin(x)
         return self.last(self.down(x)) + self.shortcut(x)
-
-
-class Residual(nn.Module):
-    """x + inner(x)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 class MLP(nn.Module):

@@ -19,7 +19,7 @@ from megasnn.layers import (
     ParallelNeuron,
     SpikeDrivenAttention,
 )
-from megasnn.layers.unit import PooledUnit, max_pool
+from megasnn.layers.unit import PooledUnit, Residual, max_pool
 from megasnn.models.layer import Layer, layer
 from megasnn.models.spike_driven.dimensions import STEM_STAGES, SpikeDrivenTransformer
 
@@ -53,17 +53,6 @@ class Potential(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.conv(x))
         return max_pool(y) if self.pools else y
-
-
-class Residual(nn.Module):
-    """x + inner(x)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + x
 
 
 class MLP(nn.Module):
