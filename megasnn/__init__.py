@@ -34,7 +34,9 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv
     from megasnn.layers import ParallelDropout as ParallelDropout
+    from megasnn.layers import ParallelGroupNorm as ParallelGroupNorm
     from megasnn.layers import ParallelIF as ParallelIF
+    from megasnn.layers import ParallelLayerNorm as ParallelLayerNorm
     from megasnn.layers import ParallelLIF as ParallelLIF
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
@@ -43,11 +45,14 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
+    from megasnn.layers import TemporalEffectiveBatchNorm as TemporalEffectiveBatchNorm
+    from megasnn.layers import ThresholdDependentBatchNorm as ThresholdDependentBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
     from megasnn.models.layer import layer as layer
     from megasnn.models.model import Model as Model
+    from megasnn.models.shard import shard as shard
     from megasnn.models.table import MODELS as MODELS
     from megasnn.parallel_state import ParallelState as ParallelState
     from megasnn.parallel_state import destroy_model_parallel as destroy_model_parallel

@@ -248,10 +248,22 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
                 for name in _shards(module):
                     value = values[f"{path}.{name}"]
                     if name in module._parameters:
-                        old = module._parameters[name]
-                        module._parameters[name] = nn.Parameter(value, requires_grad=old is None or old.requires_grad)
+                        module._parameters[name] = _with_all_of(module._parameters[name], value)
                     else:
                         module._buffers[name] = value
+
+
+def _with_all_of(old: nn.Parameter | None, value: Tensor) -> nn.Parameter:
+    """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
+    new = nn.Parameter(value, requires_grad=old is None or old.requires_grad)
+    if old is not None:
+        vars(new).update(vars(old))
+    if old is not None and old.requires_grad:
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(hook)
+        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+            new.register_post_accumulate_grad_hook(hook)
+    return new
 
 
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:

@@ -14,10 +14,11 @@ FEW_FRAMES = 16
 
 @dataclass(frozen=True)
 class Geometry:
-    """Stride, padding with zeros, and groups, as in torch; kernels are square."""
+    """Stride, padding with zeros and dilation along height and width, and groups, as in torch."""
 
-    stride: int = 1
-    padding: int = 0
+    stride: tuple[int, ...] = (1, 1)
+    padding: tuple[int, ...] = (0, 0)
+    dilation: tuple[int, ...] = (1, 1)
     groups: int = 1
 
 
@@ -25,7 +26,7 @@ def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """`[frames, C_in, H, W]` and `[C_out, C_in / groups, k, k]` -> `[frames, C_out, H', W']`."""
     if _is_matrix_product(images, weight, geometry):
         return _from_rows(_rows(images) @ weight.flatten(1).t(), images.shape[0], images.shape[2:])
-    return torch.conv2d(images, weight, None, geometry.stride, geometry.padding, 1, geometry.groups)
+    return torch.conv2d(images, weight, None, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
 
 
 def input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
@@ -82,7 +83,7 @@ def _from_rows(rows: Tensor, frames: int, space: torch.Size) -> Tensor:
 def _convolution_backward(
     grad: Tensor, images: Tensor, weight: Tensor, geometry: Geometry, mask: tuple[bool, ...]
 ) -> Any:
-    stride, padding = [geometry.stride] * 2, [geometry.padding] * 2
+    stride, padding, dilation = (list(each) for each in (geometry.stride, geometry.padding, geometry.dilation))
     return torch.ops.aten.convolution_backward(
-        grad, images, weight, None, stride, padding, [1, 1], False, [0, 0], geometry.groups, list(mask)
+        grad, images, weight, None, stride, padding, dilation, False, [0, 0], geometry.groups, list(mask)
     )

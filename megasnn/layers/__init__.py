@@ -9,6 +9,12 @@ from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import NeuronLayer, ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
+from megasnn.layers.norms import (
+    ParallelGroupNorm,
+    ParallelLayerNorm,
+    TemporalEffectiveBatchNorm,
+    ThresholdDependentBatchNorm,
+)
 from megasnn.layers.own_neuron import SpikingNeuron
 from megasnn.layers.unit import ConvNormNeuron, NeuronConvNorm, PooledUnit
 from megasnn.layers.whole import apply_layer
@@ -24,8 +30,10 @@ __all__ = [
     "ParallelBatchNorm",
     "ParallelConv",
     "ParallelDropout",
+    "ParallelGroupNorm",
     "ParallelIF",
     "ParallelLIF",
+    "ParallelLayerNorm",
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
@@ -33,6 +41,8 @@ __all__ = [
     "SpikeDrivenAttention",
     "SpikingNeuron",
     "SpikingSelfAttention",
+    "TemporalEffectiveBatchNorm",
+    "ThresholdDependentBatchNorm",
     "TokenAttention",
     "apply_layer",
 ]

@@ -11,7 +11,7 @@ from megasnn.kernels.reference import batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import once
 from megasnn.layers.initialisers import ones, zeros
-from megasnn.sharding import declare_buffer, declare_parameter
+from megasnn.sharding import Initialiser, declare_buffer, declare_parameter
 
 
 class ParallelBatchNorm(nn.Module):
@@ -27,6 +27,7 @@ class ParallelBatchNorm(nn.Module):
         momentum: weight of the new statistics; None for the average over all steps.
         blocks: as in ParallelConv, for a norm after fused q, k, v.
         whole: every rank has all channels, of the same input.
+        initialise, initialise_bias: fill the global weight and bias; by default with ones and zeros.
     """
 
     weight: Tensor | None
@@ -46,11 +47,14 @@ class ParallelBatchNorm(nn.Module):
         track_running_stats: bool = True,
         blocks: int = 1,
         whole: bool = False,
+        initialise: Initialiser = ones,
+        initialise_bias: Initialiser = zeros,
     ) -> None:
         super().__init__()
         context = context_for(context)
         self.time_steps = context.time_steps
-        self.eps, self.momentum = eps, momentum
+        self.channels, self.eps, self.momentum = channels, eps, momentum
+        self._local_channels = channels if whole else channels // context.tensor.size
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int]] = []
         shard = partial(context.shard, (channels,), None if whole else 0, blocks)
@@ -59,8 +63,8 @@ class ParallelBatchNorm(nn.Module):
         for name in ("running_mean", "running_var"):
             self.register_buffer(name, None)
         if affine:
-            declare_parameter(self, "weight", shard(initialise=ones), context.dtype)
-            declare_parameter(self, "bias", shard(initialise=zeros), context.dtype)
+            declare_parameter(self, "weight", shard(initialise=initialise), context.dtype)
+            declare_parameter(self, "bias", shard(initialise=initialise_bias), context.dtype)
         if track_running_stats:
             declare_buffer(self, "running_mean", shard(initialise=zeros), context.dtype)
             declare_buffer(self, "running_var", shard(initialise=ones), context.dtype)
@@ -73,6 +77,11 @@ class ParallelBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
             once(self)
+            if x.shape[2] != self._local_channels:
+                raise ValueError(
+                    f"a batch norm of {self.channels} channels, of which a rank has {self._local_channels}, is given "
+                    f"{x.shape[2]}"
+                )
         flat = x.flatten(0, 1)
         if self.uses_batch_statistics:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)

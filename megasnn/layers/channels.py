@@ -1,7 +1,7 @@
 """What mixes channels that tensor parallel ranks share out is refused: found in the dry run, by the function's name.
 
 A layer of one's own may add, multiply, pool and fire; what joins, divides, sums or picks along the channels sees only
-this rank's. The channels are the dimension that `CHANNEL_DIM` says.
+this rank's. The channels are the dimension that `channel_dim` says.
 """
 
 from __future__ import annotations
@@ -23,6 +23,41 @@ _ALONG = {
     **{name: (2, 0) for name in ("chunk", "split", "roll", "tensor_split")},
 }
 _all_channels = 0
+_signal_steps: int | None = None
+
+
+@contextmanager
+def of_signals(time_steps: int | None) -> Iterator[None]:
+    """Inside, activations are signals `[T, N, C, L]` with so many time steps, or `[T * N, C, L]`; None for frames."""
+    global _signal_steps
+    before, _signal_steps = _signal_steps, time_steps
+    try:
+        yield
+    finally:
+        _signal_steps = before
+
+
+def channel_dim(tensor: Tensor) -> int | None:
+    """The dimension of the channels of an activation; None where nothing is known of such a tensor."""
+    if _signal_steps is not None and tensor.ndim == 4:
+        return 2
+    if _signal_steps is not None and tensor.ndim == 3 and len(tensor) not in (1, _signal_steps):
+        return 1
+    return CHANNEL_DIM.get(tensor.ndim)
+
+
+def say_whole(tensor: Tensor) -> None:
+    """Says of a tensor of the dry run that every rank has all channels of it."""
+    tensor._is_whole = True  # type: ignore[attr-defined]
+
+
+def refuse_whole(tensor: Tensor, size: int) -> None:
+    """Raises ValueError for a tensor of the dry run that is said to be whole, where a rank's channels are wanted."""
+    if size > 1 and getattr(tensor, "_is_whole", False):
+        raise ValueError(
+            f"the channels of the input {list(tensor.shape)} do not divide by --tensor-model-parallel-size {size}, and "
+            "only a convolution or a linear layer takes them whole"
+        )
 
 
 @contextmanager
@@ -41,9 +76,9 @@ def refuse_mixed_channels(name: str, args: tuple[Any, ...], options: Mapping[str
     if _all_channels or name not in _ALONG and name != "__getitem__" or not args:
         return
     first = args[0][0] if isinstance(args[0], (tuple, list)) and args[0] else args[0]
-    if not isinstance(first, Tensor) or first.ndim not in CHANNEL_DIM:
+    channel = channel_dim(first) if isinstance(first, Tensor) else None
+    if channel is None:
         return
-    channel = CHANNEL_DIM[first.ndim]
     if name == "__getitem__":
         mixes = _picks(args[1], channel)
     else:

@@ -84,6 +84,11 @@ def building(context: BuildContext) -> Iterator[None]:
         _entered.reset(token)
 
 
+def is_building() -> bool:
+    """Whether a model is being built, and layers find the context that they are built for."""
+    return _entered.get(None) is not None
+
+
 def context_for(given: BuildContext | None) -> BuildContext:
     """What a layer's constructor builds for: the context that it was given, the one that is entered, or one rank."""
     return given or _entered.get(None) or BuildContext()

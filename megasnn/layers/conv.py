@@ -1,4 +1,4 @@
-"""Convolution cut by channels, on frames `[T, N, C, H, W]`, 2-d or pointwise.
+"""Convolution cut by channels, on frames `[T, N, C, H, W]` or signals `[T, N, C, L]`.
 
 Between layers every activation is cut by channel, so a convolution has two ways to use several ranks:
 
@@ -15,7 +15,7 @@ is cheaper unless the input is more than twice as wide as the output (`cheaper_s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -43,6 +43,8 @@ from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
 
 Style = Literal["column", "row"]
+Size = int | Sequence[int]
+Pair = tuple[int, int]
 SLICE_BYTES = 4 * 1024 * 1024
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
@@ -56,7 +58,10 @@ class ParallelConv(nn.Module):
     """A convolution over the channels of `[T, N, C_in/size, H, W]`, giving `[T, N, C_out/size, H', W']`.
 
     Args:
-        kernel_size: of a square kernel; with `pointwise` the weight has the shape of a Conv1d, `[out, in, 1]`.
+        kernel_size, stride, padding, dilation: as in torch: a number, or one for each dimension; padding may also be
+            "same" or "valid".
+        dims: 2 for frames `[T, N, C, H, W]`, 1 for signals `[T, N, C, L]`, with a weight `[out, in, k]`.
+        pointwise: on frames or signals, with kernel_size 1 and a weight in the shape of a Conv1d, `[out, in, 1]`.
         style: see the module's text; None for the one that moves fewer bytes.
         whole_input: the input holds all channels on every rank (images), so that nothing is gathered. Only with style
             "column". None: what the dry run shows (`megasnn.layers.holding`).
@@ -81,16 +86,18 @@ class ParallelConv(nn.Module):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int,
+        kernel_size: Size,
         context: BuildContext | None = None,
         *,
         initialise: Initialiser | None = None,
         style: Style | None = None,
-        stride: int = 1,
-        padding: int = 0,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
         padding_mode: str = "zeros",
         groups: int = 1,
         bias: bool = False,
+        dims: int = 2,
         pointwise: bool = False,
         whole_input: bool | None = None,
         content: Content | None = None,
@@ -103,10 +110,17 @@ class ParallelConv(nn.Module):
         group = context.tensor
         if style is None:
             style = "column" if whole_input else cheaper_style(in_channels, out_channels)
-        if pool > 1 and padding_mode != "zeros":
-            raise ValueError(f"pool {pool} comes before padding, and padding_mode {padding_mode!r} pads first")
-        _check(in_channels, out_channels, kernel_size, groups, group, style, padding_mode, pointwise, whole_input)
-        shape = (out_channels, in_channels // groups, *((1,) if pointwise else (kernel_size, kernel_size)))
+        kernel = along_each("kernel_size", kernel_size, dims)
+        stride, dilation = along_each("stride", stride, dims), along_each("dilation", dilation, dims)
+        _check(in_channels, out_channels, kernel, groups, group, style, padding_mode, pointwise, whole_input)
+        pads = _pads(padding, kernel, stride, dilation, dims)
+        zeros = padding_mode == "zeros" and all(before == after for before, after in pads)
+        if pool > 1 and (dims == 1 or not zeros):
+            raise ValueError(
+                f"pool {pool} comes before padding, and is for frames; padding {padding!r} with padding_mode "
+                f"{padding_mode!r} pads first"
+            )
+        shape = (out_channels, in_channels // groups, *(kernel[:1] if pointwise else kernel[:dims]))
         cut = 1 if style == "row" and groups == 1 else 0
         default = uniform(torch.Size(shape[1:]).numel())
         weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default)
@@ -115,8 +129,9 @@ class ParallelConv(nn.Module):
         if bias:
             shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
             declare_parameter(self, "bias", shard, context.dtype)
-        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
-        self.padding, self.padding_mode = padding, padding_mode
+        self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
+        self._kernel, self._pads = kernel, pads
+        self._padding_mode = None if zeros or not any(map(any, pads)) else PADDING_MODES[padding_mode]
         self._learns_content, self._learns_whole = content is None, whole_input is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self.plan = _Plan(
@@ -126,7 +141,8 @@ class ParallelConv(nn.Module):
             content=content or Content.DENSE,
             geometry=Geometry(
                 stride=stride,
-                padding=padding if padding_mode == "zeros" else 0,
+                padding=tuple(before for before, _ in pads) if zeros else (0, 0),
+                dilation=dilation,
                 groups=groups if groups == 1 else groups // group.size,
             ),
             pool=pool,
@@ -135,22 +151,30 @@ class ParallelConv(nn.Module):
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """Without `add_bias`, what the bias would be added to."""
+        is_signal = x.ndim == 4
+        x = x.unsqueeze(-1) if is_signal else x  # of width 1
         if x.is_meta:
-            return self._dry_run(x)
-        if self.padding_mode != "zeros" and self.padding:
-            mode = PADDING_MODES[self.padding_mode]
-            x = F.pad(x.flatten(0, 1), (self.padding,) * 4, mode).unflatten(0, x.shape[:2])
+            y = self._dry_run(x, is_signal)
+            return y.squeeze(-1) if is_signal else y
+        if self._padding_mode is not None:
+            (above, below), (left, right) = self._pads
+            padded = F.pad(x.flatten(0, 1), (left, right, above, below), self._padding_mode)
+            x = padded.unflatten(0, x.shape[:2])
         owed = self.weight_gradients.of(self.weight)
         y = _Convolve.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
-        return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
+        y = y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
+        return y.squeeze(-1) if is_signal else y
 
-    def _dry_run(self, x: Tensor) -> Tensor:
+    def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
         """Learns from the input what it holds and whether it has all channels; gives the shape of the output.
 
-        Raises ValueError for a number of channels that does not fit, and as `once` does.
+        Raises ValueError for dimensions and a number of channels that do not fit, and as `once` does.
         """
         once(self)
+        if x.ndim != 5 or is_signal != (self.dims == 1) and not self.pointwise:
+            wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
+            raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, and is given {x.ndim} dimensions")
         group, plan = self.plan.group, self.plan
         whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
         if self._learns_content:
@@ -165,20 +189,54 @@ class ParallelConv(nn.Module):
         if x.shape[2] != expected:
             have = x.shape[2] if self.plan.whole else x.shape[2] * group.size
             raise ValueError(f"a convolution of {self.in_channels} input channels is given {have}")
-        stride = plan.geometry.stride
-        space = [(side // plan.pool + 2 * self.padding - self.kernel_size) // stride + 1 for side in x.shape[3:]]
+        along = zip(x.shape[3:], self._kernel, self._pads, plan.geometry.stride, plan.geometry.dilation, strict=True)
+        space = [
+            (side // plan.pool + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
+            for side, kernel, pads, stride, dilation in along
+        ]
         if min(space) < 1:
-            raise ValueError(f"a convolution with kernel_size {self.kernel_size} is given {list(x.shape[3:])} pixels")
+            raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {self.plan}"
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self._kernel}, {self.plan}"
+
+
+def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
+    """A size along height and width, from a number or a number for each of the dimensions; a signal has width 1.
+
+    Raises ValueError for another number of them.
+    """
+    if dims not in (1, 2):
+        raise ValueError(f"dims must be 1 (signals) or 2 (frames), got {dims}")
+    each = (size,) * dims if isinstance(size, int) else tuple(size)
+    if len(each) != dims:
+        raise ValueError(f"{name} {size!r} has {len(each)} numbers for a convolution with dims={dims}")
+    return each[0], each[1] if dims == 2 else 0 if name == "padding" else 1
+
+
+def _pads(padding: Size | str, kernel: Pair, stride: Pair, dilation: Pair, dims: int) -> tuple[Pair, Pair]:
+    """The padding before and after, along height and width.
+
+    Raises ValueError for an unknown name, and for "same" with a stride.
+    """
+    if padding == "same":
+        if stride != (1, 1):
+            raise ValueError(f"padding 'same' is for stride 1, got {stride}")
+        # As in torch: of an odd sum, the larger part comes behind.
+        total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
+        first, second = ((each // 2, each - each // 2) for each in total)
+        return first, second
+    if isinstance(padding, str) and padding != "valid":
+        raise ValueError(f"padding must be a number, 'same' or 'valid', got {padding!r}")
+    along, across = along_each("padding", 0 if isinstance(padding, str) else padding, dims)
+    return (along, along), (across, across)
 
 
 def _check(
     in_channels: int,
     out_channels: int,
-    kernel_size: int,
+    kernel: Pair,
     groups: int,
     group: Group,
     style: str,
@@ -192,8 +250,8 @@ def _check(
         raise ValueError(f"padding_mode must be one of {sorted(PADDING_MODES)}, got {padding_mode!r}")
     if whole_input and (style == "row" or groups > 1):
         raise ValueError("whole_input is for style 'column' without groups: a row convolution needs its own channels")
-    if pointwise and kernel_size != 1:
-        raise ValueError(f"a pointwise convolution has kernel_size 1, got {kernel_size}")
+    if pointwise and kernel != (1, 1):
+        raise ValueError(f"a pointwise convolution has kernel_size 1, got {kernel[0]}")
     if groups < 1 or in_channels % groups or out_channels % groups or (groups > 1 and groups % group.size):
         raise ValueError(
             f"groups {groups} must divide in_channels {in_channels} and out_channels {out_channels} and be a multiple "

@@ -23,16 +23,19 @@ class ParallelDropout(KeyedLayer):
 
     Args:
         name: global name, part of the key: equal layers at two places drop different values.
+        same_at_all_steps: what is dropped is dropped at all time steps (SpikingJelly's Dropout).
     Raises:
         ValueError: p outside [0, 1); in training, positions that are missing or are not those of N samples.
     """
 
-    def __init__(self, p: float, name: str, context: BuildContext | None = None) -> None:
+    def __init__(
+        self, p: float, name: str, context: BuildContext | None = None, *, same_at_all_steps: bool = False
+    ) -> None:
         super().__init__()
         context = context_for(context)
         if not 0 <= p < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1, got {p}")
-        self.p, self.name = p, name
+        self.p, self.name, self.same_at_all_steps = p, name, same_at_all_steps
         self.group, self.seed = context.tensor, context.seed
 
     @property
@@ -52,12 +55,14 @@ class ParallelDropout(KeyedLayer):
         return (x * self._kept(x, samples)).mul_(1 / (1 - self.p))
 
     def _kept(self, x: Tensor, samples: range) -> Tensor:
-        """Which values are not zeroed: bool, shaped like `x`."""
+        """Which values are not zeroed: bool, shaped like `x`, perhaps with a single time step."""
         time, _, channels, *space = x.shape
+        time = 1 if self.same_at_all_steps else time
         first = self.group.rank * channels
         keys = [philox_key(self.seed, "dropout", self.name, position) for position in samples]
         mine, whole = range(first, first + channels), channels * self.group.size
-        return kept(self.p, keys, time, math.prod(space), mine, whole, x.device).movedim(-1, 2).view(x.shape)
+        drawn = kept(self.p, keys, time, math.prod(space), mine, whole, x.device).movedim(-1, 2)
+        return drawn.view(time, *x.shape[1:])
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}"

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Content, encode
-from megasnn.comm.collectives import all_reduce_sum, gather_alike, gather_columns, join_columns, sum_and_scatter_columns
+from megasnn.comm.collectives import (
+    all_reduce_sum,
+    gather_alike,
+    gather_columns,
+    join_columns,
+    own_channels,
+    sum_and_scatter_columns,
+)
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import add_product
 from megasnn.layers.context import BuildContext, context_for
@@ -25,7 +32,8 @@ class ParallelLinear(nn.Module):
 
     Style "row" multiplies the features at hand with the matching columns of the weight and sums over the ranks: the
     output is whole on every rank, and the bias is added once, after the sum. Style "column" gathers the input and
-    computes this rank's output features; `gather_output` gathers those too.
+    computes this rank's output features; `gather_output` gathers those too. An input that every rank has whole (pixels
+    in a row) is not gathered, and style "row" takes this rank's features of it; the dry run shows it.
 
     Args:
         content: as in ParallelConv.
@@ -77,6 +85,8 @@ class ParallelLinear(nn.Module):
         if x.is_meta:
             return self._dry_run(x)
         owed = self.weight_gradients.of(self.weight)
+        if self.plan.whole and self.plan.style == "row":
+            x = own_channels(x, self.plan.group)
         y = _Multiply.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
@@ -87,10 +97,11 @@ class ParallelLinear(nn.Module):
         not fit."""
         once(self)
         size = self.plan.group.size
-        if x.shape[-1] * size != self.in_features:
+        is_whole = size > 1 and x.ndim == 3 and x.shape[-1] == self.in_features
+        if x.shape[-1] * size != self.in_features and not is_whole:
             raise ValueError(f"a linear layer of {self.in_features} input features is given {x.shape[-1] * size}")
-        if self._learns_content:
-            self.plan = replace(self.plan, content=content_of(x))
+        content = content_of(x) if self._learns_content else self.plan.content
+        self.plan = replace(self.plan, content=content, whole=is_whole)
         whole = self.plan.style == "row" or self.gather_output
         features = self.out_features if whole else self.out_features // size
         return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
@@ -113,6 +124,7 @@ class _Plan:
     group: Group
     style: str
     content: Content
+    whole: bool = False  # the input has all features on every rank
 
 
 class _Multiply(torch.autograd.Function):
@@ -121,7 +133,7 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: _Plan) -> Tensor:
         rows = x.flatten(0, -2)
-        if plan.style == "column":
+        if plan.style == "column" and not plan.whole:
             full, payloads = gather_columns(rows, plan.group, plan.content)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
@@ -141,7 +153,9 @@ class _Multiply(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             product = rows @ weight.to(grad.dtype)
             # Each rank of style "column" used the whole input, and of style "row" its own features.
-            scatter = plan.style == "column"
+            if plan.style == "column" and plan.whole:
+                all_reduce_sum(product, plan.group, "backward")
+            scatter = plan.style == "column" and not plan.whole
             finish = sum_and_scatter_columns(product, plan.group, "backward") if scatter else lambda: product
         if ctx.leave is not None:
             ctx.leave(partial(_add_weight_gradient, plan, payloads, ctx.row_shape, rows))

@@ -28,6 +28,8 @@ class ConvNormNeuron(nn.Module):
         in_channels, out_channels: global numbers.
         padding: None keeps height and width at stride 1.
         neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
+        norm: a norm of these `out_channels`; None for batch norm.
+        dims: 2 for frames, 1 for signals `[T, N, C_local, L]`.
         max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
             none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
         style, whole_input, content, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
@@ -44,10 +46,12 @@ class ConvNormNeuron(nn.Module):
         padding: int | None = None,
         groups: int = 1,
         bias: bool = False,
+        dims: int = 2,
         pointwise: bool = False,
         max_pool: bool = False,
         average_pool: int = 1,
         neuron: NeuronSpec | NeuronLayer | None = None,
+        norm: nn.Module | None = None,
         style: Style | None = None,
         whole_input: bool | None = None,
         content: Content | None = None,
@@ -66,6 +70,7 @@ class ConvNormNeuron(nn.Module):
             padding=kernel_size // 2 if padding is None else padding,
             groups=groups,
             bias=bias,
+            dims=dims,
             pointwise=pointwise,
             pool=average_pool,
             style=style,
@@ -75,13 +80,18 @@ class ConvNormNeuron(nn.Module):
             initialise=initialise,
             initialise_bias=initialise_bias,
         )
-        self.norm = ParallelBatchNorm(out_channels, context, blocks=blocks)
+        self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
         self.neuron = neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
         self.max_pool = max_pool
 
     def forward(self, x: Tensor) -> Tensor:
         norm, neuron = self.norm, self.neuron
-        if not isinstance(neuron, ParallelNeuron) or neuron.carry_over:  # none that the fused kernels know
+        if (  # not what the fused kernels compute
+            not isinstance(norm, ParallelBatchNorm)
+            or type(norm).forward is not ParallelBatchNorm.forward
+            or not isinstance(neuron, ParallelNeuron)
+            or neuron.carry_over
+        ):
             y = norm(self.conv(x))
             return neuron(max_pool(y) if self.max_pool else y)
         constant = self.conv.bias if norm.uses_batch_statistics else None
@@ -161,5 +171,7 @@ class Residual(nn.Module):
 
 
 def max_pool(x: Tensor) -> Tensor:
-    """Of 3 x 3 pixels, stride 2, padding 1, on `[T, N, C, H, W]`."""
+    """Of 3 x 3 pixels, stride 2, padding 1, on `[T, N, C, H, W]`. Raises ValueError for other dimensions."""
+    if x.ndim != 5:
+        raise ValueError(f"max_pool is for frames [T, N, C, H, W], got {list(x.shape)}")
     return F.max_pool2d(x.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, x.shape[:2])

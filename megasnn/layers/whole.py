@@ -11,11 +11,9 @@ each micro-batch.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,22 +24,28 @@ from torch.nn.modules.dropout import _DropoutNd
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import all_channels
+from megasnn.layers.channels import all_channels, channel_dim, refuse_whole, say_whole
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
+from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm
+from megasnn.layers.own_values import ModuleInitialiser, has_values, own_tensors, own_values
+from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
 from megasnn.sharding import describe_tensor, is_described
 
-ModuleInitialiser = Callable[[nn.Module], None]
-
-SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, KeyedLayer)
-_CHANNELWISE = (
-    *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
-    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh),
+SHARDED = (
+    *(ParallelConv, ParallelLinear, ParallelBatchNorm, ParallelGroupNorm, ParallelLayerNorm),
+    *(NeuronLayer, KeyedLayer),
 )
-_SPIKINGJELLYS_NORMS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+CHANNELWISE = (
+    *(nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+    *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
+    *(nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad2d),
+)
+"""What treats every channel by itself; and Flatten of all but the samples."""
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -63,132 +67,243 @@ def make_whole(
         ValueError: what cannot be computed alike on every layout: dropout, which draws without a key, tied weights,
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
-    _refuse(module)
-    knows_no_time = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
-    stays_cut = knows_no_time and not (first or last) and all(_is_channelwise(each) for each in module.modules())
-    module = _with_our_norms(module, context)
+    module = _uncompiled(module)
+    refuse_what_differs(module)
+    knows_no_time = folds(module)
+    stays_cut = knows_no_time and not (first or last) and all(is_channelwise(each) for each in module.modules())
+    module = describe_whole(module, context, initialise)
+    call = Call(
+        context.tensor,
+        context.time_steps,
+        folds=knows_no_time,
+        dtype=context.dtype,
+        gathers=not first and not stays_cut,
+        cuts=not last and not stays_cut,
+    )
+    vars(module)["_call"] = call
+    return module
+
+
+def describe_whole(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
+    """Swaps the batch norms in a plain module for ours, and describes its tensors as whole on every rank.
+
+    Raises ValueError for tied weights.
+    """
+    module = _with_our_norms(module, context, initialise)
     seen: dict[int, str] = {}
     for path, each in module.named_modules():
         if isinstance(each, ParallelBatchNorm):
             continue
-        for name, tensor in _own_tensors(each):
+        for name, tensor in own_tensors(each):
             place = f"{path}.{name}" if path else name
             if seen.setdefault(id(tensor), place) != place:
                 raise ValueError(f"{place} is the same tensor as {seen[id(tensor)]}: tied weights are not supported")
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(context.dtype)
-            shard = context.shard(tuple(tensor.shape), initialise=partial(_fresh, each, name, initialise))
+            shard = context.shard(tuple(tensor.shape), initialise=own_values(each, initialise, name))
             describe_tensor(each, name, shard)
-    vars(module)["_whole"] = _Whole(
-        context.tensor,
-        context.time_steps,
-        context.dtype,
-        folds=knows_no_time,
-        gathers=not first and not stays_cut,
-        cuts=not last and not stays_cut,
-    )
     return module
 
 
-def is_whole(module: nn.Module) -> bool:
-    """Whether `make_whole` made this layer."""
-    return "_whole" in vars(module)
+def gather_inside(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
+    """Makes a plain module whole where it is, inside a layer whose other parts are cut: what it is given is gathered,
+    and of what it gives every rank keeps its own channels.
+
+    Raises ValueError as `make_whole`.
+    """
+    refuse_what_differs(module)
+    kind = type(module).__module__
+    is_multi_step = getattr(module, "step_mode", "s") == "m"
+    dim = 2 if is_multi_step else 1 if kind.startswith(("torch.nn.", "spikingjelly.")) else None
+    module = describe_whole(module, context, initialise)
+    module.forward = _Gathered(module.forward, context.tensor, context.dtype, dim)
+    return module
 
 
-def call_whole(layer: nn.Module, x: Tensor) -> Tensor:
-    """Calls a layer that `make_whole` made on a micro-batch.
+class _Gathered:
+    """The forward of a whole module on this rank's channels, which are the dimension `dim` of its input."""
+
+    def __init__(self, inner: Callable[..., Any], group: Group, dtype: torch.dtype, dim: int | None) -> None:
+        self._inner, self._group, self._dtype, self._dim = inner, group, dtype, dim
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            refuse_whole(x, self._group.size)
+            self._dim = self._dim or channel_dim(x) or 2
+        with all_channels():
+            y = self._inner(self._with_time(gather_alike, x.to(self._dtype)))
+            if not isinstance(y, Tensor):
+                raise ValueError(f"it gives a {type(y).__name__}; what is whole inside a cut layer gives one tensor")
+            return self._with_time(own_channels_of, y)
+
+    def _with_time(self, move: Callable[[Tensor, Group], Tensor], x: Tensor) -> Tensor:
+        return move(x, self._group) if self._dim == 2 else move(x.unsqueeze(0), self._group).squeeze(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gathered:
+        return self  # a process group cannot be copied
+
+
+def own_channels_of(y: Tensor, group: Group) -> Tensor:
+    """This rank's channels of what every rank has whole. Raises ValueError where they do not divide."""
+    if y.shape[2] % group.size:
+        raise ValueError(
+            f"the {y.shape[2]} channels of the output {list(y.shape)} do not divide by --tensor-model-parallel-size "
+            f"{group.size}"
+        )
+    return own_channels(y, group)
+
+
+def call_as_sharded(module: nn.Module, context: BuildContext, *, folded: bool) -> nn.Module:
+    """Makes a layer of a module whose parts are sharded layers, or treat every channel by themselves.
+
+    Args:
+        folded: whether it is given `[T * N, C, ...]`.
+    """
+    vars(module)["_call"] = Call(context.tensor, context.time_steps, folds=folded, sharded=True)
+    return module
+
+
+def placed(module: nn.Module, name: str, *, first: bool, last: bool, classes: int) -> nn.Module:
+    """A layer of `call_as_sharded`, told its global name and where it stands in the model.
+
+    Args:
+        first: its input is whole on every rank. last: its output has to be, and has so many `classes`.
+    """
+    call: Call = vars(module)["_call"]
+    vars(module)["_call"] = replace(call, whole_input=first, classes=classes if last else None)
+    for path, each in module.named_modules(prefix=name):
+        if isinstance(each, SwappedDropout):
+            each.name = path
+    return module
+
+
+def is_called_as_sharded(module: nn.Module) -> bool:
+    """Whether `call_as_sharded` made this layer."""
+    return "_call" in vars(module) and vars(module)["_call"].sharded
+
+
+def call_plain(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
+    """Calls a layer that `make_whole` or `call_as_sharded` made on a micro-batch.
 
     Raises:
         ValueError: channels of its output that do not divide by the number of tensor parallel ranks.
     """
-    how: _Whole = vars(layer)["_whole"]
+    call: Call = vars(layer)["_call"]
     for each in layer.modules():
         reset = getattr(each, "reset", None)
         if callable(reset) and not isinstance(each, NeuronLayer):
             reset()
-    if len(x) == 1 < how.time_steps:
-        x = x.expand(how.time_steps, *x.shape[1:])
-    x = x.to(how.dtype)
-    if how.gathers:
-        x = gather_alike(x, how.group)
-    module = getattr(layer, "_orig_mod", layer) if x.is_meta else layer  # a dry run compiles nothing
-    with all_channels():
-        y = module(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if how.folds else module(x)
-    if how.cuts and y.shape[2] % how.group.size:
-        raise ValueError(
-            f"the {y.shape[2]} channels of the output {list(y.shape)} do not divide by --tensor-model-parallel-size "
-            f"{how.group.size}"
-        )
-    with all_channels():
-        return own_channels(y, how.group) if how.cuts else y
+        if isinstance(each, SwappedDropout):
+            each.samples = samples
+    if len(x) == 1 < call.time_steps:
+        x = x.expand(call.time_steps, *x.shape[1:])
+    x = call.prepared(x, layer)
+    given = x.flatten(0, 1) if call.folds else x
+    if x.is_meta and call.whole_input:
+        say_whole(given)
+    with nullcontext() if call.sharded else all_channels(), _run_as_it_is(layer, x):
+        y = layer(given)
+    return call.finished(y.unflatten(0, x.shape[:2]) if call.folds else y)
 
 
 def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
     """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples."""
-    if is_whole(layer):
-        return call_whole(layer, x)
+    if "_call" in vars(layer):
+        return call_plain(layer, x, samples)
     return layer(x, samples) if isinstance(layer, KeyedLayer) else layer(x)
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """
+class Call:
+    """How a layer that knows nothing of ranks is called.
+
     Attributes:
-        folds: whether the module is given all time steps as one batch.
+        folds: whether it is given all time steps as one batch.
+        dtype: of its input; None for what comes.
         gathers: whether the input is cut by channel, and made whole. cuts: the same of the output.
+        sharded: whether its parts are cut; otherwise it is whole.
+        whole_input: of a sharded one: whether the input is whole on every rank.
+        classes: of a sharded one: how many channels the output has when it is whole, where it has to be.
     """
 
     group: Group
     time_steps: int
-    dtype: torch.dtype
     folds: bool
-    gathers: bool
-    cuts: bool
+    dtype: torch.dtype | None = None
+    gathers: bool = False
+    cuts: bool = False
+    sharded: bool = False
+    whole_input: bool = False
+    classes: int | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
+    def prepared(self, x: Tensor, layer: nn.Module) -> Tensor:
+        """The input as the layer wants it."""
+        x = x if self.dtype is None else x.to(self.dtype)
+        if self.gathers:
+            return gather_alike(x, self.group)
+        if not self.whole_input or x.shape[2] % self.group.size or _begins_with_weights(layer):
+            return x
+        with all_channels():
+            return own_channels(x, self.group)
+
+    def finished(self, y: Tensor) -> Tensor:
+        """The output as the next layer, or the loss, wants it. Raises ValueError for channels that do not divide."""
+        if self.classes is not None:
+            is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
+            return gather_alike(y, self.group) if is_cut else y
+        with all_channels():
+            return own_channels_of(y, self.group) if self.cuts else y
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Call:
         return self  # a process group cannot be copied
 
 
-class WholeBatchNorm(ParallelBatchNorm):
-    """In place of a batch norm of torch or SpikingJelly inside a plain module: statistics are merged once per step."""
-
-    def __init__(self, norm: _BatchNorm, context: BuildContext) -> None:
-        super().__init__(
-            norm.num_features,
-            context,
-            eps=norm.eps,
-            momentum=norm.momentum,
-            affine=norm.affine,
-            track_running_stats=norm.track_running_stats,
-            whole=True,
-        )
-        self.time_steps = 1  # the input has all time steps
-        self.multi_step = getattr(norm, "step_mode", "s") == "m"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[N, C, ...]`, or `[T, N, C, ...]` where SpikingJelly's norm was in step mode "m"."""
-        return super().forward(x) if self.multi_step else super().forward(x.unsqueeze(0)).squeeze(0)
+def _begins_with_weights(module: nn.Module) -> bool:
+    """Whether the first thing that is done to the input is a product with weights, which take it whole as well."""
+    while isinstance(module, nn.Sequential) and len(module):
+        module = next((each for each in module if not isinstance(each, nn.Flatten)), module[0])
+    return isinstance(module, (ParallelConv, ParallelLinear))
 
 
-def _refuse(module: nn.Module) -> None:
-    if any(not tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+@contextmanager
+def _run_as_it_is(layer: nn.Module, x: Tensor) -> Iterator[None]:
+    """Inside, a dry run compiles nothing."""
+    compiled = [each for each in layer.modules() if each._compiled_call_impl is not None] if x.is_meta else []
+    kept = [each._compiled_call_impl for each in compiled]
+    for each in compiled:
+        each._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for each, call in zip(compiled, kept, strict=True):
+            each._compiled_call_impl = call
+
+
+def refuse_what_differs(module: nn.Module) -> None:
+    """Raises ValueError for what cannot be computed alike on every layout."""
+    if has_values(module):
         raise ValueError(
             f"this {type(module).__name__} has values already: make modules in `layers`, as they are yielded"
         )
     for path, each in module.named_modules():
         what = f"{path or type(each).__name__} ({type(each).__name__})"
         _refuse_dropout(what, each)
-        if isinstance(each, _BatchNorm) and not _is_known_norm(each):
-            raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
-        if isinstance(each, nn.modules.instancenorm._InstanceNorm) and each.track_running_stats:
-            raise ValueError(f"{what} keeps statistics of its own replica: give it track_running_stats=False")
-        if isinstance(each, (_LazyNormBase, nn.modules.lazy.LazyModuleMixin)):
-            raise ValueError(f"{what} does not say its sizes: use the module that is not lazy")
+        refuse_alone(what, each)
         if getattr(each, "step_mode", "m") != "m":
             raise ValueError(f"{what} is in step mode 's': layers take all time steps at once, so give step_mode='m'")
-        unsaved = each._non_persistent_buffers_set
-        if unsaved:
-            raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
+
+
+def refuse_alone(what: str, module: nn.Module) -> None:
+    """Raises ValueError for what is wrong with one module, without those in it."""
+    if isinstance(module, _BatchNorm) and our_batch_norm(module) is None:
+        raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        raise ValueError(f"{what} keeps statistics of its own replica: give it track_running_stats=False")
+    if isinstance(module, (_LazyNormBase, nn.modules.lazy.LazyModuleMixin)):
+        raise ValueError(f"{what} does not say its sizes: use the module that is not lazy")
+    unsaved = module._non_persistent_buffers_set
+    if unsaved:
+        raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
 
 
 def refuse_plain_parts(module: nn.Module) -> None:
@@ -206,66 +321,43 @@ def refuse_plain_parts(module: nn.Module) -> None:
 
 
 def _refuse_dropout(what: str, module: nn.Module) -> None:
-    if (isinstance(module, _DropoutNd) or type(module).__name__ in ("Dropout", "Dropout2d")) and module.p:
+    if is_dropout(module):
         raise ValueError(f"{what} draws random numbers that depend on the layout: use megasnn.ParallelDropout(p, name)")
 
 
-def _with_our_norms(module: nn.Module, context: BuildContext) -> nn.Module:
-    if isinstance(module, _BatchNorm):
-        return WholeBatchNorm(module, context)
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a plain module draws."""
+    named = type(module).__name__ in ("Dropout", "Dropout2d")
+    return bool((isinstance(module, _DropoutNd) or named) and module.p)
+
+
+def folds(module: nn.Module) -> bool:
+    """Whether a plain layer is given all time steps as one batch: it consists of torch's modules."""
+    return all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
+
+
+def is_channelwise(module: nn.Module) -> bool:
+    """Whether it treats every channel by itself; of containers, whether what is in them may."""
+    flattens = isinstance(module, nn.Flatten) and module.start_dim > 0
+    return isinstance(module, (*CHANNELWISE, nn.Sequential)) or flattens
+
+
+def _with_our_norms(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
+    swap = our_batch_norm(module) if isinstance(module, _BatchNorm) else None
+    if swap is not None:
+        return swapped(module, swap, context, initialise, True)
     for name, child in module.named_children():
-        setattr(module, name, _with_our_norms(child, context))
+        setattr(module, name, _with_our_norms(child, context, initialise))
     return module
 
 
-def _is_known_norm(norm: _BatchNorm) -> bool:
-    """torch's, and SpikingJelly's that compute the same."""
-    kind = type(norm)
-    torchs = kind.__module__.startswith("torch.nn.")
-    return torchs or (kind.__module__.startswith("spikingjelly.") and kind.__name__ in _SPIKINGJELLYS_NORMS)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(
-        module.named_parameters(recurse=False, remove_duplicate=False),
-        module.named_buffers(recurse=False, remove_duplicate=False),
-    )
-
-
-def _is_channelwise(module: nn.Module) -> bool:
-    flattens = isinstance(module, nn.Flatten) and module.start_dim == 1
-    return isinstance(module, (*_CHANNELWISE, nn.Sequential)) or flattens
-
-
-def _fresh(
-    module: nn.Module, name: str, initialise: ModuleInitialiser | None, tensor: Tensor, generator: torch.Generator
-) -> None:
-    """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-    values = [_reset(module, mark, initialise, generator.initial_seed()) for mark in (87, 86)]
-    of_first, of_second = (getattr(fresh, name) for fresh in values)
-    if not torch.equal(of_first, of_second):  # what no function has set is what was put there before
-        raise ValueError(
-            f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not kept; "
-            "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
-        )
-    tensor.copy_(of_first)
-
-
-def _reset(module: nn.Module, mark: int, initialise: ModuleInitialiser | None, seed: int) -> nn.Module:
-    """A copy with memory, all of it set to `mark` (bool: to whether it is odd) and then initialised."""
-    fresh = copy.deepcopy(module)
-    for each in fresh.modules():
-        for name, value in list(_own_tensors(each)):
-            memory = torch.full_like(value, mark % 2 if value.dtype == torch.bool else mark, device="cpu")
-            if isinstance(value, nn.Parameter):
-                each._parameters[name] = nn.Parameter(memory, value.requires_grad)
-            else:
-                each._buffers[name] = memory
-    reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        if callable(reset):
-            reset()
-        if initialise is not None:
-            fresh.apply(initialise)
-    return fresh
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The modules that torch.compile wrapped, which then compile their own call: names stay as they were."""
+    inner: Any = getattr(module, "_orig_mod", None)
+    if inner is not None:
+        compiler: Any = module.dynamo_ctx
+        inner._compiled_call_impl = compiler(inner._call_impl)
+        return _uncompiled(inner)
+    for name, child in module.named_children():
+        setattr(module, name, _uncompiled(child))
+    return module

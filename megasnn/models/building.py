@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,19 @@ from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
+from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of
-from megasnn.layers.whole import SHARDED, apply_layer, is_plain, make_whole, refuse_plain_parts
+from megasnn.layers.own_values import without_memory
+from megasnn.layers.whole import (
+    SHARDED,
+    apply_layer,
+    is_called_as_sharded,
+    is_plain,
+    make_whole,
+    placed,
+    refuse_plain_parts,
+)
 from megasnn.models.description import LayerDescription, ModelDescription, frames_of
 from megasnn.models.layer import Layer
 from megasnn.sharding import sharded_tensors
@@ -49,7 +60,7 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
             f"{error}; a plain module with parameters inside a layer of MegaSNN's layers cannot be cut: use "
             "ParallelConv, ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
         ) from None
-    outputs = dry_run(named, model.input_shape)
+    outputs = dry_run(named, model.input_shape, time_steps=model.time_steps)
     _require_logits(model, names[-1], outputs[-1])
     described = [
         LayerDescription(each.name, each.unit, _content(each, y)) for each, y in zip(layers, outputs, strict=True)
@@ -74,9 +85,10 @@ def _refuse_shared(layers: Sequence[Layer]) -> None:
     for each in layers:
         for module in each.module.modules():
             has_tensors = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
-            if has_tensors and owner.setdefault(id(module), each.name) != each.name:
+            made_from = id(vars(module).get("made_from", module))
+            if has_tensors and owner.setdefault(made_from, each.name) != each.name:
                 raise ValueError(
-                    f"{each.name} and {owner[id(module)]} have the same {type(module).__name__} inside; a module is "
+                    f"{each.name} and {owner[made_from]} have the same {type(module).__name__} inside; a module is "
                     "for one layer"
                 )
 
@@ -107,26 +119,37 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
     """All layers, without memory. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
     context = replace(context or BuildContext(), neuron=neuron or NeuronSpec(), time_steps=model.time_steps)
     layers: list[Layer] = []
-    with building(context), torch.device("meta"):
+    with building(context), without_memory():
         try:
             for each in model.layers():
                 if not isinstance(each, Layer):
                     kind = type(each).__name__
                     raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
                 layers.append(each)
-        except (ValueError, RuntimeError, OverflowError) as error:  # torch's own of sizes beyond all bounds
+        except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
-            raise ValueError(f"{place}: {error}") from error
+            flags = f" ({_flags_of(model)})" if isinstance(error, ArithmeticError) else ""
+            raise ValueError(f"{place}: {error}{flags}") from error
         if not layers:
             raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
-        return [_as_layer(each, context, each is layers[0], each is layers[-1]) for each in layers]
+        classes = model.num_classes
+        return [_as_layer(each, context, each is layers[0], each is layers[-1], classes) for each in layers]
 
 
-def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> Layer:
+def _flags_of(model: Any) -> str:
+    """The flags of a model with their values, for an error in what it computes from them."""
+    return " ".join(f"--{each.name.replace('_', '-')} {getattr(model, each.name)}" for each in fields(model))
+
+
+def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, classes: int) -> Layer:
     """The layer; of a plain module, made one that is whole on every tensor parallel rank."""
     try:
+        if is_called_as_sharded(each.module):
+            return replace(each, module=placed(each.module, each.name, first=first, last=last, classes=classes))
         if not is_plain(each.module):
             refuse_plain_parts(each.module)
+            if each.initialise is not None:
+                raise ValueError("initialise=... is for plain modules; layers of MegaSNN are given it themselves")
             return each
         module = make_whole(each.module, context, first=first, last=last, initialise=each.initialise)
     except ValueError as error:
@@ -137,7 +160,8 @@ def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> La
 def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
     """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
     layers = [(each.name, each.module) for each in built(model, context, neuron)]
-    outputs = dry_run(layers, model.input_shape, context.compute_dtype, cut=context.tensor.size > 1)
+    cut = context.tensor.size > 1
+    outputs = dry_run(layers, model.input_shape, context.compute_dtype, cut, model.time_steps)
     _require_logits(model, layers[-1][0], outputs[-1])
     return [module for _, module in layers]
 
@@ -147,17 +171,20 @@ def dry_run(
     input_shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     cut: bool = False,
+    time_steps: int = 1,
 ) -> list[Tensor]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
 
     Args:
         cut: whether channels are shared out over tensor parallel ranks.
+        time_steps: of the model.
     Raises:
         ValueError: a layer cannot take what the one before it gives; names the layer.
     """
     x = frames_of(torch.empty((_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
     outputs = []
-    with torch.no_grad(), Holding(cut):
+    signals = time_steps if len(input_shape) == 2 else None
+    with torch.no_grad(), Holding(cut), of_signals(signals):
         for name, layer in named_layers:
             try:
                 x = apply_layer(layer, x, range(_SAMPLES))

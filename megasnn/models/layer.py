@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from megasnn.comm.codec import Content
-from megasnn.layers.whole import ModuleInitialiser
+from megasnn.layers.own_values import ModuleInitialiser
+
+if TYPE_CHECKING:
+    from megasnn.models.shard import Sharded
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,18 @@ class Layer:
 
 def layer(
     name: str,
-    module: nn.Module,
+    module: nn.Module | Sharded,
     *,
     unit: str | None = None,
     holds: Content | None = None,
     initialise: ModuleInitialiser | None = None,
 ) -> Layer:
-    """A layer of a model; see `Layer`. Without `unit` it is a unit of its own."""
+    """A layer of a model; see `Layer`. Without `unit` it is a unit of its own.
+
+    Raises ValueError for `initialise` where the module does not ask for it, and as `megasnn.shard`.
+    """
+    if not isinstance(module, nn.Module):
+        if initialise is not None:
+            raise ValueError(f"{name}: give initialise=... to megasnn.shard, which describes the initial values")
+        module, initialise = module.as_layer()
     return Layer(name, module, unit or name, holds, initialise)

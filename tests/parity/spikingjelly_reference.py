@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 DIMS = dict(T=3, in_channels=3, patch_size=4, num_classes=5, embed_dims=32, num_heads=4, mlp_ratio=2.0, depths=2)
 IMAGE_SIZE = 16
@@ -64,7 +65,7 @@ def step(
             lambda _m, args, _o, name=name: inputs.setdefault(name, []).append(args[0].detach().clone())
         )
         for name, module in model.named_modules()
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d))
+        if isinstance(module, _BatchNorm)
     ]
     spikes: list[tuple[int, int]] = []
     hooks += [

@@ -1,0 +1,137 @@
+"""Initial values of plain modules: what their constructor sets as numbers, their `reset_parameters`, a function of the
+user's, in this order, so that the last one wins.
+
+Modules are made on the meta device, without values. What has to be known is found out on a copy with memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megasnn.sharding import Initialiser
+
+ModuleInitialiser = Callable[[nn.Module], None]
+
+
+class _Numbers(TorchFunctionMode):
+    """Tensors that are made of one number have memory, whatever the device that is entered."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        makes = function in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (int, float))
+        if makes and options.get("device") is None:
+            options["device"] = "cpu"
+        return function(*args, **options)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Inside, modules are made on the meta device; of their tensors, single numbers alone have values."""
+    with torch.device("meta"), _Numbers():
+        yield
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether a module was made elsewhere."""
+    return any(not tensor.is_meta and tensor.ndim > 0 for tensor in tensors_of(module))
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of a module and those in it."""
+    return chain(module.parameters(), module.buffers())
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, in which single numbers alone have values, and neurons no state.
+
+    The copy of a module has its `made_from`, the same for all copies of it.
+    """
+    copies: dict[int, Any] = {}
+    for each in module.modules():
+        for _, tensor in own_tensors(each):
+            values = tensor.detach().clone() if tensor.ndim == 0 else tensor.detach().to("meta")
+            new: Tensor = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+            vars(new).update(vars(tensor))
+            copies.setdefault(id(tensor), new)
+        for state in vars(each).get("_memories", {}).values():
+            if isinstance(state, Tensor):
+                copies[id(state)] = state.detach()
+    copied = copy.deepcopy(module, copies)
+    for old, copied_one in zip(module.modules(), copied.modules(), strict=True):
+        vars(copied_one)["made_from"] = vars(old).setdefault("_mark_of_copies", object())
+        reset = getattr(copied_one, "reset", None)
+        if callable(reset):
+            reset()
+    return copied
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names, parameters and buffers of a module, without those of the modules in it."""
+    return chain(
+        module.named_parameters(recurse=False, remove_duplicate=False),
+        module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+
+
+def own_values(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
+    """Fills a global tensor with the values that a plain module gives its own tensor of this name.
+
+    Args:
+        initialise: of the user: sets values of a module, after its own `reset_parameters`.
+    """
+    return partial(_fresh, module, name, initialise)
+
+
+def _fresh(
+    module: nn.Module, name: str, initialise: ModuleInitialiser | None, tensor: Tensor, generator: torch.Generator
+) -> None:
+    """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
+    values = [_reset(module, mark, initialise, generator.initial_seed()) for mark in (87, 86)]
+    of_first, of_second = (getattr(fresh, name) for fresh in values)
+    if not torch.equal(of_first, of_second):  # what no function has set is what was put there before
+        raise ValueError(
+            f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not kept; "
+            "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
+        )
+    tensor.copy_(of_first)
+
+
+def _reset(module: nn.Module, mark: int, initialise: ModuleInitialiser | None, seed: int) -> nn.Module:
+    """A copy with memory, all that has no values set to `mark` (bool: to whether it is odd), and then initialised."""
+    fresh = copy.deepcopy(module)
+    for each in fresh.modules():
+        for name, value in list(own_tensors(each)):
+            if not value.is_meta:
+                continue
+            memory = torch.full_like(value, mark % 2 if value.dtype == torch.bool else mark, device="cpu")
+            if isinstance(value, nn.Parameter):
+                each._parameters[name] = nn.Parameter(memory, value.requires_grad)
+            else:
+                each._buffers[name] = memory
+    reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if callable(reset):
+            reset()
+        _set_what_constructors_set(fresh)
+        if initialise is not None:
+            fresh.apply(initialise)
+    return fresh
+
+
+def _set_what_constructors_set(module: Any) -> None:
+    """Of SpikingJelly's norms, whose constructors set values that are more than numbers."""
+    if type(module).__module__.startswith("spikingjelly."):
+        if "ThresholdDependentBatchNorm" in type(module).__name__:
+            nn.init.constant_(module.weight, module.alpha * module.v_th)
+        if "TemporalEffectiveBatchNorm" in type(module).__name__:
+            nn.init.ones_(module.scale)

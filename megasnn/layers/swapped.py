@@ -1,0 +1,287 @@
+"""What plain layers become: a table from the layer classes of torch and SpikingJelly to ours, cut by channel.
+
+A layer keeps the names of its tensors, its initial values, its hooks and what was set on it, and how it is called: one
+of torch's, or of SpikingJelly's in step mode "s", is given `[N, C, ...]`, in which N may be T * N; one in step mode "m"
+is given `[T, N, C, ...]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from megasnn.kernels import SURROGATES, NeuronSpec
+from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.channels import refuse_whole
+from megasnn.layers.context import BuildContext
+from megasnn.layers.conv import ParallelConv
+from megasnn.layers.dropout import ParallelDropout
+from megasnn.layers.holding import once
+from megasnn.layers.linear import ParallelLinear
+from megasnn.layers.neuron import ParallelNeuron
+from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm, TemporalEffectiveBatchNorm
+from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values
+from megasnn.sharding import declare_parameter
+from megasnn.table import Table
+
+
+class _Steps(nn.Module):
+    """Calls the class behind it, which takes `[T, N, C, ...]`, as the plain layer was called."""
+
+    multi_step: bool
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(x, *args) if self.multi_step else super().forward(x.unsqueeze(0), *args).squeeze(0)
+
+
+class SwappedConv(_Steps, ParallelConv):
+    """In place of a Conv1d or Conv2d."""
+
+    def __init__(
+        self, conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None
+    ) -> None:
+        super().__init__(
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size,
+            context,
+            dims=len(conv.kernel_size),
+            stride=conv.stride,
+            padding=conv.padding,
+            dilation=conv.dilation,
+            padding_mode=conv.padding_mode,
+            groups=conv.groups,
+            bias=conv.bias is not None,
+            initialise=own_values(conv, initialise, "weight"),
+            initialise_bias=own_values(conv, initialise, "bias"),
+        )
+        self.multi_step = is_multi_step(conv)
+
+
+class SwappedLinear(ParallelLinear):
+    """In place of a Linear. Its output is cut, or, where it does not divide by the ranks, whole on each of them."""
+
+    def __init__(self, linear: nn.Linear, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
+        super().__init__(
+            linear.in_features,
+            linear.out_features,
+            context,
+            style="row" if linear.out_features % context.tensor.size else "column",
+            bias=linear.bias is not None,
+            initialise=own_values(linear, initialise, "weight"),
+            initialise_bias=own_values(linear, initialise, "bias"),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.ndim > 2 else super().forward(x.unsqueeze(0)).squeeze(0)
+
+
+class SwappedBatchNorm(_Steps, ParallelBatchNorm):
+    """In place of a batch norm: running statistics are merged once per step.
+
+    Args:
+        whole: every rank has all channels.
+    """
+
+    def __init__(
+        self, norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
+    ) -> None:
+        super().__init__(norm.num_features, context, **_options(norm, initialise, whole))
+        _as_called(self, norm)
+
+
+class SwappedTemporalBatchNorm(_Steps, TemporalEffectiveBatchNorm):
+    """In place of SpikingJelly's TemporalEffectiveBatchNorm. Raises ValueError for another number of time steps."""
+
+    def __init__(
+        self, norm: Any, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
+    ) -> None:
+        if len(norm.scale) != context.time_steps:
+            raise ValueError(f"it has {len(norm.scale)} time steps, the model {context.time_steps}; set --time-steps")
+        scale = own_values(norm, initialise, "scale")
+        super().__init__(norm.num_features, context, initialise_scale=scale, **_options(norm, initialise, whole))
+        _as_called(self, norm)
+
+
+def _options(norm: _BatchNorm, initialise: ModuleInitialiser | None, whole: bool) -> dict[str, Any]:
+    return dict(
+        eps=norm.eps,
+        momentum=norm.momentum,
+        affine=norm.affine,
+        track_running_stats=norm.track_running_stats,
+        whole=whole,
+        initialise=own_values(norm, initialise, "weight"),
+        initialise_bias=own_values(norm, initialise, "bias"),
+    )
+
+
+def _as_called(ours: ParallelBatchNorm, norm: _BatchNorm) -> None:
+    ours.time_steps = 1  # the input has all time steps
+    ours.multi_step = is_multi_step(norm)  # type: ignore[assignment]
+    if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
+        drop_tensor(ours, "bias")
+
+
+class SwappedGroupNorm(_Steps, ParallelGroupNorm):
+    """In place of a GroupNorm, or of an InstanceNorm without running statistics."""
+
+    def __init__(self, norm: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
+        is_group_norm = isinstance(norm, nn.GroupNorm)
+        channels = norm.num_channels if is_group_norm else norm.num_features
+        super().__init__(
+            norm.num_groups if is_group_norm else channels,
+            channels,
+            context,
+            eps=norm.eps,
+            affine=norm.affine,
+            initialise=own_values(norm, initialise, "weight"),
+            initialise_bias=own_values(norm, initialise, "bias"),
+        )
+        self.multi_step = is_multi_step(norm)
+
+
+class SwappedLayerNorm(ParallelLayerNorm):
+    """In place of a LayerNorm, of which the first normalised dimension is the channels."""
+
+    def __init__(self, norm: nn.LayerNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
+        super().__init__(
+            norm.normalized_shape,
+            context,
+            eps=norm.eps,
+            affine=norm.elementwise_affine,
+            bias=norm.bias is not None,
+            initialise=own_values(norm, initialise, "weight"),
+            initialise_bias=own_values(norm, initialise, "bias"),
+        )
+
+
+class SwappedDropout(ParallelDropout):
+    """In place of a Dropout; drawn by sample.
+
+    Attributes:
+        samples: the positions of the micro-batch's samples, set before each forward of the layer it is in.
+    """
+
+    def __init__(self, dropout: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
+        of_spikingjelly = not isinstance(dropout, nn.Dropout)
+        super().__init__(dropout.p, "", context, same_at_all_steps=of_spikingjelly)
+        self.samples: range | None = None
+
+    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+        refuse_whole(x, self.group.size)
+        if self.samples is None or x.shape[1] == len(self.samples) or len(x) % len(self.samples):
+            return super().forward(x, self.samples)
+        return super().forward(x.unflatten(0, (-1, len(self.samples))), self.samples).flatten(0, 1)
+
+
+class SwappedNeuron(ParallelNeuron):
+    """In place of SpikingJelly's IFNode, LIFNode and ParametricLIFNode in step mode "m"."""
+
+    def __init__(self, node: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
+        super().__init__(spec_of(node), context)
+        if self.w is not None:
+            shard = context.shard((), partial_gradient=True, initialise=own_values(node, initialise, "w"))
+            declare_parameter(self, "w", shard, context.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            once(self)  # a second call would go on with the potentials of the first
+        return super().forward(x)
+
+
+_KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
+
+
+def spec_of(node: Any) -> NeuronSpec | None:
+    """What a neuron of SpikingJelly's computes; None where none of ours computes it."""
+    surrogate = node.surrogate_function
+    names = {entry.spikingjelly: name for name, entry in SURROGATES.items() if entry.spikingjelly}
+    name = names.get(type(surrogate).__name__)
+    parameters = dict(getattr(surrogate, "_sg_params", {}))
+    alpha = parameters.pop("alpha", None)
+    beta = parameters.pop("beta", 1.0)
+    own = type(node).__module__.startswith("spikingjelly.") and type(node).__name__ in _KINDS
+    known = own and name is not None and surrogate.spiking and not parameters and beta == 1.0
+    if not known or node.store_v_seq or node._neuron_precision is not None:
+        return None
+    return NeuronSpec(
+        kind=_KINDS[type(node).__name__],
+        tau=getattr(node, "tau", 2.0),
+        v_threshold=node.v_threshold,
+        v_reset=node.v_reset,
+        decay_input=getattr(node, "decay_input", True),
+        detach_reset=node.detach_reset,
+        surrogate=str(name),
+        alpha=None if alpha is None else float(alpha),
+    )
+
+
+Swap = Callable[[Any, BuildContext, ModuleInitialiser | None], nn.Module]
+
+SWAPS: Table[Swap] = Table(
+    "megasnn.shard",
+    {
+        **dict.fromkeys(("Conv1d", "Conv2d"), SwappedConv),
+        "Linear": SwappedLinear,
+        **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), SwappedBatchNorm),
+        **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), SwappedBatchNorm),
+        **dict.fromkeys((f"TemporalEffectiveBatchNorm{dims}d" for dims in (1, 2, 3)), SwappedTemporalBatchNorm),
+        **dict.fromkeys(("GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), SwappedGroupNorm),
+        "LayerNorm": SwappedLayerNorm,
+        "Dropout": SwappedDropout,
+        **dict.fromkeys(_KINDS, SwappedNeuron),
+    },
+)
+BATCH_NORMS = (SwappedBatchNorm, SwappedTemporalBatchNorm)
+
+
+def class_name(module: nn.Module) -> str | None:
+    """Of a layer class of torch's or SpikingJelly's; None of all others, derived ones too."""
+    known = type(module).__module__.startswith(("torch.nn.modules.", "spikingjelly.activation_based."))
+    return type(module).__name__ if known else None
+
+
+def our_batch_norm(norm: _BatchNorm) -> Callable[..., nn.Module] | None:
+    """What a batch norm is swapped for; None where it has a forward of its own that none of ours computes."""
+    swap = SWAPS.get(class_name(norm) or "")
+    return swap if swap in BATCH_NORMS else None
+
+
+def is_multi_step(module: nn.Module) -> bool:
+    """Whether a layer is given `[T, N, ...]`."""
+    return getattr(module, "step_mode", "s") == "m"
+
+
+def swapped(module: nn.Module, swap: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """The layer that a plain one becomes: with its hooks, with what was set on it and on its parameters."""
+    ours = swap(module, *args)
+    for name, value in vars(module).items():
+        if name in _HOOKS:
+            vars(ours)[name] = value
+        elif not name.startswith("_") and name not in vars(ours):
+            vars(ours)[name] = value
+    ours.training = module.training
+    for name, old in own_tensors(module):
+        new = getattr(ours, name, None)
+        if new is None or not isinstance(old, nn.Parameter):
+            continue
+        new.requires_grad_(old.requires_grad)
+        vars(new).update(vars(old))
+    return ours
+
+
+_HOOKS = {
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook", "_non_full_backward_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+}
+
+
+def drop_tensor(module: nn.Module, name: str) -> None:
+    """Takes a declared parameter away from a layer."""
+    module.register_parameter(name, None)
+    vars(module)["_described_shards"].pop(name)
