@@ -1,4 +1,5 @@
-"""ParallelConv on several ranks against nn.Conv2d in float64: two column-row pairs in a row, and each option alone."""
+"""ParallelConv on several ranks against nn.Conv2d and nn.Conv1d in float64: two column-row pairs in a row, and each
+option alone."""
 
 from __future__ import annotations
 
@@ -156,12 +157,19 @@ def test_frozen_weights_have_no_gradient_and_the_others_keep_theirs(ranks) -> No
 class Case:
     inputs: int
     outputs: int
-    kernel: int
+    kernel: int | tuple[int, ...]
     options: tuple[tuple[str, object], ...] = ()
 
-    def reference(self) -> nn.Conv2d:
-        ours = ("style", "whole_input", "content", "pool")
-        return nn.Conv2d(
+    @property
+    def dims(self) -> int:
+        return dict(self.options).get("dims", 2)
+
+    def input(self, seed: int) -> Tensor:
+        return random(T, N, self.inputs, *[7] * self.dims, seed=seed)
+
+    def reference(self) -> nn.Conv1d | nn.Conv2d:
+        ours = ("style", "whole_input", "content", "pool", "dims")
+        return (nn.Conv1d if self.dims == 1 else nn.Conv2d)(
             self.inputs,
             self.outputs,
             self.kernel,
@@ -170,7 +178,7 @@ class Case:
         )
 
 
-def case(inputs: int, outputs: int, kernel: int, **options: object) -> Case:
+def case(inputs: int, outputs: int, kernel: int | tuple[int, ...], **options: object) -> Case:
     return Case(inputs, outputs, kernel, tuple(options.items()))
 
 
@@ -190,6 +198,19 @@ CASES = [
     case(8, 16, 3, style="column", pool=2, padding=1, bias=True),
     case(16, 8, 3, style="row", pool=3, padding=1),
     case(3, 16, 3, whole_input=True, pool=2, padding=1),
+    case(8, 16, (3, 2), style="column", stride=(2, 1), padding=(0, 1), dilation=(1, 2), bias=True),
+    case(16, 8, 4, style="row", padding="same", padding_mode="reflect", bias=True),
+    case(8, 16, 4, groups=4, padding="same", dilation=2),
+    *(
+        case(8, 16, 3, dims=1, style=style, padding=2, padding_mode=mode, bias=True)
+        for style in ("column", "row")
+        for mode in ("zeros", "reflect", "replicate", "circular")
+    ),
+    case(8, 16, 4, dims=1, style="row", stride=2, dilation=2, padding="valid", bias=True),
+    case(8, 16, (3,), dims=1, groups=4, padding="same", bias=True),
+    case(8, 8, 3, dims=1, groups=8, stride=2, padding=1, padding_mode="circular"),
+    case(3, 16, 4, dims=1, whole_input=True, padding="same"),
+    case(8, 16, 1, dims=1, style="column"),
 ]
 
 
@@ -203,13 +224,13 @@ def _run_cases() -> list:
         )
         truth = _randomised(one.reference(), index)
         tensors = build({"conv": layer}, {f"conv.{name}": value for name, value in truth.state_dict().items()})
-        x = random(T, N, one.inputs, 7, 7, seed=index)
+        x = one.input(index)
         whole = bool(options.get("whole_input"))
         local = channels_last(x if whole else mine(x, group)).requires_grad_(not whole)
         y = layer(local)
         shape = (T, N, one.outputs, *y.shape[3:])
         (y * mine(random(*shape, seed=50), group)).sum().backward()
-        at = lambda channels: (0, 0, group.rank * channels // group.size, 0, 0)  # noqa: E731
+        at = lambda channels: (0, 0, group.rank * channels // group.size, *[0] * one.dims)  # noqa: E731,B023
         result = parts(tensors, gradients=True) + [("y", shape, [(at(one.outputs), y.detach())])]
         if not whole:
             result.append(("x", tuple(x.shape), [(at(one.inputs), local.grad)]))
@@ -217,7 +238,7 @@ def _run_cases() -> list:
     return found
 
 
-def _randomised(conv: nn.Conv2d, seed: int) -> nn.Conv2d:
+def _randomised(conv: nn.Conv1d | nn.Conv2d, seed: int) -> nn.Conv1d | nn.Conv2d:
     with torch.no_grad():
         for offset, parameter in enumerate(conv.parameters()):
             parameter.copy_(random(*parameter.shape, seed=1000 + 2 * seed + offset))
@@ -229,8 +250,10 @@ def test_every_option_against_torch(ranks, size) -> None:
     everyone = ranks(size, _run_cases)
     for index, one in enumerate(CASES):
         truth = _randomised(one.reference(), index)
-        x = random(T, N, one.inputs, 7, 7, seed=index).requires_grad_()
-        y = truth(F.avg_pool2d(x.flatten(0, 1), dict(one.options).get("pool", 1))).unflatten(0, (T, N))
+        x = one.input(index).requires_grad_()
+        pool = dict(one.options).get("pool", 1)
+        images = x.flatten(0, 1)
+        y = truth(images if pool == 1 else F.avg_pool2d(images, pool)).unflatten(0, (T, N))
         (y * random(*y.shape, seed=50)).sum().backward()
         expected = {"y": y.detach(), "x": x.grad, **{f"conv.{n}": p.grad for n, p in truth.named_parameters()}}
         found = assemble([rank[index] for rank in everyone])
@@ -275,6 +298,11 @@ def test_pooled_spikes_travel_as_bits_and_their_gradient_pooled(ranks) -> None:
         (dict(inputs=8, outputs=8, whole_input=True, style="row"), "whole_input is for style 'column'"),
         (dict(inputs=8, outputs=8, pointwise=True, kernel_size=3), "kernel_size 1, got 3"),
         (dict(inputs=8, outputs=8, pool=2, padding_mode="circular"), "pool 2 comes before padding"),
+        (dict(inputs=8, outputs=8, pool=2, dims=1), "pool 2 .* is for frames"),
+        (dict(inputs=8, outputs=8, dims=3), "dims must be 1 .* or 2"),
+        (dict(inputs=8, outputs=8, dims=1, kernel_size=(3, 3)), r"kernel_size \(3, 3\) has 2 numbers .* dims=1"),
+        (dict(inputs=8, outputs=8, padding="same", stride=2), "padding 'same' is for stride 1"),
+        (dict(inputs=8, outputs=8, padding="some"), "padding must be a number, 'same' or 'valid', got 'some'"),
     ],
 )
 def test_what_does_not_divide_is_refused(arguments, message) -> None:
