@@ -87,7 +87,8 @@ class Engine:
             chunk.weight_gradients.observer = self.data_parallel.accumulated
         whole = describe_tensors(model, BuildContext())
         self.parameters = parameter_count(whole)
-        self.trained_parameters = parameter_count(entry for entry in whole if not is_frozen(entry.name))
+        trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
+        self.trained_parameters = parameter_count(trained)
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
         self._global_batch_size = 1
         self.wants_to_stop: Callable[[], bool] = lambda: False

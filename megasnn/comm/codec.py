@@ -34,11 +34,15 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     """
     if flat.is_meta:
         return encoded_like(flat.numel(), content, flat.dtype, flat.device)
-    if content is Content.SPIKES:
-        return codec.pack_bits(flat, check=check)
-    if content is Content.COUNTS:
-        return codec.pack_counts(flat, check=check)
-    return flat
+    if content is Content.DENSE:
+        return flat
+    try:
+        return codec.pack_bits(flat, check) if content is Content.SPIKES else codec.pack_counts(flat, check)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; what the layers before gave was said to hold {content.value}: a neuron of one's own that gives "
+            "other values says so, SpikingNeuron(..., largest=...)"
+        ) from error
 
 
 def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:

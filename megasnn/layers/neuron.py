@@ -26,7 +26,10 @@ class NeuronLayer(nn.Module):
     Attributes:
         time_steps: T of the model.
         observer: called with the spikes of every forward when set (spike statistics).
+        largest: the largest value that a neuron gives, of the whole numbers from 0; None where others come too.
     """
+
+    largest: int | None = 1
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class NeuronLayer(nn.Module):
     def observed(self, spikes: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(spikes.detach())
-        return hold(spikes, 1)
+        return spikes if self.largest is None else hold(spikes, self.largest)
 
 
 class ParallelNeuron(NeuronLayer):

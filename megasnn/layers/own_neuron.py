@@ -42,6 +42,8 @@ class SpikingNeuron(NeuronLayer):
     Args:
         channels: the global number.
         surrogate, alpha: a name in megasnn.kernels.SURROGATES, and its sharpness; None for its default.
+        largest: the largest value that a neuron gives: 1 for spikes, more for counts of them, which travel as bytes;
+            None for values that are negative (ternary spikes) or no whole numbers.
     Raises:
         ValueError: an unknown surrogate.
     """
@@ -53,10 +55,11 @@ class SpikingNeuron(NeuronLayer):
         *,
         surrogate: str = "sigmoid",
         alpha: float | None = None,
+        largest: int | None = 1,
     ) -> None:
         context = context_for(context)
         super().__init__(context)
-        self._context, self.channels = context, channels
+        self._context, self.channels, self.largest = context, channels, largest
         self._local_channels = channels // context.tensor.size
         self._fire = surrogate_function(surrogate, SURROGATES[surrogate].alpha if alpha is None else alpha)
 

@@ -51,8 +51,11 @@ class PipelineChunk(nn.Module):
         """
         if self.is_first:
             x = frames_of(x, self._input_shape)
-        for layer in self.layers:
-            x = apply_layer(layer, x, samples)
+        for name, layer in self.named_layers():
+            try:
+                x = apply_layer(layer, x, samples)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         return x
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:

@@ -82,7 +82,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.fire = neuron.LIFNode()
+        self.fire = neuron.LIFNode(step_mode="m")
         self.fc = sj.Linear(width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,6 +119,55 @@ def signals() -> nn.Sequential:
         head=sj.Linear(16, CLASSES),
     )
     return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
+
+
+def rest() -> nn.Sequential:
+    """What no other network has: containers, neurons that are none of ours, and layers that mix channels."""
+    parts = OrderedDict(
+        stem=sj.SeqToANNContainer(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)),
+        steps=sj.MultiStepContainer(neuron.IFNode(), sj.Conv2d(8, 8, 1)),
+        counts=neuron.ILIFNode(),
+        conv=sj.Conv2d(8, 8, 3, padding=1),
+        through_time=sj.BatchNormThroughTime2d(TIME, 8),
+        fire=neuron.LIFNode(surrogate_function=surrogate.PiecewiseLeakyReLU()),
+        mixing=sj.SeqToANNContainer(nn.LocalResponseNorm(3), nn.InstanceNorm2d(8, affine=True), nn.PReLU(8)),
+        mean=sj.AdaptiveAvgPool2d(1),
+        flat=sj.Flatten(),
+        votes=sj.Linear(8, 2 * CLASSES),
+        head=sj.VotingLayer(2),
+    )
+    net = nn.Sequential(parts)
+    for module in net.children():
+        if hasattr(module, "step_mode"):
+            module.step_mode = "m"
+    return net
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest(Model):
+    """Images, a layer of each part."""
+
+    image_size: int = 8
+    time_steps: int = TIME
+    num_classes: int = CLASSES
+
+    def layers(self) -> Iterable[Layer]:
+        yield from megasnn.shard(rest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropping(Model):
+    """Dropout of both kinds: torch's on frames, torch's on all time steps and SpikingJelly's."""
+
+    image_size: int = 8
+    time_steps: int = TIME
+    num_classes: int = CLASSES
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", megasnn.shard(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.3))))
+        parts = (sj.Conv2d(8, 8, 3, step_mode="m"), nn.Dropout(0.2), neuron.LIFNode(step_mode="m"))
+        yield layer("block", megasnn.shard(nn.Sequential(*parts, sj.Dropout(0.4, step_mode="m"))))
+        yield layer("head", megasnn.shard(Head(8)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +223,7 @@ MODELS: dict[str, tuple[Model, Callable[[], nn.Sequential]]] = {
     "vgg": (Vgg(), vgg),
     "residual": (Residual(), residual),
     "signals": (Signals(), signals),
+    "rest": (Rest(), rest),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelNeu
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.pipeline.chunk import build_chunk
 from megasnn.sharding import materialise
 from tests.models.steps import LAYOUTS, assert_equal, one_step
 from tests.parity.ranks import Layout, assemble
@@ -74,7 +76,24 @@ class PlainLIF(SpikingNeuron):
         return {"v": (1.0 - spikes.detach()) * h}
 
 
-NEURONS = {each.__name__: each for each in (AdaptiveLIF, GatedLIF)}
+class CountingLIF(PlainLIF):
+    """Gives counts of spikes, up to 4 (integer LIF, arXiv 2407.20708), or, with a sign, ternary ones."""
+
+    def __init__(self, channels: int, largest: int | None = 4, smallest: float = 0.0) -> None:
+        SpikingNeuron.__init__(self, channels, largest=largest)
+        self.smallest = smallest
+
+    def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
+        clipped = (2 * h).clamp(self.smallest, 4.0)
+        return clipped + (clipped.round() + 0.0 - clipped).detach()  # straight through; no -0
+
+
+class TernaryLIF(CountingLIF):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, largest=None, smallest=-1.0)
+
+
+NEURONS = {each.__name__: each for each in (AdaptiveLIF, GatedLIF, CountingLIF, TernaryLIF)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +113,20 @@ class Own(Model):
         yield layer("head", MeanLinear(16, self.num_classes))
 
 
-@pytest.mark.parametrize("kind", NEURONS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def _pair(kind: str, layout: Layout) -> Any:
+    """What neurons of counts have besides is seen where they meet other ranks: there, and all of them by the marker."""
+    rare = kind in ("CountingLIF", "TernaryLIF") and layout.tensor * layout.pipeline != 4
+    return pytest.param(layout, kind, id=f"{kind}-{name_of(layout)}", marks=[pytest.mark.matrix] if rare else [])
+
+
+@pytest.mark.parametrize(("layout", "kind"), [_pair(kind, layout) for kind in NEURONS for layout in LAYOUTS])
 def test_every_layout_computes_the_same(ranks, layout: Layout, kind: str) -> None:
     one = ranks(1, one_step, Own(kind=kind), Layout())
     assert one[0].spikes > 100
     assert_equal(ranks(layout.world_size, one_step, Own(kind=kind), layout), one)
     learned = {name: value for name, value in assemble(one, "gradients").items() if ".neuron." in name}
-    assert learned and all(value.abs().max() > 0 and value.ndim == 1 for value in learned.values())
+    assert bool(learned) == (kind in ("AdaptiveLIF", "GatedLIF"))
+    assert all(value.abs().max() > 0 and value.ndim == 1 for value in learned.values())
 
 
 def test_a_neuron_of_ones_own_computes_what_the_same_neuron_of_the_table_does() -> None:
@@ -124,6 +149,36 @@ def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel()
     assert built["b"].conv.plan.content.name == "SPIKES"
     materialise(built.items(), torch.device("cpu"), 0)
     assert torch.equal(built["alone"].rise, torch.full((16,), 0.2))
+
+
+def _counting(largest: int | None) -> Model:
+    @dataclass(frozen=True, kw_only=True)
+    class Counting(Model):
+        image_size: int = 6
+        time_steps: int = 2
+        num_classes: int = 3
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("stem", ConvNormNeuron(3, 8))
+            yield layer("counts", CountingLIF(8, largest))
+            yield layer("after", ConvNormNeuron(8, 8))
+            yield layer("head", MeanLinear(8, self.num_classes))
+
+    return Counting()
+
+
+def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_named() -> None:
+    def forward(largest: int | None) -> Tensor:
+        chunk = build_chunk(describe(_counting(largest)), [range(4)], 0, BuildContext(), torch.device("cpu"), 0)
+        torch.nn.init.constant_(chunk[0].norm.bias, 3.0)
+        chunk[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
+        return chunk(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), range(2))
+
+    assert [each.output.name for each in describe(_counting(4)).layers][1] == "COUNTS"
+    assert [each.output.name for each in describe(_counting(None)).layers][1] == "DENSE"
+    assert torch.equal(forward(4), forward(None))
+    with pytest.raises(ValueError, match=r"after: pack_bits takes 0 and 1, got values .* to [234]\.0.*largest="):
+        forward(1)
 
 
 def test_an_unknown_surrogate_is_refused() -> None:

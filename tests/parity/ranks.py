@@ -134,7 +134,9 @@ def record_step(
     place = state.coordinates
     result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits, sum(fired))
     for entry in engine.tensors:
-        if entry.is_parameter:
+        if entry.is_parameter and not entry.tensor.requires_grad:
+            assert entry.tensor.grad is None
+        elif entry.is_parameter:
             assert entry.tensor.grad is not None
             result.gradients[entry.name] = (_plain(entry.shard), entry.tensor.grad.clone())
         else:
