@@ -88,14 +88,30 @@ def own_values(module: nn.Module, initialise: ModuleInitialiser | None, name: st
     Args:
         initialise: of the user: sets values of a module, after its own `reset_parameters`.
     """
-    return partial(_fresh, module, name, initialise)
+    numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
+    return partial(_fresh, module, name, initialise, numbers)
+
+
+def take_numbers(module: nn.Module) -> None:
+    """Puts a module's own single numbers, which have values, on the meta device like its other tensors."""
+    for name, tensor in list(own_tensors(module)):
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            module._parameters[name] = nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
+            vars(module._parameters[name]).update(vars(tensor))
+        elif not tensor.is_meta:
+            module._buffers[name] = tensor.to("meta")
 
 
 def _fresh(
-    module: nn.Module, name: str, initialise: ModuleInitialiser | None, tensor: Tensor, generator: torch.Generator
+    module: nn.Module,
+    name: str,
+    initialise: ModuleInitialiser | None,
+    numbers: dict[str, Tensor],
+    tensor: Tensor,
+    generator: torch.Generator,
 ) -> None:
     """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-    values = [_reset(module, mark, initialise, generator.initial_seed()) for mark in (87, 86)]
+    values = [_reset(module, mark, initialise, numbers, generator.initial_seed()) for mark in (87, 86)]
     of_first, of_second = (getattr(fresh, name) for fresh in values)
     if not torch.equal(of_first, of_second):  # what no function has set is what was put there before
         raise ValueError(
@@ -105,14 +121,17 @@ def _fresh(
     tensor.copy_(of_first)
 
 
-def _reset(module: nn.Module, mark: int, initialise: ModuleInitialiser | None, seed: int) -> nn.Module:
+def _reset(
+    module: nn.Module, mark: int, initialise: ModuleInitialiser | None, numbers: dict[str, Tensor], seed: int
+) -> nn.Module:
     """A copy with memory, all that has no values set to `mark` (bool: to whether it is odd), and then initialised."""
     fresh = copy.deepcopy(module)
     for each in fresh.modules():
         for name, value in list(own_tensors(each)):
-            if not value.is_meta:
-                continue
-            memory = torch.full_like(value, mark % 2 if value.dtype == torch.bool else mark, device="cpu")
+            if each is fresh and name in numbers:
+                memory = numbers[name].to(value.dtype, copy=True)
+            else:
+                memory = _marked(value, mark)
             if isinstance(value, nn.Parameter):
                 each._parameters[name] = nn.Parameter(memory, value.requires_grad)
             else:
@@ -126,6 +145,10 @@ def _reset(module: nn.Module, mark: int, initialise: ModuleInitialiser | None, s
         if initialise is not None:
             fresh.apply(initialise)
     return fresh
+
+
+def _marked(like: Tensor, mark: int) -> Tensor:
+    return torch.full_like(like, mark % 2 if like.dtype == torch.bool else mark, device="cpu")
 
 
 def _set_what_constructors_set(module: Any) -> None:

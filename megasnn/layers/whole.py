@@ -31,7 +31,7 @@ from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm
-from megasnn.layers.own_values import ModuleInitialiser, has_values, own_tensors, own_values
+from megasnn.layers.own_values import ModuleInitialiser, has_values, own_tensors, own_values, take_numbers
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
 from megasnn.sharding import describe_tensor, is_described
 
@@ -102,6 +102,7 @@ def describe_whole(module: nn.Module, context: BuildContext, initialise: ModuleI
                 tensor.data = tensor.data.to(context.dtype)
             shard = context.shard(tuple(tensor.shape), initialise=own_values(each, initialise, name))
             describe_tensor(each, name, shard)
+        take_numbers(each)
     return module
 
 

@@ -107,7 +107,8 @@ class Sharded:
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ValueError(f"{name} has a hook, which would not see the gradient: put it on a module")
         for name, each in self._network.named_modules():
-            if isinstance(each, nn.modules.lazy.LazyModuleMixin):
+            lazy = isinstance(each, nn.modules.lazy.LazyModuleMixin)
+            if lazy:  # it has no shapes yet, and cannot be copied
                 refuse_alone(f"{name} ({type(each).__name__})", each)
             if hasattr(each, "_orig_mod") or each._compiled_call_impl is not None:
                 raise ValueError(

@@ -366,6 +366,9 @@ def test_a_parametric_neuron_of_spikingjelly_is_a_layer() -> None:
     built = described.named_layers(BuildContext())
     materialise(built, CPU, 0)
     assert dict(built)["plain.0"].w.item() == 0.0
+    built = describe(_model(lambda: neuron.ParametricLIFNode(init_tau=4.0, step_mode="m"))).named_layers(BuildContext())
+    materialise(built, CPU, 0)
+    assert dict(built)["plain.0"].w.sigmoid().item() == pytest.approx(0.25)
 
 
 MADE_BEFORE = ConvNormNeuron(8, 8)

@@ -50,7 +50,7 @@ def truth(name: str) -> reference.ReferenceStep:
 @pytest.mark.parametrize(("name", "layout"), [_pair(name, i) for name in USUAL for i in range(len(LAYOUTS))])
 def test_a_layout_computes_what_the_network_does(ranks, name: str, layout: Layout) -> None:
     expected = truth(name)
-    assert 0.02 < expected.firing < 0.7 and all(grad.abs().max() > 0 for grad in expected.gradients.values())
+    assert 0.02 < expected.firing < 0.8 and all(grad.abs().max() > 0 for grad in expected.gradients.values())
     found_steps = ranks(layout.world_size, networks.one_step, name, layout, expected.state_before)
     assert all(step.loss == pytest.approx(expected.loss, rel=TOLERANCE) for step in found_steps)
     if name != "rest":  # which has neurons that nobody counts
