@@ -19,7 +19,15 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.own_values import ModuleInitialiser, has_values, own_tensors, tensors_of, without_values
 from megasnn.layers.swapped import SWAPS, class_name, is_multi_step, spec_of
-from megasnn.layers.whole import call_as_sharded, folds, gather_inside, is_channelwise, is_dropout, refuse_alone
+from megasnn.layers.whole import (
+    SHARDED,
+    call_as_sharded,
+    folds,
+    gather_inside,
+    is_channelwise,
+    is_dropout,
+    refuse_alone,
+)
 from megasnn.models.layer import Layer
 
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "SeqToANNContainer")
@@ -110,6 +118,8 @@ class Sharded:
             lazy = isinstance(each, nn.modules.lazy.LazyModuleMixin)
             if lazy:  # it has no shapes yet, and cannot be copied
                 refuse_alone(f"{name} ({type(each).__name__})", each)
+            if isinstance(each, SHARDED):
+                raise ValueError(f"{name or 'this'} is a {type(each).__name__}, cut already; shard is for plain layers")
             if hasattr(each, "_orig_mod") or each._compiled_call_impl is not None:
                 raise ValueError(
                     f"{name or 'the network'} is compiled: torch.compile is for plain layers, which are whole"
@@ -158,7 +168,7 @@ class _Walk:
 
     def __init__(self, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
         self._context, self._initialise = context, initialise
-        self._seen: dict[int, str] = {}
+        self._seen: dict[int, tuple[str, nn.Parameter]] = {}  # by identity, which holds as long as they live
         self.fates: list[Fate] = []
 
     def layer_of(self, module: nn.Module, path: str) -> tuple[nn.Module, ModuleInitialiser | None]:
@@ -227,11 +237,10 @@ class _Walk:
 
     def _refused(self, module: nn.Module, path: str) -> bool:
         """Whether a module can be computed alike on every layout neither cut nor whole; tells why."""
-        what = "it"
         try:
-            refuse_alone(what, module)
+            refuse_alone("it", module)
             for name, parameter in module.named_parameters(recurse=False):
-                first = self._seen.setdefault(id(parameter), _join(path, name))
+                first, _ = self._seen.setdefault(id(parameter), (_join(path, name), parameter))
                 if first != _join(path, name):
                     raise ValueError(f"its {name} is that of {first}: weights at two places are not supported")
             if getattr(module, "return_indices", False):

@@ -245,6 +245,7 @@ def _randomised(conv: nn.Conv1d | nn.Conv2d, seed: int) -> nn.Conv1d | nn.Conv2d
     return conv
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # of torch's own
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_option_against_torch(ranks, size) -> None:
     everyone = ranks(size, _run_cases)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import megasnn
 from megasnn.comm.group import Group
-from megasnn.layers import BuildContext, ParallelDropout
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
 from megasnn.layers.swapped import SWAPS
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
@@ -140,6 +140,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "time steps": (
         lambda: nn.Sequential(sj.TemporalEffectiveBatchNorm2d(7, 3)),
         r"0 \(TemporalEffectiveBatchNorm2d\): .* 7 time steps, the model 2; set --time-steps",
+    ),
+    "ours": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), ConvNormNeuron(4, 4)),
+        r"1\.conv is a ParallelConv, cut already",
     ),
     "own forward": (Mixing, r"Mixing has a forward of its own, .* and is one layer: yield layer\("),
     "twice": (lambda: nn.Sequential(Twice(sj.Conv2d(3, 3, 1, step_mode="m"))), "0, given .* is called twice"),
