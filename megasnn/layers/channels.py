@@ -51,9 +51,13 @@ def say_whole(tensor: Tensor) -> None:
     tensor._is_whole = True  # type: ignore[attr-defined]
 
 
+def is_said_whole(tensor: Tensor) -> bool:
+    return getattr(tensor, "_is_whole", False)
+
+
 def refuse_whole(tensor: Tensor, size: int) -> None:
     """Raises ValueError for a tensor of the dry run that is said to be whole, where a rank's channels are wanted."""
-    if size > 1 and getattr(tensor, "_is_whole", False):
+    if size > 1 and is_said_whole(tensor):
         raise ValueError(
             f"the channels of the input {list(tensor.shape)} do not divide by --tensor-model-parallel-size {size}, and "
             "only a convolution or a linear layer takes them whole"

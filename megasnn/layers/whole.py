@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import all_channels, channel_dim, refuse_whole, say_whole
+from megasnn.layers.channels import all_channels, channel_dim, is_said_whole, refuse_whole, say_whole
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
@@ -198,13 +198,18 @@ def call_plain(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
             each.samples = samples
     if len(x) == 1 < call.time_steps:
         x = x.expand(call.time_steps, *x.shape[1:])
-    x = call.prepared(x, layer)
-    given = x.flatten(0, 1) if call.folds else x
-    if x.is_meta and call.whole_input:
+    if x.is_meta and call.gathers and is_said_whole(x):  # of a linear layer whose features do not divide
+        vars(layer)["_call"] = call = replace(call, gathers=False)
+    prepared = call.prepared(x, layer)
+    given = prepared.flatten(0, 1) if call.folds else prepared
+    if x.is_meta and call.whole_input and prepared.shape == x.shape:
         say_whole(given)
     with nullcontext() if call.sharded else all_channels(), _run_as_it_is(layer, x):
         y = layer(given)
-    return call.finished(y.unflatten(0, x.shape[:2]) if call.folds else y)
+    result = y.unflatten(0, x.shape[:2]) if call.folds else y
+    if y.is_meta and is_said_whole(y):
+        say_whole(result)
+    return call.finished(result)
 
 
 def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:

@@ -230,6 +230,8 @@ class _Walk:
             return f"{groups} groups, --tensor-model-parallel-size {size}" if uneven else None
         if next(own_tensors(module), None) is not None:
             return "it has tensors of its own, and is not in the table"
+        if class_name(module) == "VotingLayer":
+            return "it joins neighbouring channels"
         is_torchs = type(module).__module__.startswith("torch.nn.")
         if is_torchs and not is_channelwise(module) and class_name(module) not in _CONTAINERS:
             return "it may mix channels"

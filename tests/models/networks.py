@@ -133,8 +133,9 @@ def rest() -> nn.Sequential:
         fire=neuron.LIFNode(surrogate_function=surrogate.PiecewiseLeakyReLU()),
         mean=sj.AdaptiveAvgPool2d(1),
         flat=sj.Flatten(),
-        votes=sj.Linear(8, 2 * CLASSES),
-        head=sj.VotingLayer(2),
+        votes=sj.Linear(8, 3 * CLASSES),  # which do not divide by 8 ranks
+        elect=neuron.IFNode(),
+        head=sj.VotingLayer(3),
     )
     net = nn.Sequential(parts)
     for module in net.children():
