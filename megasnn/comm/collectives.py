@@ -129,7 +129,16 @@ class _OwnChannels(torch.autograd.Function):
 
 
 def own_channels(x: Tensor, group: Group) -> Tensor:
-    """[T, N, C, *space], whole and the same on every rank -> [T, N, C/size, *space]."""
+    """[T, N, C, *space], whole and the same on every rank -> [T, N, C/size, *space].
+
+    Raises:
+        ValueError: channels that do not divide by the number of ranks.
+    """
+    if x.shape[2] % group.size:
+        raise ValueError(
+            f"the {x.shape[2]} channels of the output {list(x.shape)} do not divide by --tensor-model-parallel-size "
+            f"{group.size}"
+        )
     return x if group.size == 1 else _OwnChannels.apply(x, group)
 
 

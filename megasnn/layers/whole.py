@@ -11,8 +11,7 @@ each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import all_channels, channel_dim, is_said_whole, refuse_whole, say_whole
+from megasnn.layers.channels import all_channels, is_said_whole, say_whole
+from megasnn.layers.compiling import compiling_itself, uncompiled_in_dry_runs
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
@@ -67,7 +67,7 @@ def make_whole(
         ValueError: what cannot be computed alike on every layout: dropout, which draws without a key, tied weights,
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
-    module = _uncompiled(module)
+    module = compiling_itself(module)
     refuse_what_differs(module)
     knows_no_time = folds(module)
     stays_cut = knows_no_time and not (first or last) and all(is_channelwise(each) for each in module.modules())
@@ -104,54 +104,6 @@ def describe_whole(module: nn.Module, context: BuildContext, initialise: ModuleI
             describe_tensor(each, name, shard)
         take_numbers(each)
     return module
-
-
-def gather_inside(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a plain module whole where it is, inside a layer whose other parts are cut: what it is given is gathered,
-    and of what it gives every rank keeps its own channels.
-
-    Raises ValueError as `make_whole`.
-    """
-    refuse_what_differs(module)
-    kind = type(module).__module__
-    is_multi_step = getattr(module, "step_mode", "s") == "m"
-    dim = 2 if is_multi_step else 1 if kind.startswith(("torch.nn.", "spikingjelly.")) else None
-    module = describe_whole(module, context, initialise)
-    module.forward = _Gathered(module.forward, context.tensor, context.dtype, dim)
-    return module
-
-
-class _Gathered:
-    """The forward of a whole module on this rank's channels, which are the dimension `dim` of its input."""
-
-    def __init__(self, inner: Callable[..., Any], group: Group, dtype: torch.dtype, dim: int | None) -> None:
-        self._inner, self._group, self._dtype, self._dim = inner, group, dtype, dim
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.is_meta:
-            refuse_whole(x, self._group.size)
-            self._dim = self._dim or channel_dim(x) or 2
-        with all_channels():
-            y = self._inner(self._with_time(gather_alike, x.to(self._dtype)))
-            if not isinstance(y, Tensor):
-                raise ValueError(f"it gives a {type(y).__name__}; what is whole inside a cut layer gives one tensor")
-            return self._with_time(own_channels_of, y)
-
-    def _with_time(self, move: Callable[[Tensor, Group], Tensor], x: Tensor) -> Tensor:
-        return move(x, self._group) if self._dim == 2 else move(x.unsqueeze(0), self._group).squeeze(0)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Gathered:
-        return self  # a process group cannot be copied
-
-
-def own_channels_of(y: Tensor, group: Group) -> Tensor:
-    """This rank's channels of what every rank has whole. Raises ValueError where they do not divide."""
-    if y.shape[2] % group.size:
-        raise ValueError(
-            f"the {y.shape[2]} channels of the output {list(y.shape)} do not divide by --tensor-model-parallel-size "
-            f"{group.size}"
-        )
-    return own_channels(y, group)
 
 
 def call_as_sharded(module: nn.Module, context: BuildContext, *, folded: bool) -> nn.Module:
@@ -204,7 +156,7 @@ def call_plain(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
     given = prepared.flatten(0, 1) if call.folds else prepared
     if x.is_meta and call.whole_input and prepared.shape == x.shape:
         say_whole(given)
-    with nullcontext() if call.sharded else all_channels(), _run_as_it_is(layer, x):
+    with nullcontext() if call.sharded else all_channels(), uncompiled_in_dry_runs(layer, x):
         y = layer(given)
     result = y.unflatten(0, x.shape[:2]) if call.folds else y
     if y.is_meta and is_said_whole(y):
@@ -258,7 +210,7 @@ class Call:
             is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
             return gather_alike(y, self.group) if is_cut else y
         with all_channels():
-            return own_channels_of(y, self.group) if self.cuts else y
+            return own_channels(y, self.group) if self.cuts else y
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Call:
         return self  # a process group cannot be copied
@@ -269,20 +221,6 @@ def _begins_with_weights(module: nn.Module) -> bool:
     while isinstance(module, nn.Sequential) and len(module):
         module = next((each for each in module if not isinstance(each, nn.Flatten)), module[0])
     return isinstance(module, (ParallelConv, ParallelLinear))
-
-
-@contextmanager
-def _run_as_it_is(layer: nn.Module, x: Tensor) -> Iterator[None]:
-    """Inside, a dry run compiles nothing."""
-    compiled = [each for each in layer.modules() if each._compiled_call_impl is not None] if x.is_meta else []
-    kept = [each._compiled_call_impl for each in compiled]
-    for each in compiled:
-        each._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for each, call in zip(compiled, kept, strict=True):
-            each._compiled_call_impl = call
 
 
 def refuse_what_differs(module: nn.Module) -> None:
@@ -354,16 +292,4 @@ def _with_our_norms(module: nn.Module, context: BuildContext, initialise: Module
         return swapped(module, swap, context, initialise, True)
     for name, child in module.named_children():
         setattr(module, name, _with_our_norms(child, context, initialise))
-    return module
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """The modules that torch.compile wrapped, which then compile their own call: names stay as they were."""
-    inner: Any = getattr(module, "_orig_mod", None)
-    if inner is not None:
-        compiler: Any = module.dynamo_ctx
-        inner._compiled_call_impl = compiler(inner._call_impl)
-        return _uncompiled(inner)
-    for name, child in module.named_children():
-        setattr(module, name, _uncompiled(child))
     return module

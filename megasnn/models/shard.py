@@ -16,6 +16,7 @@ from torch import nn
 from megasnn.layers import swapped
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.conv import ParallelConv
+from megasnn.layers.gathered import gather_inside
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.own_values import ModuleInitialiser, has_values, own_tensors, tensors_of, without_values
 from megasnn.layers.swapped import SWAPS, class_name, is_multi_step, spec_of
@@ -23,7 +24,6 @@ from megasnn.layers.whole import (
     SHARDED,
     call_as_sharded,
     folds,
-    gather_inside,
     is_channelwise,
     is_dropout,
     refuse_alone,
