@@ -46,13 +46,16 @@ def channel_dim(tensor: Tensor) -> int | None:
     return CHANNEL_DIM.get(tensor.ndim)
 
 
-def say_whole(tensor: Tensor) -> None:
-    """Says of a tensor of the dry run that every rank has all channels of it."""
-    tensor._is_whole = True  # type: ignore[attr-defined]
+def say_whole(tensor: Tensor, is_whole: bool = True) -> Tensor:
+    """Says of a tensor of the dry run whether every rank has all channels of it; so is what is computed from it."""
+    if tensor.is_meta:
+        tensor._is_whole = is_whole  # type: ignore[attr-defined]
+    return tensor
 
 
-def is_said_whole(tensor: Tensor) -> bool:
-    return getattr(tensor, "_is_whole", False)
+def is_said_whole(value: Any) -> bool:
+    """Whether this is a tensor of the dry run that every rank has all channels of."""
+    return isinstance(value, Tensor) and getattr(value, "_is_whole", False)
 
 
 def refuse_whole(tensor: Tensor, size: int) -> None:

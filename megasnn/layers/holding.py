@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megasnn.comm.codec import Content
-from megasnn.layers.channels import refuse_mixed_channels
+from megasnn.layers.channels import is_said_whole, refuse_mixed_channels, say_whole
 
 LARGEST_COUNT = 255  # what a byte holds
 
@@ -116,10 +116,12 @@ class Holding(TorchFunctionMode):
             refuse_mixed_channels(name, args, kwargs or {})
         result = function(*args, **(kwargs or {}))
         largest = _largest(name, args)
-        if largest is not None:
-            for each in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(each, Tensor):
-                    hold(each, largest)
+        is_whole = self._cut and name != "new_empty" and any(map(is_said_whole, args))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, Tensor) and largest is not None:
+                hold(each, largest)
+            if isinstance(each, Tensor) and is_whole:
+                say_whole(each)
         return result
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megasnn.kernels import SURROGATES, NeuronSpec
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import is_said_whole, refuse_whole, say_whole
+from megasnn.layers.channels import refuse_whole, say_whole
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout
@@ -77,9 +77,7 @@ class SwappedLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x) if x.ndim > 2 else super().forward(x.unsqueeze(0)).squeeze(0)
-        if y.is_meta and self.plan.style == "row":
-            say_whole(y)
-        return y
+        return say_whole(y, self.plan.style == "row")
 
 
 class SwappedBatchNorm(_Steps, ParallelBatchNorm):
@@ -192,10 +190,7 @@ class SwappedNeuron(ParallelNeuron):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
             once(self)  # a second call would go on with the potentials of the first
-        spikes = super().forward(x)
-        if x.is_meta and is_said_whole(x):
-            say_whole(spikes)
-        return spikes
+        return super().forward(x)
 
 
 _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}

@@ -150,18 +150,15 @@ def call_plain(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
             each.samples = samples
     if len(x) == 1 < call.time_steps:
         x = x.expand(call.time_steps, *x.shape[1:])
-    if x.is_meta and call.gathers and is_said_whole(x):  # of a linear layer whose features do not divide
+    if call.gathers and is_said_whole(x):  # of a linear layer whose features do not divide
         vars(layer)["_call"] = call = replace(call, gathers=False)
     prepared = call.prepared(x, layer)
     given = prepared.flatten(0, 1) if call.folds else prepared
-    if x.is_meta and call.whole_input and prepared.shape == x.shape:
+    if call.whole_input and prepared.shape == x.shape:
         say_whole(given)
     with nullcontext() if call.sharded else all_channels(), uncompiled_in_dry_runs(layer, x):
         y = layer(given)
-    result = y.unflatten(0, x.shape[:2]) if call.folds else y
-    if y.is_meta and is_said_whole(y):
-        say_whole(result)
-    return call.finished(result)
+    return call.finished(y.unflatten(0, x.shape[:2]) if call.folds else y)
 
 
 def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
@@ -210,7 +207,7 @@ class Call:
             is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
             return gather_alike(y, self.group) if is_cut else y
         with all_channels():
-            return own_channels(y, self.group) if self.cuts else y
+            return say_whole(own_channels(y, self.group), self.group.size == 1) if self.cuts else y
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Call:
         return self  # a process group cannot be copied

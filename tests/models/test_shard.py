@@ -159,6 +159,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Conv2d(3, 5, 1), nn.Conv2d(5, 4, 1)),
         r"0 \(Conv2d\): .*out_channels 5 .*--tensor-model-parallel-size 2",
     ),
+    "dropout of images": (
+        lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.1), nn.Conv2d(3, 4, 1)),
+        "1, given .* channels of the input .* do not divide by --tensor-model-parallel-size 2",
+    ),
     "space": (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.LayerNorm(8)), r"1, .*layer norm over \[8\]"),
 }
 
