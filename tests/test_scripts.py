@@ -43,21 +43,21 @@ EVENT_DIGITS = (
     "--lr-warmup-iters 10 --log-interval 10 --eval-interval 50 --save-interval 50"
 )
 TIMM = (
-    "--augment crop --crop-scale 1 --random-erasing 0.25 --random-erasing-mode const --last-batch drop --precision bf16 "
-    "--label-smoothing 0.1 --train-epochs 310 --lr 5e-4 --min-lr 1e-5 --lr-warmup-epochs 20 --lr-cooldown-epochs 10 "
-    "--lr-interval epoch --lr-decay-from start --clip-grad 0"
+    "--augment crop --crop-scale 1 --random-erasing 0.25 --random-erasing-mode const --last-batch drop "
+    "--precision bf16 --label-smoothing 0.1 --train-epochs 310 --lr 5e-4 --min-lr 1e-5 --lr-warmup-epochs 20 "
+    "--lr-cooldown-epochs 10 --lr-interval epoch --lr-decay-from start --clip-grad 0"
 )
 CIFAR10 = (
-    f"{TIMM} --variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 --crop-ratio 1 "
-    "--rand-augment rand-m9-n1-mstd0.4-inc1 --normalize-images cifar10 --mixup-alpha 0.5 --mixup-off-epoch 200 "
-    "--micro-batch-size 32 --global-batch-size 128 --lr-warmup-init 1e-5 --weight-decay 0.06 "
+    f"{TIMM} --variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 "
+    "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1 --normalize-images cifar10 --mixup-alpha 0.5 "
+    "--mixup-off-epoch 200 --micro-batch-size 32 --global-batch-size 128 --lr-warmup-init 1e-5 --weight-decay 0.06 "
     "--eval-interval 400 --save-interval 400"
 )
 IMAGENET = (
-    f"{TIMM} --embed-dim 512 --depth 8 --num-heads 8 --patch-size 16 --image-size 224 --in-channels 3 --num-classes 1000 "
-    "--time-steps 4 --rand-augment rand-m9-mstd0.5-inc1 --mixup-alpha 0.8 --cutmix-alpha 1 --micro-batch-size 24 "
-    "--global-batch-size 192 --lr-warmup-init 1e-6 --weight-decay 0.05 --log-interval 50 --eval-interval 2500 "
-    "--save-interval 2500"
+    f"{TIMM} --embed-dim 512 --depth 8 --num-heads 8 --patch-size 16 --image-size 224 --in-channels 3 "
+    "--num-classes 1000 --time-steps 4 --rand-augment rand-m9-mstd0.5-inc1 --mixup-alpha 0.8 --cutmix-alpha 1 "
+    "--micro-batch-size 24 --global-batch-size 192 --lr-warmup-init 1e-6 --weight-decay 0.05 --log-interval 50 "
+    "--eval-interval 2500 --save-interval 2500"
 )
 CIFAR10_DVS = (
     "--channels 64,128,P,256,256,P,512,512,P,512,512,P --image-size 48 --time-steps 10 --num-classes 10 "

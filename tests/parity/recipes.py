@@ -1,7 +1,8 @@
 """The published recipes: three steps of a run that loads one by its name, and the same by torch's own optimizers.
 
-The optimizers, their parameter groups and their rates are written here once more, from what was published (docs/recipes.md
-says where), and the models are SpikingJelly's. What is fed is ours: the samples as a run has changed and mixed them.
+The optimizers, their parameter groups and their rates are written here once more, from what was published
+(docs/recipes.md says where), and the models are SpikingJelly's. What is fed is ours: the samples as a run has changed
+and mixed them.
 """
 
 from __future__ import annotations
@@ -189,11 +190,11 @@ class RecipeRun:
     pieces: Pieces = field(default_factory=list)
 
 
-def shard(folder: Path) -> Path:
+def shard(folder: Path, count: int = SAMPLES) -> Path:
     """An epoch: a few small photographs."""
     generator = np.random.default_rng(5)
     samples = {}
-    for number in range(SAMPLES):
+    for number in range(count):
         buffer = io.BytesIO()
         coarse = Image.fromarray(generator.integers(0, 256, (6, 6, 3), dtype=np.uint8))
         coarse.resize((40, 36), Image.Resampling.BICUBIC).save(buffer, "PNG")
