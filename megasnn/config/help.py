@@ -33,7 +33,7 @@ RARELY_USED = {
         *("check_replicas_interval", "replica_mismatch"),
     ),
     "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
-    "logging": ("log_throughput", "log_pictures_interval"),
+    "logging": ("log_throughput", "log_pictures_interval", "model_summary"),
     "neuron": ("decay_input", "detach_reset", "surrogate_alpha", "neuron_backend"),
 }
 
