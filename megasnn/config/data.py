@@ -14,9 +14,9 @@ from megasnn.files.sample_size import SAMPLE_MB
 
 CHANGES = (
     *("crop_scale", "crop_ratio", "rand_augment", "color_jitter", "random_erasing", "random_erasing_mode"),
-    *("normalize_images", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
+    *("normalize_images", "center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
-"""Fields that say how samples are changed beside `augment`, all of them for images alone."""
+"""Fields that say how samples are made and changed beside `augment`, all of them for images alone."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class DataConfig:
     """By normal numbers for each pixel (pixel, the default), one for each channel (rand), or the mean (const)."""
     normalize_images: Literal["generic", "cifar10", "imagenet"] | None = None
     """Constants by which images in colour are normalised; by default those that go with --augment."""
+    center_crop: float | None = None
+    """Where the middle of an image is taken, in evaluation and without --augment crop: the share of its shorter side
+    that is kept, all of it by default. 0.875 with --image-size 224 is what others call scaling to 256."""
     mixup_alpha: float | None = None
     """Mix each image and its label with another one's of the micro-batch, by a share of the beta distribution of this
     parameter, drawn for each micro-batch."""
@@ -115,13 +118,14 @@ class DataConfig:
 
     def _change_problems(self) -> list[str]:
         wrong = above(self, 0, "crop_scale", "color_jitter", "random_erasing", "mixup_alpha", "cutmix_alpha")
+        wrong += above(self, 0, "center_crop")
         wrong += at_least(self, 1, "crop_ratio") + at_least(self, 0, "mixup_off_epoch")
         if self.mixup_off_epoch is not None and not self.mixes:
             wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
         wrong += [
             f"{flag(name)} must be at most 1, got {value}"
-            for name, value in (("crop_scale", self.crop_scale), ("random_erasing", self.random_erasing))
-            if value is not None and value > 1
+            for name in ("crop_scale", "random_erasing", "center_crop")
+            if (value := getattr(self, name)) is not None and value > 1
         ]
         if not AUGMENTATIONS[self.augment].crops:
             wrong += [

@@ -136,10 +136,9 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return f"| {' | '.join(sides)} |"
 
 
-def in_brief(layers: Sequence[LayerSummary]) -> str:
-    """Parameters and operations of some layers together."""
-    operations = sum(each.operations for each in layers)
-    return f"{sum(each.parameters for each in layers):,} parameters, {_short(operations)} multiply-adds a sample"
+def multiply_adds(layers: Sequence[LayerSummary]) -> str:
+    """Of some layers together, in short."""
+    return f"{_short(sum(each.operations for each in layers))} multiply-adds a sample"
 
 
 def _short(number: float) -> str:

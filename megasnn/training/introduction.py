@@ -13,7 +13,7 @@ from megasnn.config import PretrainConfig, changed_flags, comparable_flags, desc
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.files.durable import write_whole
-from megasnn.models.summary import LayerSummary, as_table, in_brief, summarise
+from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -145,15 +145,16 @@ def _flags(config: PretrainConfig) -> list[str]:
 
 
 def _model(config: PretrainConfig, layers: Sequence[LayerSummary], engine: Engine, plan: PipelinePlan) -> list[str]:
-    """What each chunk holds, and the schedule; without a pipeline, what the whole model takes."""
+    """What each chunk holds, and the schedule; without a pipeline, what the whole model computes."""
     placement = plan.schedules.placement
     if len(placement) == 1:
-        return [f"the model has {in_brief(layers)}"] if layers else []
+        return [multiply_adds(layers)] if layers else []
     names = [layer.name for layer in engine.model.layers]
     chunks = []
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
         held = f"{names[span.start]} .. {names[span.stop - 1]}" if span else "empty"
-        sizes = f"; {in_brief(layers[span.start : span.stop])}" if span and layers else ""
+        mine = layers[span.start : span.stop]
+        sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
         chunks.append(f"{index} on pipeline rank {rank}: {held}{sizes}")
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks", *(f"  {chunk}" for chunk in chunks)]
     return lines + plan.describe(config.parallel.pipeline_schedule)

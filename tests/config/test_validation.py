@@ -51,6 +51,7 @@ REFUSED = [
     ("--mlp-ratio 0", "--mlp-ratio must be greater than 0"),
     ("--mixup-alpha 0", "--mixup-alpha must be greater than 0, got 0.0"),
     ("--augment crop --crop-scale 1.5", "--crop-scale must be at most 1, got 1.5"),
+    ("--center-crop 1.5", "--center-crop must be at most 1, got 1.5"),
     ("--augment crop --crop-ratio 0.5", "--crop-ratio must be at least 1, got 0.5"),
     ("--random-erasing nan", "--random-erasing must be greater than 0, got nan"),
     ("--rand-augment rand-w0", "--rand-augment rand-w0: it is written like rand-m9-mstd0.5-inc1"),
