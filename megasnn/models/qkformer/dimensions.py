@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megasnn.config.checks import above, at_least
+from megasnn.config.pretrain import ADDED_LATER
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class QKFormer(Model):
     """Attention heads of each stage, shared out over the tensor parallel ranks."""
     mlp_ratio: float = 4.0
     """Hidden channels of the MLP, in multiples of the stage's channels."""
-    patch_embedding: Literal["imagenet", "cifar"] = "imagenet"
+    patch_embedding: Literal["imagenet", "cifar"] = field(default="imagenet", metadata=ADDED_LATER)
     """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
     keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
     image_size: int = 224
