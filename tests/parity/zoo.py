@@ -52,11 +52,11 @@ def sew_resnets() -> ModuleType:
     return sew_resnet
 
 
-def _sew_resnet(connect: str) -> Case:
-    model = SewResNet(connect=connect, image_size=32, time_steps=2, num_classes=CLASSES)  # type: ignore[arg-type]
+def _sew_resnet(connect: str, depth: int = 18) -> Case:
+    model = SewResNet(connect=connect, depth=depth, image_size=32, time_steps=2, num_classes=CLASSES)  # type: ignore[arg-type]
 
     def reference() -> nn.Module:
-        return sew_resnets().sew_resnet18(
+        return getattr(sew_resnets(), f"sew_resnet{depth}")(
             cnf=connect.upper(), spiking_neuron=neuron.LIFNode, num_classes=CLASSES, detach_reset=True
         )
 
@@ -107,7 +107,7 @@ def _spike_driven() -> Case:
 
 
 CASES = {f"sew_resnet-{connect}": _sew_resnet(connect) for connect in ("add", "and", "iand")}
-CASES |= {"qkformer": _qkformer(), "spike_driven": _spike_driven()}
+CASES |= {"sew_resnet-34": _sew_resnet("add", 34), "qkformer": _qkformer(), "spike_driven": _spike_driven()}
 
 
 def data(model: Model, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
