@@ -49,7 +49,8 @@ TIMM = (
 )
 CIFAR10 = (
     f"{TIMM} --variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 "
-    "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1 --normalize-images cifar10 --mixup-alpha 0.5 "
+    "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1 "
+    "--rand-augment-ops equalize,rotate,shear-x,translate-x,translate-y --normalize-images cifar10 --mixup-alpha 0.5 "
     "--mixup-off-epoch 200 --micro-batch-size 32 --global-batch-size 128 --lr-warmup-init 1e-5 --weight-decay 0.06 "
     "--eval-interval 400 --save-interval 400"
 )

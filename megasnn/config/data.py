@@ -13,8 +13,8 @@ from megasnn.config.names import name_in
 from megasnn.files.sample_size import SAMPLE_MB
 
 CHANGES = (
-    *("crop_scale", "crop_ratio", "rand_augment", "color_jitter", "random_erasing", "random_erasing_mode"),
-    *("normalize_images", "center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
+    *("crop_scale", "crop_ratio", "rand_augment", "rand_augment_ops", "color_jitter", "random_erasing"),
+    *("random_erasing_mode", "normalize_images", "center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
 """Fields that say how samples are made and changed beside `augment`, all of them for images alone."""
 
@@ -44,6 +44,8 @@ class DataConfig:
     """With --augment crop, the largest ratio of the longer side to the shorter one that is kept, 4/3 by default."""
     rand_augment: str | None = None
     """RandAugment on top, named as timm names it: rand-m9-mstd0.5-inc1."""
+    rand_augment_ops: str | None = None
+    """Of RandAugment: the operations to choose from, "rotate,shear-x", instead of all fifteen."""
     color_jitter: float | None = None
     """How far brightness, contrast and saturation change at random on top: 0.4 for factors from 0.6 to 1.4."""
     random_erasing: float | None = None
@@ -92,10 +94,11 @@ class DataConfig:
     @property
     def image_recipe(self) -> ImageRecipe:
         """How images are changed beside what `augment` names. Raises ValueError for an unknown `rand_augment`."""
+        text = self.rand_augment
         given: dict[str, Any] = {
             "crop_scale": self.crop_scale,
             "crop_ratio": self.crop_ratio,
-            "rand_augment": None if self.rand_augment is None else parse_rand_augment(self.rand_augment),
+            "rand_augment": None if text is None else parse_rand_augment(text, self.rand_augment_ops),
             "color_jitter": self.color_jitter,
             "erasing": self.random_erasing,
             "erasing_mode": self.random_erasing_mode,
@@ -134,5 +137,6 @@ class DataConfig:
                 if value is not None
             ]
         if self.rand_augment is not None:
-            wrong += refusal(parse_rand_augment, self.rand_augment)
+            wrong += refusal(parse_rand_augment, self.rand_augment, self.rand_augment_ops)
+        wrong += needs(self, "rand_augment", "rand_augment_ops")
         return wrong + needs(self, "random_erasing", "random_erasing_mode")

@@ -18,7 +18,7 @@ from megasnn.config.names import summaries, table_of
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 RARELY_USED = {
     "data": (
-        *("crop_scale", "crop_ratio", "random_erasing_mode", "normalize_images", "center_crop"),
+        *("crop_scale", "crop_ratio", "rand_augment_ops", "random_erasing_mode", "normalize_images", "center_crop"),
         *("mixup_off_epoch",),
         *("last_batch", "split_by", "frame_duration", "normalize_frames"),
         *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),

@@ -51,6 +51,8 @@ REFUSED = [
     ("--mlp-ratio 0", "--mlp-ratio must be greater than 0"),
     ("--mixup-alpha 0", "--mixup-alpha must be greater than 0, got 0.0"),
     ("--augment crop --crop-scale 1.5", "--crop-scale must be at most 1, got 1.5"),
+    ("--rand-augment-ops rotate", "--rand-augment-ops rotate needs --rand-augment"),
+    ("--rand-augment rand --rand-augment-ops rotate,spin", "--rand-augment-ops: there is no 'spin'; there are auto-"),
     ("--center-crop 1.5", "--center-crop must be at most 1, got 1.5"),
     ("--augment crop --crop-ratio 0.5", "--crop-ratio must be at least 1, got 0.5"),
     ("--random-erasing nan", "--random-erasing must be greater than 0, got nan"),

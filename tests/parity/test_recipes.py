@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -43,7 +44,14 @@ def test_mixing_and_smoothing_are_the_recipes() -> None:
     cifar, imagenet = (recipes.recipe(f"spikformer/{name}", "--data-path", "d") for name in ("cifar10", "imagenet"))
     assert (cifar.data.mixup_alpha, cifar.data.cutmix_alpha, cifar.data.mixup_off_epoch) == (0.5, None, 200)
     assert (imagenet.data.mixup_alpha, imagenet.data.cutmix_alpha, imagenet.data.mixup_off_epoch) == (0.8, 1.0, None)
-    assert recipes.recipe("qkformer/cifar10", "--data-path", "d").data == cifar.data
+    assert str(cifar.data.rand_augment_ops).split(",") == [
+        "equalize",
+        "rotate",
+        "shear-x",
+        "translate-x",
+        "translate-y",
+    ]
+    assert recipes.recipe("qkformer/cifar10", "--data-path", "d").data == replace(cifar.data, rand_augment_ops=None)
 
 
 def test_the_rates_are_those_that_were_logged() -> None:
