@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megasnn.bundle import Bundle, logits_of
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm
@@ -26,7 +28,8 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.sharding import ShardedTensor, parameter_count
 
-SampleLoss = Callable[[Tensor, Tensor], Tensor]
+SampleLoss = Callable[[Any, Tensor], Tensor]
+"""(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
 
 
 class Engine:
@@ -37,7 +40,7 @@ class Engine:
         schedule: how micro-batches go through the chunks, and on which pipeline rank each of them lives; a name alone
             stands for equal costs.
         seed: of the initial values.
-        loss: (logits, labels) -> the sum of the samples' losses.
+        loss: the sum of the samples' losses; see SampleLoss.
         wires: how tensors travel between stages.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
 
@@ -109,9 +112,9 @@ class Engine:
         """Whether this rank's micro-batches need labels: it has the last chunk, and computes the loss."""
         return len(self.plan.placement) - 1 in self.chunks
 
-    def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss(logits, labels) / self._global_batch_size
-        self._correct_here += count_correct(logits, labels)
+    def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
+        loss = self.loss(output, labels) / self._global_batch_size
+        self._correct_here += count_correct(logits_of(output), labels)
         return loss
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
@@ -159,9 +162,9 @@ class Engine:
         """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, where the logits are."""
         totals = [0.0, 0.0, 0.0, 0.0]
 
-        def consume(logits: Tensor, labels: Tensor) -> None:
-            hits = correct_predictions(logits, labels)
-            for index, value in enumerate((float(self.loss(logits, labels)), len(labels), *hits)):
+        def consume(output: Bundle, labels: Tensor) -> None:
+            hits = correct_predictions(logits_of(output), labels)
+            for index, value in enumerate((float(self.loss(output, labels)), len(labels), *hits)):
                 totals[index] += value
 
         self._set_mode(training=False)
@@ -182,7 +185,7 @@ class Engine:
         with ExitStack() as stack:
             watches = [(c, stack.enter_context(NonFiniteWatch(_leaves(chunk)))) for c, chunk in self.chunks.items()]
             schedule = self._evaluation_schedule(len(micro_batches))
-            self.executor.evaluate(schedule, micro_batches, lambda logits, labels: None)
+            self.executor.evaluate(schedule, micro_batches, lambda output, labels: None)
         return next(((chunk, watch.found) for chunk, watch in watches if watch.found is not None), None)
 
     def first_non_finite_gradient(self) -> tuple[int, NonFinite] | None:

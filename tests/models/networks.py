@@ -1,0 +1,111 @@
+"""Small spiking networks that are no chains: skips over stages, bundles of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.comm.codec import Content
+from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+
+CLASSES = 4
+
+
+class Up(nn.Module):
+    """Twice as high and wide, and the skip is added."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(inputs, outputs)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return self.unit(x).repeat_interleave(2, -1).repeat_interleave(2, -2) + skip
+
+
+class Pass(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Join(nn.Module):
+    """Channels side by side; a plain module, which has all of them."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b], 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNet(Model):
+    """Down and up again, with skips; the stem's output is used three times."""
+
+    image_size: int = 8
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    width: int = 4
+
+    def layers(self) -> Iterable[Layer]:
+        width = self.width
+        yield layer("stem", ConvNormNeuron(3, width, 3))
+        yield layer("down.0", ConvNormNeuron(width, 2 * width, 3, stride=2))
+        yield layer("down.1", ConvNormNeuron(2 * width, 2 * width, 3, stride=2))
+        yield layer("pass", Pass(), takes="stem")
+        yield layer("up.1", Up(2 * width, 2 * width), takes=("down.1", "down.0"))
+        yield layer("up.0", Up(2 * width, width), takes=("up.1", "stem"))
+        yield layer("join", Join(), takes=("up.0", "pass"))
+        yield layer("out", ConvNormNeuron(2 * width, 2 * width, 3))
+        yield layer("join.2", Join(), takes=("stem", "out"))
+        yield layer("head", MeanLinear(3 * width, self.num_classes))
+
+
+class Split(KeyedLayer):
+    """Spikes, and dense values beside them; how often neurons fired needs no gradient."""
+
+    def __init__(self, channels: int, name: str) -> None:
+        super().__init__()
+        self.unit, self.drive = ConvNormNeuron(channels, channels, 3), ConvNormNeuron(channels, channels)
+        self.dropout = ParallelDropout(0.2, name)
+
+    def forward(self, x: Tensor | dict[str, Tensor], samples: range | None) -> dict[str, Tensor]:
+        before = {"spikes": x, "drive": x, "fired": x.detach()} if isinstance(x, Tensor) else x
+        spikes = self.unit(before["spikes"])
+        drive = self.dropout(0.5 * before["drive"] + self.drive(before["spikes"]), samples)
+        return {"drive": drive, "spikes": spikes, "fired": before["fired"] + spikes.detach()}
+
+
+class Meet(nn.Module):
+    def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return x["spikes"] * x["drive"], x["fired"]
+
+
+class Classify(nn.Module):
+    """Logits, and beside them the mean count of spikes, which a loss may bound."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.head = MeanLinear(channels, classes)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"rate": x[1].flatten(3).mean(-1), "logits": self.head(x[0])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundles(Model):
+    """From block to block go spikes, dense values, and counts without a gradient."""
+
+    image_size: int = 6
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    width: int = 4
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, self.width, 3))
+        holds = {"spikes": Content.SPIKES, "drive": None, "fired": None}
+        for index in range(3):
+            yield layer(f"block.{index}", Split(self.width, f"block.{index}"), holds=holds)
+        yield layer("meet", Meet())
+        yield layer("head", Classify(self.width, self.num_classes))
