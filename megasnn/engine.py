@@ -25,6 +25,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.sharding import ShardedTensor, parameter_count
 
@@ -47,7 +48,8 @@ class Engine:
     Attributes:
         context: what the layers were built with.
         chunks: this rank's chunks by index.
-        tensors: parameters and buffers of this rank.
+        tensors: parameters and buffers of this rank. copies: those that another of the model's layers owns, and which
+            are no parameters of the model by themselves.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
@@ -78,14 +80,18 @@ class Engine:
             if home == state.pipeline.rank
         }
         self.tensors: list[ShardedTensor] = [t for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
-        for entry in self.tensors:
+        self.copies = [t for chunk in self.chunks.values() for t in chunk.copied_tensors()]
+        for entry in (*self.tensors, *self.copies):
             if entry.is_parameter and is_frozen(entry.name):
                 entry.tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         self.data_parallel = BucketedDataParallel(
-            [(index, chunk.sharded_tensors()) for index, chunk in self.chunks.items()], state.data, state.tensor
+            [(index, chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
+            state.data,
+            state.tensor,
         )
+        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
         whole = describe_tensors(model, BuildContext())
@@ -145,6 +151,7 @@ class Engine:
         self._correct_here.zero_()
         self._set_mode(training=True)
         loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
+        self._ties.sum_gradients()
         # Hits and vote travel with the loss: no step waits a second time for them.
         mine = torch.stack([loss, self._correct_here])
         total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self.wants_to_stop())])
@@ -156,7 +163,11 @@ class Engine:
         Args:
             most_micro_batches: the largest number of micro-batches that any replica has.
         """
-        merge_running_statistics(self.norms, self.state.data, most_micro_batches)
+        merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
+
+    def refresh_copies(self) -> None:
+        """After the tensors have changed, by a step or otherwise: gives their copies the new values. Collective."""
+        self._ties.refresh()
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
         """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, where the logits are."""

@@ -82,7 +82,8 @@ def once(module: nn.Module) -> None:
     if vars(module).setdefault("_dry_runs", 0):
         raise ValueError(
             f"this {type(module).__name__} is called twice in one forward; its gradient is counted once for each "
-            "micro-batch: make a second one"
+            "micro-batch: make a second one, which may have the same weights (second.weight = first.weight), or yield "
+            "the layer twice"
         )
     module._dry_runs = 1  # type: ignore[assignment]
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,21 +60,17 @@ def make_whole(
     Returns:
         the layer: the module itself, or what it is swapped for.
     Raises:
-        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key, tied weights,
+        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key,
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
     _refuse(module)
     knows_no_time = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
     stays_cut = knows_no_time and not (first or last) and all(_is_channelwise(each) for each in module.modules())
     module = _with_our_norms(module, context)
-    seen: dict[int, str] = {}
-    for path, each in module.named_modules():
+    for each in module.modules():
         if isinstance(each, ParallelBatchNorm):
             continue
         for name, tensor in _own_tensors(each):
-            place = f"{path}.{name}" if path else name
-            if seen.setdefault(id(tensor), place) != place:
-                raise ValueError(f"{place} is the same tensor as {seen[id(tensor)]}: tied weights are not supported")
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(context.dtype)
             shard = context.shard(tuple(tensor.shape), initialise=partial(_fresh, each, name, initialise))
@@ -171,9 +166,6 @@ class _Whole:
                 f"{what} the output {list(y.shape)} do not divide by --tensor-model-parallel-size {self.group.size}"
             )
         return own_channels(y, self.group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
-        return self  # a process group cannot be copied
 
 
 class WholeBatchNorm(ParallelBatchNorm):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -24,11 +23,13 @@ from megasnn.models.description import (
     EntryDescription,
     LayerDescription,
     ModelDescription,
+    Tie,
     frames_of,
     sources,
 )
 from megasnn.models.layer import Layer
-from megasnn.sharding import sharded_tensors
+from megasnn.models.ties import separate, tie_all
+from megasnn.sharding import copied_tensors, sharded_tensors
 
 
 def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
@@ -46,7 +47,6 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
-    _refuse_shared(layers)
     _refuse_made_before(layers, built(model, BuildContext(), neuron))
     named = [(each.name, each.module) for each in layers]
     try:
@@ -64,7 +64,16 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
         for each, y in zip(layers, outputs, strict=True)
     ]
     build = partial(_build, model, neuron)
-    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes)
+    ties = tuple(_ties(named))
+    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes, ties)
+
+
+def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
+    owners: dict[str, str] = {}
+    for layer in named_layers:
+        owners |= {entry.name: layer[0] for entry in sharded_tensors([layer])}
+        for entry in copied_tensors([layer]):
+            yield Tie(entry.name, owners[entry.name], layer[0])
 
 
 def _sources(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
@@ -87,19 +96,6 @@ def _require_logits(model: ModelConfig, name: str, output: Bundle) -> None:
             f"{name}: the last layer gives {list(logits.shape)} for {DRY_SAMPLES} samples, where logits are {wanted}: "
             "--time-steps, samples, --num-classes"
         )
-
-
-def _refuse_shared(layers: Sequence[Layer]) -> None:
-    """Raises ValueError for a module that is in two layers: it would be trained and saved twice."""
-    owner: dict[int, str] = {}
-    for each in layers:
-        for module in each.module.modules():
-            has_tensors = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
-            if has_tensors and owner.setdefault(id(module), each.name) != each.name:
-                raise ValueError(
-                    f"{each.name} and {owner[id(module)]} have the same {type(module).__name__} inside; a module is "
-                    "for one layer"
-                )
 
 
 def _refuse_made_before(layers: Sequence[Layer], again: Sequence[Layer]) -> None:
@@ -154,8 +150,11 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
             raise ValueError(f"{place}: {error}") from error
         if not layers:
             raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
+        layers, ties = separate(layers)
         last = len(layers) - 1
-        return [_as_layer(each, context, number == 0, number == last) for number, each in enumerate(layers)]
+        layers = [_as_layer(each, context, number == 0, number == last) for number, each in enumerate(layers)]
+        tie_all(layers, ties)
+        return layers
 
 
 def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> Layer:

@@ -52,6 +52,20 @@ class LayerDescription:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """A tensor that a layer has a copy of.
+
+    Attributes:
+        name: global name of the tensor.
+        owner, copy: names of the layer that it is counted, stepped and saved with, and of the one with the copy.
+    """
+
+    name: str
+    owner: str
+    copy: str
+
+
+@dataclass(frozen=True)
 class Carried:
     """A tensor that a boundary between stages carries: an entry of the output of a layer, by its number."""
 
@@ -71,6 +85,7 @@ class ModelDescription:
         time_steps: T.
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.
+        ties: copies of tensors, in the order of the layers that have them.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -78,6 +93,7 @@ class ModelDescription:
     time_steps: int
     input_shape: tuple[int, ...]
     num_classes: int
+    ties: tuple[Tie, ...] = ()
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""

@@ -22,7 +22,7 @@ from megasnn.models.description import (
     ModelDescription,
     frames_of,
 )
-from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,10 @@ class PipelineChunk(nn.Module):
 
     def sharded_tensors(self) -> list[ShardedTensor]:
         return list(sharded_tensors(self.named_layers()))
+
+    def copied_tensors(self) -> list[ShardedTensor]:
+        """Of its tensors those that another one owns; see `megasnn.sharding.tie`."""
+        return list(copied_tensors(self.named_layers()))
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -279,7 +279,9 @@ class TrainingRun:
             return
         self.saves.settle()
         with self.step.average.in_place():
+            self.engine.refresh_copies()
             yield
+        self.engine.refresh_copies()
 
     @placed("while evaluating")
     def _evaluate_if(self, due: bool) -> None:
@@ -330,6 +332,7 @@ class TrainingRun:
             self.saves.finish()
             raise
         if mended:
+            self.engine.refresh_copies()
             self.reporter.line(f"WARNING: {mended}")
             self.reporter.text("replicas", mended)
 

@@ -1,4 +1,4 @@
-"""Small spiking networks that are no chains: skips over stages, bundles of tensors."""
+"""Small spiking networks that are no chains: skips over stages, bundles of tensors, layers used more than once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
+from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
@@ -109,3 +112,70 @@ class Bundles(Model):
             yield layer(f"block.{index}", Split(self.width, f"block.{index}"), holds=holds)
         yield layer("meet", Meet())
         yield layer("head", Classify(self.width, self.num_classes))
+
+
+class Again(KeyedLayer):
+    """A block with everything that has a state of its own: weights, a norm, a learned time constant, and draws."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        plif = NeuronSpec("plif", tau=2.0)
+        self.unit = ConvNormNeuron(channels, channels, 3, bias=True, neuron=plif)
+        self.dropout = ParallelDropout(0.2, "again")
+
+    def forward(self, x: Tensor, samples: range | None) -> Tensor:
+        return self.dropout(self.unit(x) + x, samples)
+
+
+class Mix(nn.Module):
+    """A linear layer along the channels; a plain module."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.movedim(2, -1)).movedim(-1, 2)
+
+
+def plain_block(channels: int) -> nn.Module:
+    return nn.Sequential(
+        sj.Conv2d(channels, channels, 3, padding=1, step_mode="m"),
+        sj.BatchNorm2d(channels, step_mode="m"),
+        neuron.LIFNode(step_mode="m"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tied(Model):
+    """A block that is used three times, its kernel once more, and a matrix that the second and the last layer share."""
+
+    marker = "block.0.unit.conv.bias"
+
+    image_size: int = 6
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    plain: bool = False
+
+    def layers(self) -> Iterable[Layer]:
+        width = self.num_classes
+        block, mix, late = (
+            plain_block(width) if self.plain else Again(width),
+            Mix(width),
+            ConvNormNeuron(width, width, 3),
+        )
+        kernel = block[0] if isinstance(block, nn.Sequential) else block.unit.conv
+        head = nn.Linear(width, width)
+        late.conv.weight = kernel.weight
+        head.weight = mix.linear.weight
+        yield layer("stem", ConvNormNeuron(3, width, 3))
+        yield layer("mix", mix)
+        yield layer("block.0", block)
+        yield layer("block.1", block)
+        yield layer("between", ConvNormNeuron(width, width))
+        yield layer("block.2", block)
+        if not self.plain:
+            yield layer("late", late)
+        yield layer("mean", nn.AdaptiveAvgPool2d(1))
+        yield layer("flat", nn.Flatten())
+        yield layer("head", head)
