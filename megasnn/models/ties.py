@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.layers import DropPath, ParallelDropout
+from megasnn.layers.whole import SHARDED
 from megasnn.models.layer import Layer
 from megasnn.sharding import tie
 
@@ -38,17 +39,17 @@ def separate(layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
     Raises:
         ValueError: a module that several layers have cannot be copied.
     """
-    owners: dict[int, tuple[_Place, Tensor]] = {}  # the tensor is kept: another one could get its id
+    owners: dict[int, _Place] = {}
     modules: set[int] = set()
     separated: list[Layer] = []
     ties: Ties = {}
     for number, each in enumerate(layers):
         copies: Ties = {}
         for place, tensor in _tensors(number, each.module):
-            owner, _ = owners.setdefault(id(tensor), (place, tensor))
+            owner = owners.setdefault(id(tensor), place)
             if owner != place:
                 copies[place] = owner
-        mine = {id(module) for module in each.module.modules() if _has_state(module) or module is each.module}
+        mine = {id(module) for module in each.module.modules() if _is_one_layers(module) or module is each.module}
         made = each if modules.isdisjoint(mine) else replace(each, module=_copied(each))
         modules |= mine
         for place in copies:
@@ -81,10 +82,10 @@ def _tensors(number: int, layer: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
             yield _Place(number, path, name), tensor
 
 
-def _has_state(module: nn.Module) -> bool:
-    """Functions as modules, like SpikingJelly's surrogates, may be shared; what has tensors or draws may not."""
-    of_its_own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    return isinstance(module, (ParallelDropout, DropPath)) or any(True for _ in of_its_own)
+def _is_one_layers(module: nn.Module) -> bool:
+    """Functions as modules, like SpikingJelly's surrogates, may be shared; sharded layers and tensors may not."""
+    tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return isinstance(module, SHARDED) or any(True for _ in tensors)
 
 
 def _copied(each: Layer) -> nn.Module:

@@ -91,10 +91,8 @@ class PipelineChunk(nn.Module):
             for number in step.last:
                 del outputs[number]
             y = apply_layer(layer, inputs[0], samples, *inputs[1:])
-            if not self._is_chain:
-                y = _with_edges_of_their_own(y, inputs)
-            outputs[step.number] = y
             self._require_described(step.description, y, samples)
+            outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
@@ -106,7 +104,10 @@ class PipelineChunk(nn.Module):
             if not isinstance(y, Tensor):
                 raise ValueError(f"{description.name} gives a {type(y).__name__}, and gave a tensor in the dry run")
             return
-        entries = entries_of(y)
+        try:
+            entries = entries_of(y)
+        except ValueError as error:
+            raise ValueError(f"{description.name}: {error}") from None
         if entries.keys() != description.entries.keys():
             raise ValueError(
                 f"{description.name} gives {_keys(entries)}, and gave {_keys(description.entries)} in the dry run"
@@ -120,11 +121,14 @@ class PipelineChunk(nn.Module):
                 )
 
     def _fits(self, entry: Tensor, shape: tuple[int, ...], samples: int) -> bool:
-        """Whether each side is that of the dry run, or in proportion to the samples; channels are cut."""
+        """Whether each side is that of the dry run, or in proportion to the samples; channels may be cut, and a single
+        time step may have become all of them."""
         if entry.ndim != len(shape):
             return False
         allowed = {DRY_SAMPLES, samples}
         for dim, (found, side) in enumerate(zip(entry.shape, shape, strict=True)):
+            if dim == 0 and side == 1:
+                continue
             parts = {1, self._ranks} if dim == 2 else {1}
             if not any(DRY_SAMPLES * part * found == times * side for part in parts for times in allowed):
                 return False

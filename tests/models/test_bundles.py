@@ -202,7 +202,7 @@ MESSAGES = {
     "an entry less": r"two gives the entries \['spikes'\], and gave the entries \['spikes', 'dense'\] in the dry run",
     "a tuple": r"two gives the entries \[0, 1\], and gave",
     "a tensor": r"two gives a tensor, and gave the entries",
-    "a list": r"a layer gives a tensor, or a tuple or a dict \(by name\) of tensors, not a list",
+    "a list": r"two: a layer gives a tensor, or a tuple or a dict \(by name\) of tensors, not a list",
 }
 
 
@@ -252,6 +252,11 @@ class Gives(nn.Module):
         return self.make(self.unit(x))
 
 
+class First(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0]
+
+
 def sum_of() -> Layer:
     return layer("sum", Sum())
 
@@ -293,6 +298,16 @@ def sum_of() -> Layer:
 def test_what_cannot_be_put_together_is_refused_before_anything_is_built(layers, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe(_model(*layers))
+
+
+def test_entries_of_plain_modules_have_channels_to_share_out() -> None:
+    class Rates(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.flatten(2).mean(2)
+
+    described = describe(_model(lambda: layer("rates", Rates()), lambda: layer("first", First())))
+    with pytest.raises(ValueError, match=r"rates.*channels \(dimension 2\), which are missing, of the output \[2, 2\]"):
+        described.build(BuildContext(Group("tensor", (0, 1))))
 
 
 def test_contents_are_found_for_each_entry() -> None:
