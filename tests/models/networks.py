@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -179,3 +180,60 @@ class Tied(Model):
         yield layer("mean", nn.AdaptiveAvgPool2d(1))
         yield layer("flat", nn.Flatten())
         yield layer("head", head)
+
+
+class Sum(nn.Module):
+    def forward(self, *xs: Tensor) -> Tensor:
+        total = xs[0]
+        for x in xs[1:]:
+            total = total + x
+        return 0.7 * total
+
+
+class Same(nn.Module):
+    """An input as it is, beside others."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        return x, others[0] if others else x
+
+
+class First(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.5 * x[0] + x[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Model):
+    """Layers that take what earlier ones gave, as it is drawn; one unit is used again and again."""
+
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    seed: int = 0
+
+    def layers(self) -> Iterable[Layer]:
+        draw, unit = random.Random(self.seed), ConvNormNeuron(4, 4, 3)
+        yield layer("stem", ConvNormNeuron(3, 4))
+        names, unused = ["stem"], ["stem"]
+
+        def some(most: int) -> list[str]:
+            chosen = [draw.choice(draw.choice([names, unused or names])) for _ in range(draw.randint(1, most))]
+            unused[:] = [name for name in unused if name not in chosen]
+            return chosen
+
+        for number in range(draw.randint(4, 10)):
+            name = f"layer.{number}"
+            match draw.choice(["conv", "again", "sum", "sum", "same"]):
+                case "conv":
+                    yield layer(name, ConvNormNeuron(4, 4), takes=some(1))
+                case "again":
+                    yield layer(name, unit, takes=some(1))
+                case "sum":
+                    yield layer(name, Sum(), takes=some(3))
+                case "same":
+                    yield layer(f"same.{number}", Same(), takes=some(2))
+                    yield layer(name, First())
+            names.append(name)
+            unused.append(name)
+        yield layer("all", Sum(), takes=unused)
+        yield layer("head", MeanLinear(4, CLASSES))
