@@ -27,7 +27,7 @@ def entries_of(output: Any) -> dict[Key, Tensor]:
         raise ValueError(f"a layer gives one tensor or more, not an empty {_kind(output)}")
     for key, entry in entries.items():
         if not isinstance(entry, Tensor):
-            raise ValueError(f"entry {key!r} is a {_kind(entry)}, where a layer gives tensors")
+            raise ValueError(f"entry {key!r} is of type {_kind(entry)}, where a layer gives tensors")
     return entries
 
 

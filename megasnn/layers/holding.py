@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -67,7 +68,7 @@ def largest_of(value: Any) -> int | None:
 
 def content_of(tensor: Tensor) -> Content:
     """What a tensor of the dry run holds."""
-    largest = largest_of(tensor)
+    largest = 1 if tensor.dtype == torch.bool else largest_of(tensor)
     if largest is None or largest > LARGEST_COUNT:
         return Content.DENSE
     return Content.SPIKES if largest <= 1 else Content.COUNTS

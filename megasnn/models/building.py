@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -192,20 +194,31 @@ def dry_run(
         taken: for each layer, the numbers of the layers whose outputs it takes.
         cut: whether channels are shared out over tensor parallel ranks.
     Raises:
-        ValueError: a layer cannot take what it is given, or gives no tensors; names the layer.
+        ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
+            the layer.
     """
+    uses = Counter(chain.from_iterable(taken))
     frames = frames_of(torch.empty((DRY_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
     outputs: list[Bundle] = []
     with torch.no_grad(), Holding(cut):
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
+            shared = [x for number, x in zip(numbers, inputs, strict=True) if uses[number] > 1]
+            before = _versions(shared)
             try:
                 output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
                 entries_of(output)
+                if _versions(shared) != before:
+                    raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")
             except Exception as error:
                 raise ValueError(f"{name}, given {shapes_text(*inputs)}: {error}") from error
             outputs.append(output)
     return outputs
+
+
+def _versions(outputs: Iterable[Bundle]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [entry._version for output in outputs for entry in entries_of(output).values()]
 
 
 def building_problems(model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int) -> list[str]:

@@ -25,7 +25,16 @@ from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
 MAX_DIMS = 8
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.int32,
+    torch.bool,
+)
 CONTENTS = tuple(Content)
 
 

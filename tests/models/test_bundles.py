@@ -32,7 +32,7 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.sharding import materialise
-from tests.models.networks import CLASSES, Bundles, First, Random, UNet, Up
+from tests.models.networks import CLASSES, Bundles, First, Random, Sum, UNet, Up
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble
 from tests.parity.test_layouts import name_of
@@ -300,10 +300,14 @@ def sum_of() -> Layer:
             [lambda: layer("a", ConvNormNeuron(4, 4)), lambda: layer("b", ConvNormNeuron(4, 4), takes="stem")],
             "a: no later layer takes its output",
         ),
+        (
+            [lambda: layer("a", nn.ReLU(inplace=True)), lambda: layer("b", Sum(), takes=("a", "stem"))],
+            "a, given .*: it changes an input in place that another layer takes too",
+        ),
         ([lambda: layer("a", Gives(lambda y: [y]))], "a, given .*not a list"),
         ([lambda: layer("a", Gives(lambda y: {1: y}))], "a, given .*not a dict"),
         ([lambda: layer("a", Gives(lambda y: ()))], "one tensor or more, not an empty tuple"),
-        ([lambda: layer("a", Gives(lambda y: (y, 1)))], "entry 1 is a int, where a layer gives tensors"),
+        ([lambda: layer("a", Gives(lambda y: (y, 1)))], "entry 1 is of type int, where a layer gives tensors"),
         (
             [lambda: layer("a", Gives(lambda y: y), holds=(Content.SPIKES,))],
             "holds= tells of the entries .* one tensor",
