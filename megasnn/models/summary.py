@@ -5,19 +5,20 @@ It comes from a dry run on the meta device: nothing has memory, and no data are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megasnn.bundle import Key, entries_of
 from megasnn.comm.codec import Content, encoded_like
 from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
-from megasnn.layers.holding import content_of
 from megasnn.models.building import built, dry_run
+from megasnn.models.description import DRY_SAMPLES, LayerDescription, ModelDescription
 from megasnn.models.layer import Layer
 from megasnn.sharding import parameter_count, sharded_tensors
 
@@ -29,9 +30,8 @@ class LayerSummary:
     """
     Attributes:
         name, unit: as in `Layer`.
-        output: shape of what it gives for a micro-batch, with all channels.
-        content: what that holds.
-        output_bytes: of it, packed as it travels and is kept.
+        outputs: of each tensor that it gives for a micro-batch its shape, with all channels, and what it holds.
+        output_bytes: of them, packed as they travel and are kept.
         parameters: number of their elements.
         operations: multiply-adds in a sample's forward: of convolutions, linear layers and products of matrices, each
             as often as it is computed here (of an image that all time steps see, once).
@@ -40,8 +40,7 @@ class LayerSummary:
 
     name: str
     unit: str
-    output: tuple[int, ...]
-    content: Content
+    outputs: tuple[tuple[tuple[int, ...], Content], ...]
     output_bytes: int
     parameters: int
     operations: int
@@ -49,26 +48,37 @@ class LayerSummary:
 
 
 def summarise(
-    model: ModelConfig, neuron: NeuronSpec, micro_batch_size: int, compute_dtype: torch.dtype = torch.float32
+    model: ModelConfig,
+    neuron: NeuronSpec,
+    described: ModelDescription,
+    micro_batch_size: int,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> list[LayerSummary]:
-    """Of each layer, from input to logits. Raises ValueError as `describe` does."""
+    """Of each layer, from input to logits.
+
+    Args:
+        described: what `describe` gives for this model and neuron.
+    """
     layers = built(model, BuildContext(compute_dtype=compute_dtype), neuron)
     operations = _Operations()
-    outputs = dry_run(operations.watching(layers), model.input_shape, compute_dtype)
+    outputs = dry_run(operations.watching(layers), described.inputs, model.input_shape, compute_dtype)
     return [
-        _summary(each, output, count // output.shape[1], micro_batch_size)
-        for each, output, count in zip(layers, outputs, operations.counts, strict=True)
+        _summary(each, told, entries_of(output), count // DRY_SAMPLES, micro_batch_size)
+        for each, told, output, count in zip(layers, described.layers, outputs, operations.counts, strict=True)
     ]
 
 
-def _summary(each: Layer, output: Tensor, operations: int, micro_batch_size: int) -> LayerSummary:
-    shape = (output.shape[0], micro_batch_size, *output.shape[2:])
-    content = each.holds or content_of(output)
-    packed = encoded_like(torch.Size(shape).numel(), content, output.dtype, torch.device("meta"))
+def _summary(
+    each: Layer, told: LayerDescription, entries: Mapping[Key, Tensor], operations: int, micro_batch_size: int
+) -> LayerSummary:
+    outputs, packed = [], 0
+    for key, entry in entries.items():
+        shape, content = (entry.shape[0], micro_batch_size, *entry.shape[2:]), told.entries[key].content
+        outputs.append((shape, content))
+        packed += encoded_like(torch.Size(shape).numel(), content, entry.dtype, torch.device("meta")).nbytes
     tensors = list(sharded_tensors([(each.name, each.module)]))
     is_cut = any(axis == "tensor" for entry in tensors for axis, _ in entry.shard.cuts)
-    parameters = parameter_count(tensors)
-    return LayerSummary(each.name, each.unit, shape, content, packed.nbytes, parameters, operations, is_cut)
+    return LayerSummary(each.name, each.unit, tuple(outputs), packed, parameter_count(tensors), operations, is_cut)
 
 
 class _Operations:
@@ -107,16 +117,17 @@ def as_table(layers: Sequence[LayerSummary], bounds: Sequence[range], placement:
         tensor: number of tensor parallel ranks.
     """
     home = {index: (chunk, rank) for chunk, rank in enumerate(placement) for index in bounds[chunk]}
-    samples = layers[0].output[1]
+    samples = layers[0].outputs[0][0][1]
     output = f"output of {samples} sample{'s' * (samples != 1)}"
     rows = [["layer", "unit", output, "holds", "kB", "parameters", "multiply-adds of a sample", "lives on"]]
     for index, each in enumerate(layers):
         chunk, rank = home[index]
         share = f", cut in {tensor}" if each.is_cut and tensor > 1 else ", whole" if tensor > 1 else ""
         place = f"pipeline rank {rank}, chunk {chunk}" if len(placement) > 1 else "every rank"
-        shape = " x ".join(map(str, each.output))
+        shapes = ", ".join(" x ".join(map(str, shape)) for shape, _ in each.outputs)
+        holds = ", ".join(_HOLDS[content] for _, content in each.outputs)
         sizes = (f"{each.output_bytes / 1e3:,.1f}", f"{each.parameters:,}", f"{each.operations:,}")
-        rows.append([each.name, each.unit, shape, _HOLDS[each.content], *sizes, place + share])
+        rows.append([each.name, each.unit, shapes, holds, *sizes, place + share])
     sums = f"{sum(each.parameters for each in layers):,}", f"{sum(each.operations for each in layers):,}"
     rows.append(["all", "", "", "", "", *sums, ""])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

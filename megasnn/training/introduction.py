@@ -52,7 +52,7 @@ def introduce(
     if state.rank == 0:
         with reporter.tried("the summary of the model"):
             samples, dtype = config.training.micro_batch_size, engine.context.compute_dtype
-            layers = summarise(config.model, config.neuron.spec, samples, dtype)
+            layers = summarise(config.model, config.neuron.spec, engine.model, samples, dtype)
     for line in _model(config, layers, engine, plan):
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""

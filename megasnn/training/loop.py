@@ -280,7 +280,9 @@ class TrainingRun:
             return
         self.saves.settle()
         with self.step.average.in_place():
+            self.engine.refresh_copies()
             yield
+        self.engine.refresh_copies()
 
     @placed("while evaluating")
     def _evaluate_if(self, due: bool) -> None:
@@ -331,6 +333,7 @@ class TrainingRun:
             self.saves.finish()
             raise
         if mended:
+            self.engine.refresh_copies()
             self.reporter.line(f"WARNING: {mended}")
             self.reporter.text("replicas", mended)
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megasnn.comm.codec import Content
 from megasnn.config import NeuronConfig
+from megasnn.models.building import describe
 from megasnn.models.model import Model
 from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
@@ -25,7 +26,8 @@ from tests.training.runs import train
 
 
 def summary(model: Model, samples: int = 8) -> list[LayerSummary]:
-    return summarise(model, NeuronConfig().spec, samples)
+    neuron = NeuronConfig().spec
+    return summarise(model, neuron, describe(model, neuron), samples)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,9 @@ def test_operations_are_those_that_torch_counts(model: Model, reference: Callabl
 
 def test_what_layers_give() -> None:
     stem, *_, block, head = summary(SewResNet(width=8, image_size=32, time_steps=3, num_classes=10))
-    assert (stem.output, stem.content, stem.output_bytes) == ((3, 8, 8, 8, 8), Content.SPIKES, 3 * 8 * 8 * 8 * 8 // 8)
-    assert (block.output, block.content, block.output_bytes) == ((3, 8, 64, 1, 1), Content.COUNTS, 3 * 8 * 64)
-    assert (head.output, head.content, head.output_bytes) == ((3, 8, 10), Content.DENSE, 3 * 8 * 10 * 4)
+    assert (stem.outputs, stem.output_bytes) == ((((3, 8, 8, 8, 8), Content.SPIKES),), 3 * 8 * 8 * 8 * 8 // 8)
+    assert (block.outputs, block.output_bytes) == ((((3, 8, 64, 1, 1), Content.COUNTS),), 3 * 8 * 64)
+    assert (head.outputs, head.output_bytes) == ((((3, 8, 10), Content.DENSE),), 3 * 8 * 10 * 4)
     assert head.parameters == 650 and head.operations == 3 * 640
 
 

@@ -63,7 +63,7 @@ def train_vgg(*flags: str) -> Outcome:
 
 
 def train_model(model: str, flags: list[str], only_load: bool = False) -> Outcome:
-    """The same for any model of the table."""
+    """The same for any model of the table, without flags of its own."""
     config = parse(run_config(MODELS[model]), flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
