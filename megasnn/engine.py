@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megasnn.bundle import Bundle, logits_of
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm
@@ -23,10 +25,12 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.sharding import ShardedTensor, parameter_count
 
-SampleLoss = Callable[[Tensor, Tensor], Tensor]
+SampleLoss = Callable[[Any, Tensor], Tensor]
+"""(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
 
 
 class Engine:
@@ -37,14 +41,15 @@ class Engine:
         schedule: how micro-batches go through the chunks, and on which pipeline rank each of them lives; a name alone
             stands for equal costs.
         seed: of the initial values.
-        loss: (logits, labels) -> the sum of the samples' losses.
+        loss: the sum of the samples' losses; see SampleLoss.
         wires: how tensors travel between stages.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
 
     Attributes:
         context: what the layers were built with.
         chunks: this rank's chunks by index.
-        tensors: parameters and buffers of this rank.
+        tensors: parameters and buffers of this rank. copies: those that another of the model's layers owns, and which
+            are no parameters of the model by themselves.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
@@ -75,14 +80,18 @@ class Engine:
             if home == state.pipeline.rank
         }
         self.tensors: list[ShardedTensor] = [t for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
-        for entry in self.tensors:
+        self.copies = [t for chunk in self.chunks.values() for t in chunk.copied_tensors()]
+        for entry in (*self.tensors, *self.copies):
             if entry.is_parameter and is_frozen(entry.name):
                 entry.tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         self.data_parallel = BucketedDataParallel(
-            [(index, chunk.sharded_tensors()) for index, chunk in self.chunks.items()], state.data, state.tensor
+            [(index, chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
+            state.data,
+            state.tensor,
         )
+        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
         whole = describe_tensors(model, BuildContext())
@@ -110,9 +119,9 @@ class Engine:
         """Whether this rank's micro-batches need labels: it has the last chunk, and computes the loss."""
         return len(self.plan.placement) - 1 in self.chunks
 
-    def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss(logits, labels) / self._global_batch_size
-        self._correct_here += count_correct(logits, labels)
+    def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
+        loss = self.loss(output, labels) / self._global_batch_size
+        self._correct_here += count_correct(logits_of(output), labels)
         return loss
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
@@ -143,6 +152,7 @@ class Engine:
         self._correct_here.zero_()
         self._set_mode(training=True)
         loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
+        self._ties.sum_gradients()
         # Hits and vote travel with the loss: no step waits a second time for them.
         mine = torch.stack([loss, self._correct_here])
         total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self.wants_to_stop())])
@@ -154,15 +164,19 @@ class Engine:
         Args:
             most_micro_batches: the largest number of micro-batches that any replica has.
         """
-        merge_running_statistics(self.norms, self.state.data, most_micro_batches)
+        merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
+
+    def refresh_copies(self) -> None:
+        """After the tensors have changed, by a step or otherwise: gives their copies the new values. Collective."""
+        self._ties.refresh()
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
         """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, where the logits are."""
         totals = [0.0, 0.0, 0.0, 0.0]
 
-        def consume(logits: Tensor, labels: Tensor) -> None:
-            hits = correct_predictions(logits, labels)
-            for index, value in enumerate((float(self.loss(logits, labels)), len(labels), *hits)):
+        def consume(output: Bundle, labels: Tensor) -> None:
+            hits = correct_predictions(logits_of(output), labels)
+            for index, value in enumerate((float(self.loss(output, labels)), len(labels), *hits)):
                 totals[index] += value
 
         self._set_mode(training=False)
@@ -183,7 +197,7 @@ class Engine:
         with ExitStack() as stack:
             watches = [(c, stack.enter_context(NonFiniteWatch(_leaves(chunk)))) for c, chunk in self.chunks.items()]
             schedule = self._evaluation_schedule(len(micro_batches))
-            self.executor.evaluate(schedule, micro_batches, lambda logits, labels: None)
+            self.executor.evaluate(schedule, micro_batches, lambda output, labels: None)
         return next(((chunk, watch.found) for chunk, watch in watches if watch.found is not None), None)
 
     def first_non_finite_gradient(self) -> tuple[int, NonFinite] | None:

@@ -134,12 +134,14 @@ def own_channels(x: Tensor, group: Group) -> Tensor:
     Raises:
         ValueError: channels that do not divide by the number of ranks.
     """
-    if x.shape[2] % group.size:
+    if group.size == 1:
+        return x
+    if x.ndim < 3 or x.shape[2] % group.size:
+        what = f"the {x.shape[2]} channels of" if x.ndim > 2 else "the channels (dimension 2), which are missing, of"
         raise ValueError(
-            f"the {x.shape[2]} channels of the output {list(x.shape)} do not divide by --tensor-model-parallel-size "
-            f"{group.size}"
+            f"{what} the output {list(x.shape)} do not divide by --tensor-model-parallel-size {group.size}"
         )
-    return x if group.size == 1 else _OwnChannels.apply(x, group)
+    return _OwnChannels.apply(x, group)
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
@@ -64,7 +65,7 @@ def make_whole(
     Returns:
         the layer: the module itself, or what it is swapped for.
     Raises:
-        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key, tied weights,
+        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key,
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
     module = compiling_itself(module)
@@ -85,19 +86,12 @@ def make_whole(
 
 
 def describe_whole(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Swaps the batch norms in a plain module for ours, and describes its tensors as whole on every rank.
-
-    Raises ValueError for tied weights.
-    """
+    """Swaps the batch norms in a plain module for ours, and describes its tensors as whole on every rank."""
     module = _with_our_norms(module, context, initialise)
-    seen: dict[int, str] = {}
-    for path, each in module.named_modules():
+    for each in module.modules():
         if isinstance(each, ParallelBatchNorm):
             continue
         for name, tensor in own_tensors(each):
-            place = f"{path}.{name}" if path else name
-            if seen.setdefault(id(tensor), place) != place:
-                raise ValueError(f"{place} is the same tensor as {seen[id(tensor)]}: tied weights are not supported")
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(context.dtype)
             shard = context.shard(tuple(tensor.shape), initialise=own_values(each, initialise, name))
@@ -123,7 +117,8 @@ def placed(module: nn.Module, name: str, *, first: bool, last: bool, classes: in
         first: its input is whole on every rank. last: its output has to be, and has so many `classes`.
     """
     call: Call = vars(module)["_call"]
-    vars(module)["_call"] = replace(call, whole_input=first, classes=classes if last else None)
+    cuts_input = first and not _begins_with_weights(module)
+    vars(module)["_call"] = replace(call, whole_input=first, cuts_input=cuts_input, classes=classes if last else None)
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, SwappedDropout):
             each.name = path
@@ -135,11 +130,12 @@ def is_called_as_sharded(module: nn.Module) -> bool:
     return "_call" in vars(module) and vars(module)["_call"].sharded
 
 
-def call_plain(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
+def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle) -> Bundle:
     """Calls a layer that `make_whole` or `call_as_sharded` made on a micro-batch.
 
     Raises:
-        ValueError: channels of its output that do not divide by the number of tensor parallel ranks.
+        ValueError: an output without channels, or with channels that do not divide by the number of tensor parallel
+            ranks.
     """
     call: Call = vars(layer)["_call"]
     for each in layer.modules():
@@ -148,24 +144,31 @@ def call_plain(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
             reset()
         if isinstance(each, SwappedDropout):
             each.samples = samples
-    if len(x) == 1 < call.time_steps:
-        x = x.expand(call.time_steps, *x.shape[1:])
-    if call.gathers and is_said_whole(x):  # of a linear layer whose features do not divide
+    first = next(iter(entries_of(inputs[0]).values()))
+    if call.gathers and is_said_whole(first):  # of a linear layer whose features do not divide
         vars(layer)["_call"] = call = replace(call, gathers=False)
-    prepared = call.prepared(x, layer)
-    given = prepared.flatten(0, 1) if call.folds else prepared
-    if call.whole_input and prepared.shape == x.shape:
-        say_whole(given)
-    with nullcontext() if call.sharded else all_channels(), uncompiled_in_dry_runs(layer, x):
-        y = layer(given)
-    return call.finished(y.unflatten(0, x.shape[:2]) if call.folds else y)
+    taken = [call.taken(x) if isinstance(x, Tensor) else map_entries(call.taken_entry, x) for x in inputs]
+    with nullcontext() if call.sharded else all_channels(), uncompiled_in_dry_runs(layer, first):
+        if call.folds:
+            frames = (call.time_steps if len(first) == 1 else len(first), first.shape[1])
+            y = layer(*(map_entries(lambda x: x.flatten(0, 1), x) for x in taken))
+            y = map_entries(lambda y: y.unflatten(0, frames), y)
+        else:
+            y = layer(*taken)
+    with all_channels():
+        return map_entries(call.given, y) if call.cuts or call.classes is not None else y
 
 
-def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
-    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples."""
+def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle) -> Bundle:
+    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples.
+
+    Args:
+        x, more: the outputs that it takes.
+    """
     if "_call" in vars(layer):
-        return call_plain(layer, x, samples)
-    return layer(x, samples) if isinstance(layer, KeyedLayer) else layer(x)
+        return call_plain(layer, samples, x, *more)
+    output: Bundle = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
+    return output
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Call:
         dtype: of its input; None for what comes.
         gathers: whether the input is cut by channel, and made whole. cuts: the same of the output.
         sharded: whether its parts are cut; otherwise it is whole.
-        whole_input: of a sharded one: whether the input is whole on every rank.
+        whole_input: of a sharded one: whether the input is whole on every rank. cuts_input: whether it is cut first.
         classes: of a sharded one: how many channels the output has when it is whole, where it has to be.
     """
 
@@ -189,25 +192,33 @@ class Call:
     cuts: bool = False
     sharded: bool = False
     whole_input: bool = False
+    cuts_input: bool = False
     classes: int | None = None
 
-    def prepared(self, x: Tensor, layer: nn.Module) -> Tensor:
-        """The input as the layer wants it."""
+    def taken(self, x: Tensor) -> Tensor:
+        """What the module is given for a tensor: all time steps, and the channels that it works on."""
+        if len(x) == 1 < self.time_steps:
+            x = x.expand(self.time_steps, *x.shape[1:])
         x = x if self.dtype is None else x.to(self.dtype)
         if self.gathers:
             return gather_alike(x, self.group)
-        if not self.whole_input or x.shape[2] % self.group.size or _begins_with_weights(layer):
-            return x
-        with all_channels():
-            return own_channels(x, self.group)
+        if self.cuts_input and not x.shape[2] % self.group.size:
+            with all_channels():
+                return own_channels(x, self.group)
+        return say_whole(x) if self.whole_input else x
 
-    def finished(self, y: Tensor) -> Tensor:
-        """The output as the next layer, or the loss, wants it. Raises ValueError for channels that do not divide."""
+    def taken_entry(self, x: Tensor) -> Tensor:
+        """The same for an entry of a bundle: without channels it stays as it is, and whole numbers keep their type."""
+        if x.ndim < 3:
+            return x
+        return self.taken(x) if x.is_floating_point() else replace(self, dtype=x.dtype).taken(x)
+
+    def given(self, y: Tensor) -> Tensor:
+        """An output as the next layer, or the loss, wants it. Raises ValueError where channels cannot be shared out."""
         if self.classes is not None:
             is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
             return gather_alike(y, self.group) if is_cut else y
-        with all_channels():
-            return say_whole(own_channels(y, self.group), self.group.size == 1) if self.cuts else y
+        return say_whole(own_channels(y, self.group), self.group.size == 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Call:
         return self  # a process group cannot be copied

@@ -134,7 +134,8 @@ class TrainingRun:
         if begin.notice:
             self.reporter.line(begin.notice)
         if self.config.training.evaluate_only:
-            self.reporter.line(f"evaluating the weights of iteration {self.iteration}")
+            what = "weights" if self.step.average is None else "average of the weights"
+            self.reporter.line(f"evaluating the {what} of iteration {self.iteration}")
             return
         if self.iteration >= self.iterations:
             self.reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
@@ -279,7 +280,9 @@ class TrainingRun:
             return
         self.saves.settle()
         with self.step.average.in_place():
+            self.engine.refresh_copies()
             yield
+        self.engine.refresh_copies()
 
     @placed("while evaluating")
     def _evaluate_if(self, due: bool) -> None:
@@ -330,6 +333,7 @@ class TrainingRun:
             self.saves.finish()
             raise
         if mended:
+            self.engine.refresh_copies()
             self.reporter.line(f"WARNING: {mended}")
             self.reporter.text("replicas", mended)
 

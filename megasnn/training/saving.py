@@ -126,6 +126,8 @@ class Saves:
         self._saver: checkpoint.Saver | None = None
         self._evaluates_only = config.training.evaluate_only
         self._best: _Best | None = None
+        self._best_before: _Best | None = None
+        self._saves_best = False
         self.report: Callable[[str], None] = print
 
     def load(self) -> StartingPoint:
@@ -148,6 +150,7 @@ class Saves:
                 begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
             else:
                 begin = StartingPoint()
+        self._engine.refresh_copies()
         if self._average is not None and not begin.averaged:
             self._average.restart()
         return replace(begin, notice="\n".join(filter(None, (notice, begin.notice))))
@@ -288,6 +291,7 @@ class Saves:
         """Saves unless this iteration is saved already, or tells why it cannot be. Collective."""
         if self._saver is None:
             return
+        self._settle_best()
         grid = self._state.grid
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
         layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
@@ -297,12 +301,22 @@ class Saves:
         progress = checkpoint.Progress(
             iteration, consumed_samples, extra, self._identity, layout, self._model.name, self.at_best(iteration)
         )
+        self._saves_best = progress.best
         self._saver.save(progress, self._tensors(), self._optimizer)
 
     def found(self, iteration: int, accuracy: float) -> None:
         """An evaluation of this iteration found this share of right answers, the same on every rank."""
+        self._settle_best()
         if self._options.keep_best and (self._best is None or accuracy > self._best.accuracy_top1):
-            self._best = _Best(iteration, accuracy)
+            self._best_before, self._best = self._best, _Best(iteration, accuracy)
+
+    def _settle_best(self) -> None:
+        """A best that could not be saved does not count. Waits for it while it is being saved."""
+        if self._saves_best and self._saver is not None:
+            self._saver.finish()
+            if self._saver.failed:
+                self._best = self._best_before
+            self._saves_best = False
 
     def at_best(self, iteration: int) -> bool:
         """Whether this iteration is the best so far, and is to be kept as that."""
@@ -364,11 +378,12 @@ def _draws(model: ModelDescription) -> bool:
 
 def _identity(config: PretrainConfig) -> Identity:
     """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
-    neuron, whatever its backend."""
+    neuron, whatever its backend. What older checkpoints lack is left out where it has its default."""
     dimensions: Any = config.model
-    same = [entry.name for entry in fields(dimensions) if entry.metadata.get("same_function")]
     model, neuron = to_dict(dimensions), to_dict(config.neuron)
-    for name in same:
-        del model[name]
+    for entry in fields(dimensions):
+        as_before = entry.metadata.get("added_later") and getattr(dimensions, entry.name) == entry.default
+        if as_before or entry.metadata.get("same_function"):
+            del model[entry.name]
     del neuron["neuron_backend"]
     return {"model": model, "neuron": neuron}

@@ -71,6 +71,7 @@ class TrainingStep:
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
                 self.optimizer.step()
+                engine.refresh_copies()
                 if self.average is not None:
                     self.average.update()
         where = None if finite else self._first_non_finite(micro_batches)

@@ -1,264 +1,239 @@
-"""Small networks of torch's and SpikingJelly's layers, written without a thought of MegaSNN, and models that give them
-to `megasnn.shard`."""
+"""Small spiking networks that are no chains: skips over stages, bundles of tensors, layers used more than once."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from spikingjelly.activation_based import functional, neuron, surrogate
 from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
-import megasnn
-from megasnn.checkpoint import load_globals_into
-from megasnn.engine import Engine
-from megasnn.layers import BuildContext, ConvNormNeuron
-from megasnn.models.building import describe
+from megasnn.comm.codec import Content
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
-from tests.parity.ranks import Layout, RankStep, record_step
 
-SIZES = [2, 2, 1]
 CLASSES = 4
-TIME = 3
 
 
-class VGGBlock(nn.Module):
-    """As in SpikingJelly's CIFAR10DVSVGG."""
+class Up(nn.Module):
+    """Twice as high and wide, and the skip is added."""
 
-    def __init__(self, inputs: int, outputs: int, pooled: bool) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        pool = [sj.AvgPool2d(2)] if pooled else []
-        self.proj_bn = nn.Sequential(*pool, sj.Conv2d(inputs, outputs, 3, 1, 1), sj.BatchNorm2d(outputs))
-        self.neuron = neuron.LIFNode(
-            tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan(), step_mode="m"
+        self.unit = ConvNormNeuron(inputs, outputs)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return self.unit(x).repeat_interleave(2, -1).repeat_interleave(2, -2) + skip
+
+
+class Pass(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Join(nn.Module):
+    """Channels side by side; a plain module, which has all of them."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b], 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNet(Model):
+    """Down and up again, with skips; the stem's output is used three times."""
+
+    image_size: int = 8
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    width: int = 4
+
+    def layers(self) -> Iterable[Layer]:
+        width = self.width
+        yield layer("stem", ConvNormNeuron(3, width, 3))
+        yield layer("down.0", ConvNormNeuron(width, 2 * width, 3, stride=2))
+        yield layer("down.1", ConvNormNeuron(2 * width, 2 * width, 3, stride=2))
+        yield layer("pass", Pass(), takes="stem")
+        yield layer("up.1", Up(2 * width, 2 * width), takes=("down.1", "down.0"))
+        yield layer("up.0", Up(2 * width, width), takes=("up.1", "stem"))
+        yield layer("join", Join(), takes=("up.0", "pass"))
+        yield layer("out", ConvNormNeuron(2 * width, 2 * width, 3))
+        yield layer("join.2", Join(), takes=("stem", "out"))
+        yield layer("head", MeanLinear(3 * width, self.num_classes))
+
+
+class Split(KeyedLayer):
+    """Spikes, and dense values beside them; how often neurons fired needs no gradient."""
+
+    def __init__(self, channels: int, name: str) -> None:
+        super().__init__()
+        self.unit, self.drive = ConvNormNeuron(channels, channels, 3), ConvNormNeuron(channels, channels)
+        self.dropout = ParallelDropout(0.2, name)
+
+    def forward(self, x: Tensor | dict[str, Tensor], samples: range | None) -> dict[str, Tensor]:
+        before = {"spikes": x, "drive": x, "fired": x.detach()} if isinstance(x, Tensor) else x
+        spikes = self.unit(before["spikes"])
+        drive = self.dropout(0.5 * before["drive"] + self.drive(before["spikes"]), samples)
+        return {"drive": drive, "spikes": spikes, "fired": before["fired"] + spikes.detach()}
+
+
+class Meet(nn.Module):
+    def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return x["spikes"] * x["drive"], x["fired"]
+
+
+class Classify(nn.Module):
+    """Logits, and beside them the mean count of spikes, which a loss may bound."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.head = MeanLinear(channels, classes)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"rate": x[1].flatten(3).mean(-1), "logits": self.head(x[0])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundles(Model):
+    """From block to block go spikes, dense values, and counts without a gradient."""
+
+    image_size: int = 6
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    width: int = 4
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, self.width, 3))
+        holds = {"spikes": Content.SPIKES, "drive": None, "fired": None}
+        for index in range(3):
+            yield layer(f"block.{index}", Split(self.width, f"block.{index}"), holds=holds)
+        yield layer("meet", Meet())
+        yield layer("head", Classify(self.width, self.num_classes))
+
+
+class Again(KeyedLayer):
+    """A block with everything that has a state of its own: weights, a norm, a learned time constant, and draws."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        plif = NeuronSpec("plif", tau=2.0)
+        self.unit = ConvNormNeuron(channels, channels, 3, bias=True, neuron=plif)
+        self.dropout = ParallelDropout(0.2, "again")
+
+    def forward(self, x: Tensor, samples: range | None) -> Tensor:
+        return self.dropout(self.unit(x) + x, samples)
+
+
+class Mix(nn.Module):
+    """A linear layer along the channels; a plain module."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.movedim(2, -1)).movedim(-1, 2)
+
+
+def plain_block(channels: int) -> nn.Module:
+    return nn.Sequential(
+        sj.Conv2d(channels, channels, 3, padding=1, step_mode="m"),
+        sj.BatchNorm2d(channels, step_mode="m"),
+        neuron.LIFNode(step_mode="m"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tied(Model):
+    """A block that is used three times, its kernel once more, and a matrix that the second and the last layer share."""
+
+    marker = "block.0.unit.conv.bias"
+
+    image_size: int = 6
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    plain: bool = False
+
+    def layers(self) -> Iterable[Layer]:
+        width = self.num_classes
+        block, mix, late = (
+            plain_block(width) if self.plain else Again(width),
+            Mix(width),
+            ConvNormNeuron(width, width, 3),
         )
-
-    def forward(self, x_seq: Tensor) -> Tensor:
-        return self.neuron(self.proj_bn(x_seq))
-
-
-def vgg() -> nn.Sequential:
-    features = nn.Sequential(VGGBlock(2, 8, False), VGGBlock(8, 16, True), sj.MaxPool2d(2))
-    parts = OrderedDict(
-        features=features,
-        flat=sj.Flatten(),
-        hidden=sj.Linear(16 * 2 * 2, 24),
-        fire=neuron.IFNode(v_reset=None, surrogate_function=surrogate.Erf(alpha=1.5)),
-        head=sj.Linear(24, CLASSES),
-    )
-    return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
-
-
-class Block(nn.Module):
-    """A residual block with norms of all kinds, and a part that no table knows."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.down = sj.Conv2d(width, width, (3, 2), stride=2, padding=1, padding_mode="circular", bias=False)
-        self.norm1 = sj.TemporalEffectiveBatchNorm2d(TIME, width)
-        self.fire1 = neuron.LIFNode(v_threshold=0.7, v_reset=-0.1)
-        self.depthwise = sj.Conv2d(width, width, 3, padding="same", dilation=2, groups=width)
-        self.norm2 = sj.GroupNorm(4, width)
-        self.fire2 = neuron.ParametricLIFNode(init_tau=1.5, surrogate_function=surrogate.S2NN())
-        self.shortcut = sj.SeqToANNContainer(nn.Conv2d(width, width, (1, 1), 2), nn.BatchNorm2d(width))
-        self.fire3 = neuron.IFNode()
-        self.up = sj.ConvTranspose2d(width, width, 2)
-        self.norm3 = nn.LayerNorm([width, 5, 5])
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fire1(self.norm1(self.down(x)))
-        y = self.fire2(self.norm2(self.depthwise(y)))
-        y = y + self.fire3(self.shortcut(x)[..., :4, :4])
-        return self.norm3(self.up(y))
+        kernel = block[0] if isinstance(block, nn.Sequential) else block.unit.conv
+        head = nn.Linear(width, width)
+        late.conv.weight = kernel.weight
+        head.weight = mix.linear.weight
+        yield layer("stem", ConvNormNeuron(3, width, 3))
+        yield layer("mix", mix)
+        yield layer("block.0", block)
+        yield layer("block.1", block)
+        yield layer("between", ConvNormNeuron(width, width))
+        yield layer("block.2", block)
+        if not self.plain:
+            yield layer("late", late)
+        yield layer("mean", nn.AdaptiveAvgPool2d(1))
+        yield layer("flat", nn.Flatten())
+        yield layer("head", head)
 
 
-class Head(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fire = neuron.LIFNode(step_mode="m")
-        self.fc = sj.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.fire(x).mean((3, 4)))
+class Sum(nn.Module):
+    def forward(self, *xs: Tensor) -> Tensor:
+        total = xs[0]
+        for x in xs[1:]:
+            total = total + x
+        return 0.7 * total
 
 
-def residual() -> nn.Sequential:
-    stem = nn.Sequential(
-        sj.Conv2d(3, 8, 3, padding=1, bias=False),
-        sj.ThresholdDependentBatchNorm2d(1.0, 0.9, 8),
-        neuron.LIFNode(detach_reset=True),
-        sj.AdaptiveAvgPool2d((7, 7)),
-    )
-    return (
-        functional.set_step_mode(net := nn.Sequential(OrderedDict(stem=stem, block=Block(8), head=Head(8))), "m") or net
-    )
+class Same(nn.Module):
+    """An input as it is, beside others."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        return x, others[0] if others else x
 
 
-def signals() -> nn.Sequential:
-    """On `[T, N, C, L]`."""
-    unit = OrderedDict(
-        conv=sj.Conv1d(8, 16, 3, padding=1, bias=False),
-        norm=sj.BatchNorm1d(16),
-        neuron=neuron.LIFNode(detach_reset=True),
-    )
-    parts = OrderedDict(
-        conv=sj.Conv1d(2, 8, 5, padding=2, padding_mode="reflect"),
-        norm=sj.BatchNorm1d(8),
-        fire=neuron.LIFNode(),
-        pool=sj.MaxPool1d(2),
-        unit=nn.Sequential(unit),
-        mean=sj.AdaptiveAvgPool1d(1),
-        flat=sj.Flatten(),
-        head=sj.Linear(16, CLASSES),
-    )
-    return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
-
-
-def rest() -> nn.Sequential:
-    """What no other network has: containers, neurons that are none of ours, and layers that mix channels."""
-    parts = OrderedDict(
-        stem=sj.SeqToANNContainer(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)),
-        steps=sj.MultiStepContainer(neuron.IFNode(), sj.Conv2d(8, 8, 1)),
-        counts=neuron.ILIFNode(),
-        conv=sj.Conv2d(8, 8, 3, padding=1),
-        mixing=sj.SeqToANNContainer(nn.LocalResponseNorm(3), nn.InstanceNorm2d(8, affine=True), nn.PReLU(8)),
-        through_time=sj.BatchNormThroughTime2d(TIME, 8),
-        fire=neuron.LIFNode(surrogate_function=surrogate.PiecewiseLeakyReLU()),
-        mean=sj.AdaptiveAvgPool2d(1),
-        flat=sj.Flatten(),
-        votes=sj.Linear(8, 3 * CLASSES),  # which do not divide by 8 ranks
-        elect=neuron.IFNode(),
-        head=sj.VotingLayer(3),
-    )
-    net = nn.Sequential(parts)
-    for module in net.children():
-        if hasattr(module, "step_mode"):
-            module.step_mode = "m"
-    return net
+class First(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.5 * x[0] + x[1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rest(Model):
-    """Images, a layer of each part."""
+class Random(Model):
+    """Layers that take what earlier ones gave, as it is drawn; one unit is used again and again."""
 
-    image_size: int = 8
-    time_steps: int = TIME
+    image_size: int = 4
+    time_steps: int = 2
     num_classes: int = CLASSES
+    seed: int = 0
 
     def layers(self) -> Iterable[Layer]:
-        yield from megasnn.shard(rest())
+        draw, unit = random.Random(self.seed), ConvNormNeuron(4, 4, 3)
+        yield layer("stem", ConvNormNeuron(3, 4))
+        names, unused = ["stem"], ["stem"]
 
+        def some(most: int) -> list[str]:
+            chosen = [draw.choice(draw.choice([names, unused or names])) for _ in range(draw.randint(1, most))]
+            unused[:] = [name for name in unused if name not in chosen]
+            return chosen
 
-@dataclass(frozen=True, kw_only=True)
-class Dropping(Model):
-    """Dropout of both kinds: torch's on frames, torch's on all time steps and SpikingJelly's."""
-
-    image_size: int = 8
-    time_steps: int = TIME
-    num_classes: int = CLASSES
-
-    def layers(self) -> Iterable[Layer]:
-        yield layer("stem", megasnn.shard(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.3))))
-        parts = (sj.Conv2d(8, 8, 3, step_mode="m"), nn.Dropout(0.2), neuron.LIFNode(step_mode="m"))
-        yield layer("block", megasnn.shard(nn.Sequential(*parts, sj.Dropout(0.4, step_mode="m"))))
-        yield layer("head", megasnn.shard(Head(8)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vgg(Model):
-    """Events, a layer of each part."""
-
-    time_steps: int = TIME
-    num_classes: int = CLASSES
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return TIME, 2, 8, 8
-
-    def layers(self) -> Iterable[Layer]:
-        yield from megasnn.shard(vgg())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Residual(Model):
-    """Images; whole blocks as layers."""
-
-    image_size: int = 8
-    time_steps: int = TIME
-    num_classes: int = CLASSES
-
-    def layers(self) -> Iterable[Layer]:
-        net = residual()
-        yield layer("stem", megasnn.shard(net.stem))
-        yield layer("block", megasnn.shard(net.block))
-        yield layer("head", megasnn.shard(net.head))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signals(Model):
-    """Signals; one layer of ours among those of SpikingJelly."""
-
-    time_steps: int = TIME
-    num_classes: int = CLASSES
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        return 2, 12
-
-    def layers(self) -> Iterable[Layer]:
-        for each in megasnn.shard(signals()):
-            if not each.name.startswith("unit."):
-                yield each
-            elif each.name == "unit.conv":
-                yield layer("unit", ConvNormNeuron(8, 16, 3, dims=1))
-
-
-MODELS: dict[str, tuple[Model, Callable[[], nn.Sequential]]] = {
-    "vgg": (Vgg(), vgg),
-    "residual": (Residual(), residual),
-    "signals": (Signals(), signals),
-    "rest": (Rest(), rest),
-}
-
-
-def data(name: str) -> tuple[Tensor, Tensor]:
-    """A global batch with labels."""
-    generator = torch.Generator().manual_seed(7)
-    shape = (sum(SIZES), *MODELS[name][0].input_shape)
-    values = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    return values, torch.randint(0, CLASSES, (sum(SIZES),), generator=generator)
-
-
-def build(name: str) -> nn.Module:
-    """The network itself, with norm parameters away from their initial values, on what a data loader gives."""
-    torch.manual_seed(1)
-    net = MODELS[name][1]().double()
-    for path, parameter in net.named_parameters():
-        if parameter.ndim == 1 or "norm" in path:
-            nn.init.uniform_(parameter, 0.5, 1.5)
-    frames = len(MODELS[name][0].input_shape) == 4
-    net.register_forward_pre_hook(
-        lambda _, given: given[0].transpose(0, 1) if frames else given[0].expand(TIME, *given[0].shape)
-    )
-    return net
-
-
-def one_step(name: str, layout: Layout, weights: dict[str, Tensor]) -> RankStep:
-    """One of our steps, on every rank of an initialised world."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
-    try:
-        model = describe(MODELS[name][0])
-        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        engine = Engine(model, state, BuildContext(state.tensor, torch.float64, torch.float64), bounds, plan)
-        load_globals_into(engine.tensors, weights, state.world.handle)
-        return record_step(engine, state, *data(name), SIZES[0])
-    finally:
-        destroy_model_parallel()
+        for number in range(draw.randint(4, 10)):
+            name = f"layer.{number}"
+            match draw.choice(["conv", "again", "sum", "sum", "same"]):
+                case "conv":
+                    yield layer(name, ConvNormNeuron(4, 4), takes=some(1))
+                case "again":
+                    yield layer(name, unit, takes=some(1))
+                case "sum":
+                    yield layer(name, Sum(), takes=some(3))
+                case "same":
+                    yield layer(f"same.{number}", Same(), takes=some(2))
+                    yield layer(name, First())
+            names.append(name)
+            unused.append(name)
+        yield layer("all", Sum(), takes=unused)
+        yield layer("head", MeanLinear(4, CLASSES))

@@ -20,7 +20,8 @@ from megasnn.layers.swapped import SWAPS
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from tests.models import networks, steps
+from tests.models import given_to_shard as networks
+from tests.models import steps
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble
 from tests.parity.test_layouts import TOLERANCE, error, logits_in_order, name_of
@@ -200,7 +201,9 @@ def test_a_network_with_values_is_refused_in_layers_and_one_in_two_layers_too() 
 
     with pytest.raises(ValueError, match="Sequential has values, .* make it in `layers`"):
         describe(Wrong())
-    with pytest.raises(ValueError, match="b and a have the same SwappedConv inside; a module is for one layer"):
+    with pytest.raises(
+        ValueError, match="b and a are made of the same SwappedConv by megasnn.shard; give it to shard once"
+    ):
         describe(Wrong(made=False))
 
 

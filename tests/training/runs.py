@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 from unittest import mock
 
 import torch
@@ -33,27 +34,36 @@ TINY_VGG = (
 ).split()
 
 
+Pieces = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
+"""Of each tensor that a rank holds: its name, its global shape, and the parts with their places in it."""
+
+
+class HasPieces(Protocol):
+    pieces: Pieces
+
+
 @dataclass
 class Outcome:
     """What one rank knows at the end of a run: its parts of all tensors, and how far it came."""
 
     iteration: int
     consumed_samples: int
-    pieces: list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]] = field(default_factory=list)
+    pieces: Pieces = field(default_factory=list)
 
 
 def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
     """On every rank of an initialised world, or in a process by itself."""
     os.environ["MEGASNN_CACHE"] = cache
-    return _run("spikformer", [*TINY, *flags], only_load)
+    return train_model("spikformer", [*TINY, *flags], only_load)
 
 
 def train_vgg(*flags: str) -> Outcome:
     """The same for the VGG, on shards among the flags."""
-    return _run("vgg_dvs", [*TINY_VGG, *flags])
+    return train_model("vgg_dvs", [*TINY_VGG, *flags])
 
 
-def _run(model: str, flags: list[str], only_load: bool = False) -> Outcome:
+def train_model(model: str, flags: list[str], only_load: bool = False) -> Outcome:
+    """The same for any model of the table, without flags of its own."""
     config = parse(run_config(MODELS[model]), flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
@@ -66,13 +76,20 @@ def _run(model: str, flags: list[str], only_load: bool = False) -> Outcome:
         if not only_load:
             run.train()
         run.close()
-        outcome = Outcome(run.iteration, run.consumed_samples)
-        for entry in run.engine.tensors:
-            parts = [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()]
-            outcome.pieces.append((entry.name, entry.shard.global_shape, parts))
-        return outcome
+        return Outcome(run.iteration, run.consumed_samples, pieces_of(run))
     finally:
         destroy_model_parallel()
+
+
+def pieces_of(run: TrainingRun) -> Pieces:
+    return [
+        (
+            entry.name,
+            entry.shard.global_shape,
+            [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()],
+        )
+        for entry in run.engine.tensors
+    ]
 
 
 @contextmanager
@@ -89,7 +106,7 @@ def without_trial() -> Iterator[None]:
         yield
 
 
-def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:
+def whole(outcomes: Sequence[HasPieces]) -> dict[str, Tensor]:
     """Global tensors from all ranks' parts."""
     tensors: dict[str, Tensor] = {}
     for outcome in outcomes:
