@@ -81,7 +81,7 @@ class ConvNormNeuron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm, neuron = self.norm, self.neuron
-        if not isinstance(neuron, ParallelNeuron) or neuron.carry_over:  # none that the fused kernels know
+        if not isinstance(neuron, ParallelNeuron) or neuron.carries:  # the fused kernels start at rest
             y = norm(self.conv(x))
             return neuron(max_pool(y) if self.max_pool else y)
         constant = self.conv.bias if norm.uses_batch_statistics else None

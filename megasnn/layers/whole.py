@@ -6,7 +6,7 @@ What treats every channel by itself (pooling, activation functions) stays cut.
 
 A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
 other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
-each micro-batch.
+each micro-batch, or detach it before one that is a later window of the same samples.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def make_whole(
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
     _refuse(module)
+    if context.carries:
+        _refuse_attached(module)
     knows_no_time = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
     stays_cut = knows_no_time and not (first or last) and all(_is_channelwise(each) for each in module.modules())
     module = _with_our_norms(module, context)
@@ -95,17 +97,18 @@ def is_whole(module: nn.Module) -> bool:
     return "_whole" in vars(module)
 
 
-def call_whole(layer: nn.Module, x: Tensor) -> Tensor:
+def call_whole(layer: nn.Module, x: Tensor, goes_on: bool = False) -> Tensor:
     """Calls a layer that `make_whole` made on a micro-batch.
 
+    Args:
+        goes_on: see `apply_layer`.
     Raises:
         ValueError: channels of its output that do not divide by the number of tensor parallel ranks.
     """
     how: _Whole = vars(layer)["_whole"]
     for each in layer.modules():
-        reset = getattr(each, "reset", None)
-        if callable(reset) and not isinstance(each, NeuronLayer):
-            reset()
+        if _is_stateful(each):
+            each.detach() if goes_on else each.reset()  # type: ignore[operator]
     if len(x) == 1 < how.time_steps:
         x = x.expand(how.time_steps, *x.shape[1:])
     x = x.to(how.dtype)
@@ -123,10 +126,14 @@ def call_whole(layer: nn.Module, x: Tensor) -> Tensor:
         return own_channels(y, how.group) if how.cuts else y
 
 
-def apply_layer(layer: nn.Module, x: Tensor, samples: range | None) -> Tensor:
-    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples."""
+def apply_layer(layer: nn.Module, x: Tensor, samples: range | None, goes_on: bool = False) -> Tensor:
+    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples.
+
+    Args:
+        goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
+    """
     if is_whole(layer):
-        return call_whole(layer, x)
+        return call_whole(layer, x, goes_on)
     return layer(x, samples) if isinstance(layer, KeyedLayer) else layer(x)
 
 
@@ -189,6 +196,20 @@ def _refuse(module: nn.Module) -> None:
         unsaved = each._non_persistent_buffers_set
         if unsaved:
             raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
+
+
+def _is_stateful(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
+
+
+def _refuse_attached(module: nn.Module) -> None:
+    """Raises ValueError for modules that cannot keep their state without its history."""
+    for path, each in module.named_modules():
+        if _is_stateful(each) and not callable(getattr(each, "detach", None)):
+            raise ValueError(
+                f"{path or type(each).__name__} ({type(each).__name__}) has a `reset` but no `detach`, which "
+                "--bptt-steps calls between the windows of a sample: give it one, as SpikingJelly's modules have"
+            )
 
 
 def refuse_plain_parts(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
+from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import ModelDescription, frames_of
@@ -39,21 +40,30 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = WeightGradients()
         layers = model.build(replace(context, weight_gradients=self.weight_gradients))
         self.layers = nn.ModuleList(layers[i] for i in span)
+        self._carrying = [each for each in self.layers.modules() if isinstance(each, NeuronLayer) and each.carries]
         # What crosses the boundary is the output of the last layer before it, in this chunk or an earlier one.
         self.output = model.layers[span.stop - 1].output if span.stop > 0 else Content.DENSE
         self._input_shape = model.input_shape
 
-    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+    def forward(self, x: Tensor, samples: range | None = None, goes_on: bool = False) -> Tensor:
         """
         Args:
             x: output of the chunk before; of the first chunk, images or frames as they are loaded.
             samples: see KeyedLayer.
+            goes_on: whether this is a later window of the samples that the last forward was on (--bptt-steps).
         """
+        if not goes_on:
+            self.forget()
         if self.is_first:
             x = frames_of(x, self._input_shape)
         for layer in self.layers:
-            x = apply_layer(layer, x, samples)
+            x = apply_layer(layer, x, samples, goes_on)
         return x
+
+    def forget(self) -> None:
+        """Lets neurons forget the state that the last forward left."""
+        for neuron in self._carrying:
+            neuron.forget()
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)

@@ -10,7 +10,7 @@ import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
 from megasnn.config.training import Length
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.files.durable import write_whole
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
@@ -29,7 +29,7 @@ def log_folder(config: PretrainConfig) -> Path | None:
 
 def introduce(
     config: PretrainConfig,
-    engine: Engine,
+    engine: DistributedModel,
     plan: PipelinePlan,
     state: ParallelState,
     length: Length,
@@ -78,7 +78,7 @@ def _write(folder: Path, config: str) -> None:
 
 
 def _summary(
-    config: PretrainConfig, engine: Engine, state: ParallelState, length: Length, epoch_samples: int
+    config: PretrainConfig, engine: DistributedModel, state: ParallelState, length: Length, epoch_samples: int
 ) -> list[str]:
     training, ranks = config.training, state.world.size
     name = type(config.model).__name__.removesuffix("Config")
@@ -123,7 +123,7 @@ def _flags(config: PretrainConfig) -> list[str]:
     return lines
 
 
-def _pipeline(config: PretrainConfig, engine: Engine, plan: PipelinePlan) -> list[str]:
+def _pipeline(config: PretrainConfig, engine: DistributedModel, plan: PipelinePlan) -> list[str]:
     placement = plan.schedules.placement
     if len(placement) == 1:
         return []

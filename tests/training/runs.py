@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
@@ -20,6 +20,7 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline import plan
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.link import LinkCost
+from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
 
@@ -42,10 +43,10 @@ class Outcome:
     pieces: list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]] = field(default_factory=list)
 
 
-def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
+def train(cache: str, *flags: str, only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
     """On every rank of an initialised world, or in a process by itself."""
     os.environ["MEGASNN_CACHE"] = cache
-    return _run("spikformer", [*TINY, *flags], only_load)
+    return _run("spikformer", [*TINY, *flags], only_load, callbacks)
 
 
 def train_vgg(*flags: str) -> Outcome:
@@ -53,21 +54,21 @@ def train_vgg(*flags: str) -> Outcome:
     return _run("vgg_dvs", [*TINY_VGG, *flags])
 
 
-def _run(model: str, flags: list[str], only_load: bool = False) -> Outcome:
+def _run(model: str, flags: list[str], only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
     config = parse(run_config(MODELS[model]), flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
     parallel = config.parallel
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
-        run = TrainingRun(config, state)
+        run = TrainingRun(config, state, callbacks=callbacks)
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run.start()
         if not only_load:
             run.train()
         run.close()
         outcome = Outcome(run.iteration, run.consumed_samples)
-        for entry in run.engine.tensors:
+        for entry in run.engine.distributed.tensors:
             parts = [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()]
             outcome.pieces.append((entry.name, entry.shard.global_shape, parts))
         return outcome

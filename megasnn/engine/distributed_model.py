@@ -1,4 +1,4 @@
-"""One distributed model: this rank's chunks with everything that a training or evaluation step needs.
+"""One distributed model: this rank's chunks, and what runs micro-batches through them, forward and backward.
 
 Data, tensor and pipeline parallelism are built together here, from a model description and the grid.
 """
@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm
@@ -21,15 +22,15 @@ from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
-from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
+from megasnn.pipeline.executor import LogitsConsumer, MicroBatchInput, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import SchedulePlan, plan_schedule
-from megasnn.sharding import ShardedTensor, parameter_count
+from megasnn.sharding import Piece, ShardedTensor, parameter_count
 
 SampleLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Engine:
+class DistributedModel:
     """
     Args:
         model: what to build; only this rank's chunks are.
@@ -40,11 +41,14 @@ class Engine:
         loss: (logits, labels) -> the sum of the samples' losses.
         wires: how tensors travel between stages.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
+        windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
+            the mean over them; evaluation sees the logits of all time steps.
 
     Attributes:
         context: what the layers were built with.
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank.
+        described: those of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
@@ -65,7 +69,9 @@ class Engine:
         loss: SampleLoss = cross_entropy_sum,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         is_frozen: Callable[[str], bool] = lambda name: False,
+        windows: int = 1,
     ) -> None:
+        self._windows, self._earlier_windows = windows, list[Tensor]()
         self.model, self.state, self.context, self.loss = model, state, context, loss
         self.plan = _planned(schedule, state.pipeline.size, len(bounds))
         placement = self.plan.placement
@@ -85,7 +91,7 @@ class Engine:
         )
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
-        whole = describe_tensors(model, BuildContext())
+        self.described = whole = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(whole)
         self.trained_parameters = parameter_count(entry for entry in whole if not is_frozen(entry.name))
         self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
@@ -110,9 +116,27 @@ class Engine:
         return len(self.plan.placement) - 1 in self.chunks
 
     def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss(logits, labels) / self._global_batch_size
-        self._correct_here += count_correct(logits, labels)
+        loss = self.loss(logits, labels) / (self._global_batch_size * self._windows)
+        whole = self._of_all_windows(logits.detach())
+        if whole is not None:
+            self._correct_here += count_correct(whole, labels)
         return loss
+
+    def _of_all_windows(self, logits: Tensor) -> Tensor | None:
+        """The logits of all time steps, with the last window of the samples; None before."""
+        if self._windows == 1:
+            return logits
+        self._earlier_windows.append(logits)
+        if len(self._earlier_windows) < self._windows:
+            return None
+        whole, self._earlier_windows = torch.cat(self._earlier_windows), []
+        return whole
+
+    def _forget_windows(self) -> None:
+        """Between steps: what windows left for the next ones goes."""
+        self._earlier_windows = []
+        for chunk in self.chunks.values():
+            chunk.forget()
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -141,7 +165,9 @@ class Engine:
             norm.pending.clear()
         self._correct_here.zero_()
         self._set_mode(training=True)
+        self._forget_windows()
         loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
+        self._forget_windows()
         # Hits and vote travel with the loss: no step waits a second time for them.
         mine = torch.stack([loss, self._correct_here])
         total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self.wants_to_stop())])
@@ -164,10 +190,22 @@ class Engine:
             for index, value in enumerate((float(self.loss(logits, labels)), len(labels), *hits)):
                 totals[index] += value
 
+        self.predict(micro_batches, consume)
+        return totals
+
+    def predict(self, micro_batches: Sequence[MicroBatchInput], consume: LogitsConsumer) -> None:
+        """Forward in evaluation; `consume` gets logits of all time steps and the labels, where the logits are."""
+
+        def consume_whole(logits: Tensor, labels: Tensor) -> None:
+            whole = self._of_all_windows(logits)
+            if whole is not None:
+                consume(whole, labels)
+
         self._set_mode(training=False)
         if micro_batches:
-            self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume)
-        return totals
+            self._forget_windows()
+            self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
+            self._forget_windows()
 
     def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> tuple[int, NonFinite] | None:
         """Runs the forward of a step again and returns this rank's first output with a nan or infinity in it.
@@ -201,18 +239,40 @@ class Engine:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over all replicas of the values where their logits are, on every rank."""
-        return self._over_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device))
+        return self.of_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device)).tolist()
+
+    def of_all_replicas(self, values: Tensor) -> Tensor:
+        """Sums over all replicas of a tensor that is where their logits are, on every rank. It may be changed."""
+        return all_reduce_sum(self._where_logits_are(values), self.state.world, "step")
 
     def _over_all_replicas(self, values: Tensor, of_every_rank: Sequence[float] = ()) -> list[float]:
-        counts = self.gives_logits and self.state.tensor.rank == 0
-        mine = torch.cat([values if counts else torch.zeros_like(values), values.new_tensor(of_every_rank)])
+        mine = torch.cat([self._where_logits_are(values), values.new_tensor(of_every_rank)])
         return all_reduce_sum(mine, self.state.world, "step").tolist()
+
+    def _where_logits_are(self, values: Tensor) -> Tensor:
+        """The values on one rank of each replica, and zeros on all others."""
+        return values if self.gives_logits and self.state.tensor.rank == 0 else torch.zeros_like(values)
 
     def _set_mode(self, training: bool) -> None:
         for chunk in self.chunks.values():
             chunk.train(training)
         for norm in self.norms:
             norm.recording = training
+
+
+def whole_tensors(distributed: DistributedModel) -> dict[str, Tensor]:
+    """All parameters and buffers of the model, whole, by name: copies on the CPU of every rank. Collective."""
+    mine = {entry.name: entry for entry in distributed.tensors if entry.shard.is_primary()}
+    whole = {}
+    for described in distributed.described:
+        held: list[tuple[Piece, Tensor]] = []
+        if (entry := mine.get(described.name)) is not None:
+            held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]
+        value = torch.empty(described.shard.global_shape, dtype=described.tensor.dtype)
+        for piece, part in (each for rank in gather(distributed.state.world.handle, held) for each in rank):
+            piece.of_global(value).copy_(part)
+        whole[described.name] = value
+    return whole
 
 
 def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:
