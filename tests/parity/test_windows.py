@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from megasnn.config import ConfigError
 from tests.models.steps import assert_equal
 from tests.parity.ranks import RankStep, _plain, assemble
 from tests.parity.test_layouts import TOLERANCE, error
+from tests.training.runs import train, without_trial
 
 SIZES = [2, 2, 1]
 WINDOW = 2
@@ -196,6 +198,21 @@ def test_evaluation_does_not_depend_on_windows() -> None:
             assert loss == pytest.approx(F.cross_entropy(logits[-1], labels).item(), rel=1e-12)
     assert all((each - logits[0]).norm() <= 1e-9 * logits[0].norm() for each in logits[1:])
     assert logits[0].std() > 0
+
+
+def run_in_windows(cache: str, folder: str) -> None:
+    flags = "--train-iters 2 --eval-iters 1 --log-interval 1 --bptt-steps 1 --profile-pipeline".split()
+    pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 3|5 --pipeline-schedule 1f1b".split()
+    with without_trial():
+        train(cache, *flags, *pipeline, "--save", folder)
+
+
+def test_a_run_in_windows_is_logged_profiled_and_evaluated(ranks, tmp_path_factory, tmp_path) -> None:
+    ranks(2, run_in_windows, str(tmp_path_factory.getbasetemp() / "cache"), str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert sum(line["kind"] == "iteration" for line in lines) == 2
+    assert sum(line["kind"] == "scalars" and "pipeline/ms_measured" in line for line in lines) >= 1
+    assert next(line for line in lines if line["kind"] == "validation")["samples"] == 10
 
 
 class Forgetful(nn.Module):
