@@ -41,8 +41,8 @@ class Case:
     reference: Callable[[], nn.Module]
 
 
-def _sew_resnet(connect: str) -> Case:
-    model = SewResNet(connect=connect, image_size=32, time_steps=2, num_classes=CLASSES)  # type: ignore[arg-type]
+def _sew_resnet(connect: str, depth: int = 18) -> Case:
+    model = SewResNet(connect=connect, depth=depth, image_size=32, time_steps=2, num_classes=CLASSES)  # type: ignore[arg-type]
 
     def reference() -> nn.Module:
         # It asks torchvision for a function that downloads weights, which no test needs.
@@ -51,7 +51,7 @@ def _sew_resnet(connect: str) -> Case:
         packages = {name: ModuleType(name) for name in ("torchvision", "torchvision.models")}
         with mock.patch.dict(sys.modules, {**packages, "torchvision.models.utils": stand_in}):
             from spikingjelly.activation_based.model import sew_resnet
-        return sew_resnet.sew_resnet18(
+        return getattr(sew_resnet, f"sew_resnet{depth}")(
             cnf=connect.upper(), spiking_neuron=neuron.LIFNode, num_classes=CLASSES, detach_reset=True
         )
 
@@ -102,7 +102,7 @@ def _spike_driven() -> Case:
 
 
 CASES = {f"sew_resnet-{connect}": _sew_resnet(connect) for connect in ("add", "and", "iand")}
-CASES |= {"qkformer": _qkformer(), "spike_driven": _spike_driven()}
+CASES |= {"sew_resnet-34": _sew_resnet("add", 34), "qkformer": _qkformer(), "spike_driven": _spike_driven()}
 
 
 def data(model: Model, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
