@@ -205,29 +205,60 @@ def _shards(module: nn.Module) -> dict[str, Shard]:
     return module.__dict__["_described_shards"]
 
 
+def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:
+    """Makes a described tensor a copy of another one, which owns the value; it takes that one's name and description.
+
+    Raises:
+        ValueError: they have other shapes, or ranks hold other parts of them.
+    """
+    if name not in _shards(module) or name_there not in _shards(owner):
+        return  # `sharded_tensors` tells what is missing
+    mine, theirs = _shards(module)[name], _shards(owner)[name_there]
+    if mine.pieces() != theirs.pieces():
+        shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
+        raise ValueError(
+            f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
+            f"{FLAG_OF_AXIS['tensor']} 1"
+        )
+    _shards(module)[name] = theirs
+    vars(module).setdefault("_owner_names", {})[name] = owner_name
+
+
 def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order.
+    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order; no copies.
 
     Raises:
         ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
     """
+    return (entry for entry, is_copy in _described_tensors(named_layers) if not is_copy)
+
+
+def copied_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
+    """The copies below these layers, each under the name of what it is a copy of; see `tie`."""
+    return (entry for entry, is_copy in _described_tensors(named_layers) if is_copy)
+
+
+def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[ShardedTensor, bool]]:
+    """All tensors, and whether each is a copy."""
     for prefix, layer in named_layers:
         for path, module in layer.named_modules(prefix=prefix):
-            shards = _shards(module)
+            shards, owners = _shards(module), vars(module).get("_owner_names", {})
             own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
             for name, tensor in own:
                 if name in module._non_persistent_buffers_set:
                     continue
                 if name not in shards:
                     raise ValueError(f"{path}.{name} has no shard description; make it with declare_parameter/_buffer")
-                yield ShardedTensor(f"{path}.{name}", tensor, shards[name], name in module._parameters)
+                called = owners.get(name, f"{path}.{name}")
+                yield ShardedTensor(called, tensor, shards[name], name in module._parameters), name in owners
 
 
 def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
     """Gives memory and initial values to every declared tensor of these layers.
 
     Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
-    the model starts from the same numbers on every layout. At most one global tensor exists at a time.
+    the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
+    the same memory.
 
     Raises:
         ValueError: nothing initialises a tensor.
@@ -235,7 +266,9 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
     layers = list(named_layers)
     values: dict[str, Tensor] = {}
     with torch.no_grad():
-        for entry in sharded_tensors(layers):
+        for entry, _ in _described_tensors(layers):
+            if entry.name in values:
+                continue
             if entry.shard.initialise is None:
                 raise ValueError(f"nothing initialises {entry.name}; its Shard needs an `initialise` function")
             # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
@@ -245,13 +278,14 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             values[entry.name] = _in_memory_order(entry.shard.cut(full).to(device, entry.tensor.dtype))
         for prefix, layer in layers:
             for path, module in layer.named_modules(prefix=prefix):
+                owners = vars(module).get("_owner_names", {})
                 for name in _shards(module):
-                    value = values[f"{path}.{name}"]
+                    value = values[owners.get(name, f"{path}.{name}")]
                     if name in module._parameters:
                         old = module._parameters[name]
                         module._parameters[name] = nn.Parameter(value, requires_grad=old is None or old.requires_grad)
                     else:
-                        module._buffers[name] = value
+                        module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
 
 
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:

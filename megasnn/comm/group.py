@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,6 +30,9 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a process group cannot be copied
 
 
 def alone(name: str) -> Group:

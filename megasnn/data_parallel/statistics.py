@@ -6,7 +6,7 @@ all of them, and equal to those of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,16 @@ from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.layers.batch_norm import ParallelBatchNorm
 
+StepStatistics = tuple[ParallelBatchNorm, Tensor, Tensor]
+"""A norm, and mean and unbiased variance of all its input of a step."""
 
-def merge_running_statistics(norms: Sequence[ParallelBatchNorm], data: Group, most_micro_batches: int) -> None:
+
+def merge_running_statistics(
+    norms: Sequence[ParallelBatchNorm],
+    data: Group,
+    most_micro_batches: int,
+    of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] = lambda found: found,
+) -> None:
     """Merges what the norms recorded in this step, over all replicas, into their running statistics.
 
     The pooled mean and unbiased variance of all values of the step (Chan et al. 1983, equation 2.1, on biased
@@ -27,6 +35,7 @@ def merge_running_statistics(norms: Sequence[ParallelBatchNorm], data: Group, mo
         norms: this rank's norms, the same on every replica; their `pending` records are consumed.
         data: the data-parallel group, in the order in which replicas take their micro-batches.
         most_micro_batches: the largest number of micro-batches that any replica has.
+        of_owners: whose running statistics are updated by what was found, for norms that several layers have.
     """
     tracked = [norm for norm in norms if norm.running_mean is not None and (norm.pending or data.size > 1)]
     if not tracked:
@@ -36,8 +45,11 @@ def merge_running_statistics(norms: Sequence[ParallelBatchNorm], data: Group, mo
     counts, means, variances = table.split([len(sizes), sum(sizes), sum(sizes)], dim=1)
     channels = table.new_tensor(sizes, dtype=torch.int64)
     mean, unbiased = _pooled(counts.repeat_interleave(channels, dim=1), means, variances)
-    for norm, its_mean, its_variance in zip(tracked, mean.split(sizes), unbiased.split(sizes), strict=True):
+    for norm, its_mean, its_variance in of_owners(
+        list(zip(tracked, mean.split(sizes), unbiased.split(sizes), strict=True))
+    ):
         _update(norm, its_mean, its_variance)
+    for norm in tracked:
         norm.pending.clear()
 
 

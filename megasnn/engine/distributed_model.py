@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of, map_entries
 from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
@@ -22,12 +24,14 @@ from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
-from megasnn.pipeline.executor import LogitsConsumer, MicroBatchInput, PipelineExecutor
+from megasnn.pipeline.executor import MicroBatchInput, OutputConsumer, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.sharding import Piece, ShardedTensor, parameter_count
 
-SampleLoss = Callable[[Tensor, Tensor], Tensor]
+SampleLoss = Callable[[Any, Tensor], Tensor]
+"""(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
 
 
 class DistributedModel:
@@ -38,7 +42,7 @@ class DistributedModel:
         schedule: how micro-batches go through the chunks, and on which pipeline rank each of them lives; a name alone
             stands for equal costs.
         seed: of the initial values.
-        loss: (logits, labels) -> the sum of the samples' losses.
+        loss: the sum of the samples' losses; see SampleLoss.
         wires: how tensors travel between stages.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
         windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
@@ -47,8 +51,9 @@ class DistributedModel:
     Attributes:
         context: what the layers were built with.
         chunks: this rank's chunks by index.
-        tensors: parameters and buffers of this rank.
-        described: those of the whole model, without values.
+        tensors: parameters and buffers of this rank. copies: those that another of the model's layers owns, and which
+            are no parameters of the model by themselves.
+        described: the parameters and buffers of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
@@ -71,7 +76,7 @@ class DistributedModel:
         is_frozen: Callable[[str], bool] = lambda name: False,
         windows: int = 1,
     ) -> None:
-        self._windows, self._earlier_windows = windows, list[Tensor]()
+        self._windows, self._earlier_windows = windows, list[Bundle]()
         self.model, self.state, self.context, self.loss = model, state, context, loss
         self.plan = _planned(schedule, state.pipeline.size, len(bounds))
         placement = self.plan.placement
@@ -81,14 +86,18 @@ class DistributedModel:
             if home == state.pipeline.rank
         }
         self.tensors: list[ShardedTensor] = [t for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
-        for entry in self.tensors:
+        self.copies = [t for chunk in self.chunks.values() for t in chunk.copied_tensors()]
+        for entry in (*self.tensors, *self.copies):
             if entry.is_parameter and is_frozen(entry.name):
                 entry.tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         self.data_parallel = BucketedDataParallel(
-            [(index, chunk.sharded_tensors()) for index, chunk in self.chunks.items()], state.data, state.tensor
+            [(index, chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
+            state.data,
+            state.tensor,
         )
+        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
         self.described = whole = describe_tensors(model, BuildContext(dtype=context.dtype))
@@ -115,21 +124,22 @@ class DistributedModel:
         """Whether this rank's micro-batches need labels: it has the last chunk, and computes the loss."""
         return len(self.plan.placement) - 1 in self.chunks
 
-    def _micro_batch_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss(logits, labels) / (self._global_batch_size * self._windows)
-        whole = self._of_all_windows(logits.detach())
+    def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
+        loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
+        whole = self._of_all_windows(map_entries(Tensor.detach, output))
         if whole is not None:
-            self._correct_here += count_correct(whole, labels)
+            self._correct_here += count_correct(logits_of(whole), labels)
         return loss
 
-    def _of_all_windows(self, logits: Tensor) -> Tensor | None:
-        """The logits of all time steps, with the last window of the samples; None before."""
+    def _of_all_windows(self, output: Bundle) -> Bundle | None:
+        """The model's output for all time steps, with the last window of the samples; None before."""
         if self._windows == 1:
-            return logits
-        self._earlier_windows.append(logits)
+            return output
+        self._earlier_windows.append(output)
         if len(self._earlier_windows) < self._windows:
             return None
-        whole, self._earlier_windows = torch.cat(self._earlier_windows), []
+        windows, self._earlier_windows = [entries_of(each) for each in self._earlier_windows], []
+        whole: Bundle = bundle_of({key: torch.cat([each[key] for each in windows]) for key in windows[0]})
         return whole
 
     def _forget_windows(self) -> None:
@@ -168,6 +178,7 @@ class DistributedModel:
         self._forget_windows()
         loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
         self._forget_windows()
+        self._ties.sum_gradients()
         # Hits and vote travel with the loss: no step waits a second time for them.
         mine = torch.stack([loss, self._correct_here])
         total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self.wants_to_stop())])
@@ -179,25 +190,29 @@ class DistributedModel:
         Args:
             most_micro_batches: the largest number of micro-batches that any replica has.
         """
-        merge_running_statistics(self.norms, self.state.data, most_micro_batches)
+        merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
+
+    def refresh_copies(self) -> None:
+        """After the tensors have changed, by a step or otherwise: gives their copies the new values. Collective."""
+        self._ties.refresh()
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
         """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, where the logits are."""
         totals = [0.0, 0.0, 0.0, 0.0]
 
-        def consume(logits: Tensor, labels: Tensor) -> None:
-            hits = correct_predictions(logits, labels)
-            for index, value in enumerate((float(self.loss(logits, labels)), len(labels), *hits)):
+        def consume(output: Bundle, labels: Tensor) -> None:
+            hits = correct_predictions(logits_of(output), labels)
+            for index, value in enumerate((float(self.loss(output, labels)), len(labels), *hits)):
                 totals[index] += value
 
         self.predict(micro_batches, consume)
         return totals
 
-    def predict(self, micro_batches: Sequence[MicroBatchInput], consume: LogitsConsumer) -> None:
-        """Forward in evaluation; `consume` gets logits of all time steps and the labels, where the logits are."""
+    def predict(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
+        """Forward in evaluation; `consume` gets the output for all time steps and the labels, where the logits are."""
 
-        def consume_whole(logits: Tensor, labels: Tensor) -> None:
-            whole = self._of_all_windows(logits)
+        def consume_whole(output: Bundle, labels: Tensor) -> None:
+            whole = self._of_all_windows(output)
             if whole is not None:
                 consume(whole, labels)
 
@@ -220,7 +235,7 @@ class DistributedModel:
         with ExitStack() as stack:
             watches = [(c, stack.enter_context(NonFiniteWatch(_leaves(chunk)))) for c, chunk in self.chunks.items()]
             schedule = self._evaluation_schedule(len(micro_batches))
-            self.executor.evaluate(schedule, micro_batches, lambda logits, labels: None)
+            self.executor.evaluate(schedule, micro_batches, lambda output, labels: None)
         return next(((chunk, watch.found) for chunk, watch in watches if watch.found is not None), None)
 
     def first_non_finite_gradient(self) -> tuple[int, NonFinite] | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megasnn import checkpoint
 from megasnn.batching import micro_batches_of
+from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import identity, recipe
 from megasnn.config.training import Length
@@ -179,6 +180,7 @@ class Engine:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
             self.optimizer.step()
+            distributed.refresh_copies()
             if self.average is not None:
                 self.average.update()
         return norm, rate, finite
@@ -245,8 +247,8 @@ class Engine:
         logits = torch.zeros(samples, self.config.model.num_classes, dtype=self.distributed.context.dtype)
         logits = logits.to(self.state.device)
 
-        def keep(of_micro_batch: Tensor, places: Tensor) -> None:
-            logits[places] = of_micro_batch.to(logits.dtype).mean(0)
+        def keep(output: Bundle, places: Tensor) -> None:
+            logits[places] = logits_of(output).to(logits.dtype).mean(0)
 
         with self.averaged_weights():
             for share in self.batches.evaluated(images, torch.arange(samples), samples):
@@ -260,7 +262,9 @@ class Engine:
             yield
             return
         with self.average.in_place():
+            self.distributed.refresh_copies()
             yield
+        self.distributed.refresh_copies()
 
     # --- weights and checkpoints
 
@@ -279,6 +283,7 @@ class Engine:
         """
         self._require_open()
         checkpoint.load_globals_into(self.distributed.tensors, values, self.state.world.handle)
+        self.distributed.refresh_copies()
         if self.average is not None:
             self.average.restart()
 
@@ -324,6 +329,7 @@ class Engine:
             process_group=self.state.world.handle,
             averages=None if self.average is None else self.average.tensors,
         )
+        self.distributed.refresh_copies()
         if self.average is not None and not loaded.averaged:
             self.average.restart()
         for remark in loaded.remarks:

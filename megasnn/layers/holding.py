@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -67,7 +68,7 @@ def largest_of(value: Any) -> int | None:
 
 def content_of(tensor: Tensor) -> Content:
     """What a tensor of the dry run holds."""
-    largest = largest_of(tensor)
+    largest = 1 if tensor.dtype == torch.bool else largest_of(tensor)
     if largest is None or largest > LARGEST_COUNT:
         return Content.DENSE
     return Content.SPIKES if largest <= 1 else Content.COUNTS
@@ -82,7 +83,8 @@ def once(module: nn.Module) -> None:
     if vars(module).setdefault("_dry_runs", 0):
         raise ValueError(
             f"this {type(module).__name__} is called twice in one forward; its gradient is counted once for each "
-            "micro-batch: make a second one"
+            "micro-batch: make a second one, which may have the same weights (second.weight = first.weight), or yield "
+            "the layer twice"
         )
     module._dry_runs = 1  # type: ignore[assignment]
 

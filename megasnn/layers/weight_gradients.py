@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class WeightGradients:
         self.observer: Callable[[Tensor], None] | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._deferred: list[Task] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
+        return self  # the copy of a layer leaves its tasks where the layer does
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
         """For a parameter's layer: a tensor that makes its output part of the graph, and what its backward calls.

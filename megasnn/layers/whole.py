@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
@@ -60,7 +60,7 @@ def make_whole(
     Returns:
         the layer: the module itself, or what it is swapped for.
     Raises:
-        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key, tied weights,
+        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key,
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
     _refuse(module)
@@ -69,14 +69,10 @@ def make_whole(
     knows_no_time = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
     stays_cut = knows_no_time and not (first or last) and all(_is_channelwise(each) for each in module.modules())
     module = _with_our_norms(module, context)
-    seen: dict[int, str] = {}
-    for path, each in module.named_modules():
+    for each in module.modules():
         if isinstance(each, ParallelBatchNorm):
             continue
         for name, tensor in _own_tensors(each):
-            place = f"{path}.{name}" if path else name
-            if seen.setdefault(id(tensor), place) != place:
-                raise ValueError(f"{place} is the same tensor as {seen[id(tensor)]}: tied weights are not supported")
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(context.dtype)
             shard = context.shard(tuple(tensor.shape), initialise=partial(_fresh, each, name, initialise))
@@ -97,44 +93,43 @@ def is_whole(module: nn.Module) -> bool:
     return "_whole" in vars(module)
 
 
-def call_whole(layer: nn.Module, x: Tensor, goes_on: bool = False) -> Tensor:
+def call_whole(layer: nn.Module, *inputs: Bundle, goes_on: bool = False) -> Bundle:
     """Calls a layer that `make_whole` made on a micro-batch.
 
     Args:
         goes_on: see `apply_layer`.
     Raises:
-        ValueError: channels of its output that do not divide by the number of tensor parallel ranks.
+        ValueError: an output without channels, or with channels that do not divide by the number of tensor parallel
+            ranks.
     """
     how: _Whole = vars(layer)["_whole"]
     for each in layer.modules():
         if _is_stateful(each):
             each.detach() if goes_on else each.reset()  # type: ignore[operator]
-    if len(x) == 1 < how.time_steps:
-        x = x.expand(how.time_steps, *x.shape[1:])
-    x = x.to(how.dtype)
-    if how.gathers:
-        x = gather_alike(x, how.group)
-    module = getattr(layer, "_orig_mod", layer) if x.is_meta else layer  # a dry run compiles nothing
+    first = next(iter(entries_of(inputs[0]).values()))
+    module = getattr(layer, "_orig_mod", layer) if first.is_meta else layer  # a dry run compiles nothing
+    taken = [how.taken(x) if isinstance(x, Tensor) else map_entries(how.taken_entry, x) for x in inputs]
     with all_channels():
-        y = module(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if how.folds else module(x)
-    if how.cuts and y.shape[2] % how.group.size:
-        raise ValueError(
-            f"the {y.shape[2]} channels of the output {list(y.shape)} do not divide by --tensor-model-parallel-size "
-            f"{how.group.size}"
-        )
-    with all_channels():
-        return own_channels(y, how.group) if how.cuts else y
+        if how.folds:
+            frames = (how.time_steps if len(first) == 1 else len(first), first.shape[1])
+            y = module(*(map_entries(lambda x: x.flatten(0, 1), x) for x in taken))
+            y = map_entries(lambda y: y.unflatten(0, frames), y)
+        else:
+            y = module(*taken)
+        return map_entries(how.given, y) if how.cuts else y
 
 
-def apply_layer(layer: nn.Module, x: Tensor, samples: range | None, goes_on: bool = False) -> Tensor:
+def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
     """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples.
 
     Args:
+        x, more: the outputs that it takes.
         goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
     """
     if is_whole(layer):
-        return call_whole(layer, x, goes_on)
-    return layer(x, samples) if isinstance(layer, KeyedLayer) else layer(x)
+        return call_whole(layer, x, *more, goes_on=goes_on)
+    output: Bundle = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
+    return output
 
 
 @dataclass(frozen=True)
@@ -152,8 +147,29 @@ class _Whole:
     gathers: bool
     cuts: bool
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
-        return self  # a process group cannot be copied
+    def taken(self, x: Tensor) -> Tensor:
+        """What the module is given for a tensor: all time steps and channels, in the type of its parameters."""
+        if len(x) == 1 < self.time_steps:
+            x = x.expand(self.time_steps, *x.shape[1:])
+        x = x.to(self.dtype)
+        return gather_alike(x, self.group) if self.gathers else x
+
+    def taken_entry(self, x: Tensor) -> Tensor:
+        """The same for an entry of a bundle: without channels it stays as it is, and whole numbers keep their type."""
+        if x.ndim < 3:
+            return x
+        return self.taken(x) if x.is_floating_point() else replace(self, dtype=x.dtype).taken(x)
+
+    def given(self, y: Tensor) -> Tensor:
+        """This rank's channels of an output. Raises ValueError where they cannot be shared out."""
+        if self.group.size > 1 and (y.ndim < 3 or y.shape[2] % self.group.size):
+            what = (
+                f"the {y.shape[2]} channels of" if y.ndim > 2 else "the channels (dimension 2), which are missing, of"
+            )
+            raise ValueError(
+                f"{what} the output {list(y.shape)} do not divide by --tensor-model-parallel-size {self.group.size}"
+            )
+        return own_channels(y, self.group)
 
 
 class WholeBatchNorm(ParallelBatchNorm):

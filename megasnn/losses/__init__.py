@@ -14,7 +14,8 @@ class Loss:
     """
     Attributes:
         summary: for --help.
-        sum: (logits `[T, N, classes]`, labels, label_smoothing=..., and its own) -> the sum of the samples' losses.
+        sum: (what the model's last layer gives: logits `[T, N, classes]`, or a bundle with them, labels,
+            label_smoothing=..., and its own) -> the sum of the samples' losses.
         flags: those that only this loss has: field of the configuration -> argument of `sum`.
         mixes: labels may be probabilities `[N, classes]`, as mixed samples have them.
     """

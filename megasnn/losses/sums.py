@@ -1,7 +1,8 @@
 """Losses on logits `[T, N, classes]`, as sums over the samples: a micro-batch's share needs no further weight.
 
 All of them take as labels class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`; reduced precision is raised
-to float32; they raise ValueError for labels of another shape and indices outside the classes.
+to float32; they raise ValueError for labels of another shape and indices outside the classes. A loss is given all that
+the model's last layer gives; of a bundle, these take the logits.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasnn.bundle import Bundle, logits_of
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+
+def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Cross-entropy of the logits' mean over time, summed over the samples."""
     mean = _raised(logits).mean(0)
     return F.cross_entropy(mean, _target(mean, labels), reduction="sum", label_smoothing=label_smoothing)
 
 
 def tet_sum(
-    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3, mean: float = 1.0
+    logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3, mean: float = 1.0
 ) -> Tensor:
     """Temporal efficient training (Deng et al. 2022, arXiv 2202.11946, equations 8 to 10), summed over the samples.
 
@@ -28,18 +31,18 @@ def tet_sum(
     Args:
         share, mean: lambda and phi there.
     """
-    logits = _raised(logits)
-    steps = len(logits)
-    target = _target(logits[0], labels)
+    raised = _raised(logits)
+    steps = len(raised)
+    target = _target(raised[0], labels)
     repeated = target.repeat(steps, *[1] * (target.ndim - 1))
-    entropy = F.cross_entropy(logits.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
+    entropy = F.cross_entropy(raised.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
     if share == 0:
         return entropy
-    distance = (logits - mean).square().mean(dim=(0, 2)).sum()
+    distance = (raised - mean).square().mean(dim=(0, 2)).sum()
     return (1 - share) * entropy + share * distance
 
 
-def mse_sum(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Mean squared distance, over the classes, of the mean over time from the label as 0 and 1; over samples a sum."""
     rates = _raised(logits).mean(0)
     target = _target(rates, labels)
@@ -62,7 +65,8 @@ def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.float().mean(0).argmax(1) == wanted).sum()
 
 
-def _raised(logits: Tensor) -> Tensor:
+def _raised(output: Bundle) -> Tensor:
+    logits = logits_of(output)
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from megasnn.bundle import Bundle, Key, entries_of, logits_of, shapes_text
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
@@ -17,11 +19,19 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of
 from megasnn.layers.whole import SHARDED, apply_layer, is_plain, make_whole, refuse_plain_parts
-from megasnn.models.description import LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import (
+    DRY_SAMPLES,
+    INPUT,
+    EntryDescription,
+    LayerDescription,
+    ModelDescription,
+    Tie,
+    frames_of,
+    sources,
+)
 from megasnn.models.layer import Layer
-from megasnn.sharding import sharded_tensors
-
-_SAMPLES = 2  # of the dry run: a norm in training needs more than one value
+from megasnn.models.ties import separate, tie_all
+from megasnn.sharding import copied_tensors, sharded_tensors
 
 
 def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
@@ -30,8 +40,8 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     Args:
         neuron: None for what the model takes by default.
     Raises:
-        ValueError: two layers have the same name, a layer cannot take what the one before it gives or gives something
-            else than it says, or the last one gives no logits.
+        ValueError: two layers have the same name, a layer cannot take what it is given or gives something else than it
+            says, nothing takes what it gives, or the last one gives no logits.
     """
     neuron = neuron or model.neuron().spec
     layers = built(model, BuildContext(), neuron)
@@ -39,7 +49,6 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
-    _refuse_shared(layers)
     _refuse_made_before(layers, built(model, BuildContext(), neuron))
     named = [(each.name, each.module) for each in layers]
     try:
@@ -49,36 +58,46 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
             f"{error}; a plain module with parameters inside a layer of MegaSNN's layers cannot be cut: use "
             "ParallelConv, ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
         ) from None
-    outputs = dry_run(named, model.input_shape)
+    taken = _sources(layers)
+    outputs = dry_run(named, taken, model.input_shape)
     _require_logits(model, names[-1], outputs[-1])
     described = [
-        LayerDescription(each.name, each.unit, _content(each, y)) for each, y in zip(layers, outputs, strict=True)
+        LayerDescription(each.name, each.unit, _described(each, y), each.takes or ())
+        for each, y in zip(layers, outputs, strict=True)
     ]
     build = partial(_build, model, neuron)
-    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes)
+    ties = tuple(_ties(named))
+    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes, ties)
 
 
-def _require_logits(model: ModelConfig, name: str, output: Tensor) -> None:
+def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
+    owners: dict[str, str] = {}
+    for layer in named_layers:
+        owners |= {entry.name: layer[0] for entry in sharded_tensors([layer])}
+        for entry in copied_tensors([layer]):
+            yield Tie(entry.name, owners[entry.name], layer[0])
+
+
+def _sources(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
+    """For each layer, the numbers of those it takes. Raises ValueError for an output that nothing takes."""
+    if empty := [each.name for each in layers if each.takes == ()]:
+        raise ValueError(f"{empty[0]}: takes=() names no layer; leave it out to take the layer before")
+    taken = sources([(each.name, each.takes or ()) for each in layers])
+    used = {source for numbers in taken for source in numbers}
+    for number, each in enumerate(layers[:-1]):
+        if number not in used:
+            raise ValueError(f"{each.name}: no later layer takes its output; name it in `takes`, or leave it out")
+    return taken
+
+
+def _require_logits(model: ModelConfig, name: str, output: Bundle) -> None:
     """Raises ValueError for a last layer that gives something else."""
-    wanted = [model.time_steps, _SAMPLES, model.num_classes]
-    if list(output.shape) != wanted:
+    wanted, logits = [model.time_steps, DRY_SAMPLES, model.num_classes], logits_of(output)
+    if list(logits.shape) != wanted:
         raise ValueError(
-            f"{name}: the last layer gives {list(output.shape)} for {_SAMPLES} samples, where logits are {wanted}: "
+            f"{name}: the last layer gives {list(logits.shape)} for {DRY_SAMPLES} samples, where logits are {wanted}: "
             "--time-steps, samples, --num-classes"
         )
-
-
-def _refuse_shared(layers: Sequence[Layer]) -> None:
-    """Raises ValueError for a module that is in two layers: it would be trained and saved twice."""
-    owner: dict[int, str] = {}
-    for each in layers:
-        for module in each.module.modules():
-            has_tensors = any(True for _ in chain(module.parameters(recurse=False), module.buffers(recurse=False)))
-            if has_tensors and owner.setdefault(id(module), each.name) != each.name:
-                raise ValueError(
-                    f"{each.name} and {owner[id(module)]} have the same {type(module).__name__} inside; a module is "
-                    "for one layer"
-                )
 
 
 def _refuse_made_before(layers: Sequence[Layer], again: Sequence[Layer]) -> None:
@@ -94,13 +113,27 @@ def _is_bare(module: nn.Module) -> bool:
     return not isinstance(module, SHARDED) and not any(True for _ in module.parameters())
 
 
-def _content(each: Layer, output: Tensor) -> Content:
-    """What a layer says that its output holds. Raises ValueError where the dry run shows values that do not fit."""
-    found = content_of(output)
-    said = found if each.holds is None else each.holds
-    if said is Content.SPIKES and found is Content.COUNTS:
-        raise ValueError(f"{each.name}: holds=SPIKES, but its output can be larger than 1; say COUNTS, or nothing")
-    return said
+def _described(each: Layer, output: Bundle) -> Content | Mapping[Key, EntryDescription]:
+    """What a layer says that its output holds. Raises ValueError where the dry run shows something else."""
+    entries = entries_of(output)
+    said: dict[Key, Content | None] = dict.fromkeys(entries)
+    if isinstance(each.holds, Content):
+        said = {None: each.holds}
+    elif each.holds is not None:
+        said = {}
+        said.update(each.holds if isinstance(each.holds, Mapping) else enumerate(each.holds))
+    if said.keys() != entries.keys():
+        has = "it is one tensor" if None in entries else f"it has the entries {list(entries)}"
+        names = "of one tensor" if None in said else f"of the entries {list(said)}"
+        raise ValueError(f"{each.name}: holds= tells {names}, and of the output the dry run shows that {has}")
+    found: dict[Key, EntryDescription] = {}
+    for key, entry in entries.items():
+        content = content_of(entry)
+        if said[key] is Content.SPIKES and content is Content.COUNTS:
+            place = "its output" if key is None else f"entry {key!r} of its output"
+            raise ValueError(f"{each.name}: holds=SPIKES, but {place} can be larger than 1; say COUNTS, or nothing")
+        found[key] = EntryDescription(said[key] or content, tuple(entry.shape))
+    return found[None].content if None in found else found
 
 
 def built(model: ModelConfig, context: BuildContext | None = None, neuron: NeuronSpec | None = None) -> list[Layer]:
@@ -119,7 +152,11 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
             raise ValueError(f"{place}: {error}") from error
         if not layers:
             raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
-        return [_as_layer(each, context, each is layers[0], each is layers[-1]) for each in layers]
+        layers, ties = separate(layers)
+        last = len(layers) - 1
+        layers = [_as_layer(each, context, number == 0, number == last) for number, each in enumerate(layers)]
+        tie_all(layers, ties)
+        return layers
 
 
 def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> Layer:
@@ -136,35 +173,52 @@ def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool) -> La
 
 def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
     """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
-    layers = [(each.name, each.module) for each in built(model, context, neuron)]
-    outputs = dry_run(layers, model.input_shape, context.compute_dtype, cut=context.tensor.size > 1)
-    _require_logits(model, layers[-1][0], outputs[-1])
-    return [module for _, module in layers]
+    layers = built(model, context, neuron)
+    named = [(each.name, each.module) for each in layers]
+    cut = context.tensor.size > 1
+    outputs = dry_run(named, _sources(layers), model.input_shape, context.compute_dtype, cut=cut)
+    _require_logits(model, layers[-1].name, outputs[-1])
+    return [each.module for each in layers]
 
 
 def dry_run(
-    named_layers: Iterable[tuple[str, nn.Module]],
+    named_layers: Sequence[tuple[str, nn.Module]],
+    taken: Sequence[Sequence[int]],
     input_shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     cut: bool = False,
-) -> list[Tensor]:
+) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
 
     Args:
+        taken: for each layer, the numbers of the layers whose outputs it takes.
         cut: whether channels are shared out over tensor parallel ranks.
     Raises:
-        ValueError: a layer cannot take what the one before it gives; names the layer.
+        ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
+            the layer.
     """
-    x = frames_of(torch.empty((_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
-    outputs = []
+    uses = Counter(chain.from_iterable(taken))
+    frames = frames_of(torch.empty((DRY_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
+    outputs: list[Bundle] = []
     with torch.no_grad(), Holding(cut):
-        for name, layer in named_layers:
+        for (name, layer), numbers in zip(named_layers, taken, strict=True):
+            inputs = [frames if number == INPUT else outputs[number] for number in numbers]
+            shared = [x for number, x in zip(numbers, inputs, strict=True) if uses[number] > 1]
+            before = _versions(shared)
             try:
-                x = apply_layer(layer, x, range(_SAMPLES))
+                output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
+                entries_of(output)
+                if _versions(shared) != before:
+                    raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")
             except Exception as error:
-                raise ValueError(f"{name}, given {list(x.shape)}: {error}") from error
-            outputs.append(x)
+                raise ValueError(f"{name}, given {shapes_text(*inputs)}: {error}") from error
+            outputs.append(output)
     return outputs
+
+
+def _versions(outputs: Iterable[Bundle]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [entry._version for output in outputs for entry in entries_of(output).values()]
 
 
 def building_problems(model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int) -> list[str]:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor, nn
 
+from megasnn.bundle import Key
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
+
+INPUT = -1
+"""In place of a layer's number: the model's input."""
+DRY_SAMPLES = 2  # of the dry run: a norm in training needs more than one value
+
+
+@dataclass(frozen=True)
+class EntryDescription:
+    """One tensor of an output.
+
+    Attributes:
+        content: what it is known to hold, which decides how it crosses to another stage.
+        shape: that of the dry run, of `DRY_SAMPLES` samples and one tensor-parallel rank; None: any.
+    """
+
+    content: Content
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -17,24 +36,56 @@ class LayerDescription:
     Attributes:
         name: global name, the prefix of its parameters' names.
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts.
-        output: what the layer's output is known to hold, which decides how it crosses to another stage.
+        output: what the layer's output is known to hold, or of a bundle, each of its entries.
+        takes: names of the layers whose outputs are its inputs; empty: the layer before it.
     """
 
     name: str
     unit: str
-    output: Content
+    output: Content | Mapping[Key, EntryDescription]
+    takes: tuple[str, ...] = ()
+
+    @property
+    def entries(self) -> Mapping[Key, EntryDescription]:
+        """The tensors of its output."""
+        return {None: EntryDescription(self.output)} if isinstance(self.output, Content) else self.output
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A tensor that a layer has a copy of.
+
+    Attributes:
+        name: global name of the tensor.
+        owner, copy: names of the layer that it is counted, stepped and saved with, and of the one with the copy.
+    """
+
+    name: str
+    owner: str
+    copy: str
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A tensor that a boundary between stages carries: an entry of the output of a layer, by its number."""
+
+    layer: int
+    key: Key
+    content: Content
+    name: str
 
 
 @dataclass(frozen=True)
 class ModelDescription:
     """
     Attributes:
-        layers: from input to logits; each takes and returns one tensor.
+        layers: from input to logits.
         build: makes all layers for a rank, with parameters on the meta device: without memory. A rank gives memory to
             those of its own chunks only (`megasnn.sharding.materialise`).
         time_steps: T.
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.
+        ties: copies of tensors, in the order of the layers that have them.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -42,10 +93,64 @@ class ModelDescription:
     time_steps: int
     input_shape: tuple[int, ...]
     num_classes: int
+    ties: tuple[Tie, ...] = ()
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""
         return list(zip([layer.name for layer in self.layers], self.build(context), strict=True))
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer, the numbers of the layers whose outputs it takes."""
+        return sources([(layer.name, layer.takes) for layer in self.layers])
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each layer takes one tensor, the output of the layer before it, and nothing else."""
+        return not any(layer.takes or not isinstance(layer.output, Content) for layer in self.layers)
+
+    def needed_from(self, stop: int) -> list[int]:
+        """The layers before layer `stop` whose outputs are still needed from there on, in their order.
+
+        Behind the last layer that is its own output, which the loss takes.
+        """
+        needed = {source for taken in self.inputs[stop:] for source in taken if source < stop}
+        return sorted(needed) or [len(self.layers) - 1]
+
+    def carried(self, stop: int) -> list[Carried]:
+        """The tensors that cross a boundary before layer `stop`, each once, in a fixed order."""
+        found = []
+        for number in self.needed_from(stop):
+            if number == INPUT:
+                found.append(Carried(INPUT, None, Content.DENSE, "the model's input"))
+                continue
+            layer = self.layers[number]
+            for key, entry in layer.entries.items():
+                place = "the output" if key is None else f"entry {key!r} of the output"
+                found.append(Carried(number, key, entry.content, f"{place} of {layer.name}"))
+        return found
+
+
+def sources(layers: Sequence[tuple[str, Sequence[str]]]) -> tuple[tuple[int, ...], ...]:
+    """For each layer, the numbers of those it takes.
+
+    Args:
+        layers: (name, names that it takes); without names, a layer takes the one before it.
+    Raises:
+        ValueError: a name that is no earlier layer's.
+    """
+    numbers: dict[str, int] = {}
+    found: list[tuple[int, ...]] = []
+    for number, (name, takes) in enumerate(layers):
+        for taken in takes:
+            if taken not in numbers:
+                later = any(taken == other for other, _ in layers)
+                why = "which is no earlier layer" if later else "and no layer has that name"
+                known = ", ".join(numbers) or "none, the first layer takes the model's input"
+                raise ValueError(f"{name} takes {taken!r}, {why}; earlier layers: {known}")
+        found.append(tuple(numbers[taken] for taken in takes) or (number - 1,))
+        numbers[name] = number
+    return tuple(found)
 
 
 def frames_of(samples: Tensor, input_shape: tuple[int, ...]) -> Tensor:

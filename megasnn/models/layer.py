@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,23 +10,28 @@ from torch import nn
 from megasnn.comm.codec import Content
 from megasnn.layers.whole import ModuleInitialiser
 
+Holds = Content | tuple[Content | None, ...] | Mapping[str, Content | None] | None
+
 
 @dataclass(frozen=True)
 class Layer:
     """
     Attributes:
         name: global name, the prefix of its parameters' names; unlike that of any other layer.
-        module: takes and returns one tensor.
+        module: takes the outputs of `takes`, and returns a tensor, or a tuple or dict of tensors.
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts.
+        holds: what the output holds, where that does not follow from the layer: for a bundle a tuple or dict like it;
+            None: what the dry run shows.
         initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
-        holds: what the output holds, where that does not follow from the layer; None: what the dry run shows.
+        takes: names of the earlier layers whose outputs are its inputs; None: the layer before it.
     """
 
     name: str
     module: nn.Module
     unit: str
-    holds: Content | None = None
+    holds: Holds = None
     initialise: ModuleInitialiser | None = None
+    takes: tuple[str, ...] | None = None
 
 
 def layer(
@@ -33,8 +39,10 @@ def layer(
     module: nn.Module,
     *,
     unit: str | None = None,
-    holds: Content | None = None,
+    holds: Holds = None,
     initialise: ModuleInitialiser | None = None,
+    takes: Sequence[str] | None = None,
 ) -> Layer:
-    """A layer of a model; see `Layer`. Without `unit` it is a unit of its own."""
-    return Layer(name, module, unit or name, holds, initialise)
+    """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone."""
+    names = (takes,) if isinstance(takes, str) else takes
+    return Layer(name, module, unit or name, holds, initialise, None if names is None else tuple(names))

@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
-from megasnn.models.description import ModelDescription, frames_of
-from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.models.description import (
+    DRY_SAMPLES,
+    INPUT,
+    Carried,
+    LayerDescription,
+    ModelDescription,
+    frames_of,
+)
+from megasnn.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One layer of a chunk.
+
+    Attributes:
+        number: its place in the model.
+        takes: the numbers of the layers whose outputs it is given.
+        last: those of them that nothing behind it needs.
+    """
+
+    number: int
+    description: LayerDescription
+    takes: tuple[int, ...]
+    last: tuple[int, ...]
 
 
 class PipelineChunk(nn.Module):
     """Layers `start..end` of a model, in order. `len`, indexing and iteration go over the layers.
 
-    A chunk without layers (legal in an explicit layout) hands its input on.
+    A chunk is given what layers before it have given and it or a chunk behind it needs, and hands on what chunks behind
+    it need, of its own layers' outputs and of what it was given. One without layers (legal in an explicit layout) hands
+    its input on.
 
     Args:
         bounds: the layers of each chunk.
     Attributes:
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
-        output: what the last layer's output is known to hold.
+        receives, hands_on: the tensors at its beginning and at its end, in their order.
         weight_gradients: where its layers leave the second part of their backward.
     """
 
@@ -40,25 +67,77 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = WeightGradients()
         layers = model.build(replace(context, weight_gradients=self.weight_gradients))
         self.layers = nn.ModuleList(layers[i] for i in span)
+        self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
         self._carrying = [each for each in self.layers.modules() if isinstance(each, NeuronLayer) and each.carries]
-        # What crosses the boundary is the output of the last layer before it, in this chunk or an earlier one.
-        self.output = model.layers[span.stop - 1].output if span.stop > 0 else Content.DENSE
-        self._input_shape = model.input_shape
+        self._steps = [_step(model, number) for number in span]
+        self._is_chain = model.is_chain
+        self._input_shape, self._ranks = model.input_shape, context.tensor.size
 
-    def forward(self, x: Tensor, samples: range | None = None, goes_on: bool = False) -> Tensor:
+    def forward(self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False) -> Any:
         """
         Args:
-            x: output of the chunk before; of the first chunk, images or frames as they are loaded.
+            x: the tensors of `receives`, in a list that is emptied, so that they are freed when they are used up; for
+                the first chunk, images or frames as they are loaded.
             samples: see KeyedLayer.
             goes_on: whether this is a later window of the samples that the last forward was on (--bptt-steps).
+        Returns:
+            the tensors of `hands_on`; of the last chunk, the output of the model.
         """
         if not goes_on:
             self.forget()
-        if self.is_first:
-            x = frames_of(x, self._input_shape)
-        for layer in self.layers:
-            x = apply_layer(layer, x, samples, goes_on)
-        return x
+        outputs: dict[int, Bundle] = {}
+        if isinstance(x, Tensor):
+            outputs[INPUT] = frames_of(x, self._input_shape)
+        else:
+            outputs = _unpacked(self.receives, x)
+            x.clear()
+        for step, layer in zip(self._steps, self.layers, strict=True):
+            inputs = [outputs[number] for number in step.takes]
+            for number in step.last:
+                del outputs[number]
+            y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
+            self._require_described(step.description, y, samples)
+            outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
+        if self.is_last:
+            (output,) = outputs.values()
+            return output
+        return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
+
+    def _require_described(self, description: LayerDescription, y: Bundle, samples: range | None) -> None:
+        """Raises ValueError for an output that is not built as that of the dry run was, or has another shape."""
+        if isinstance(description.output, Content):
+            if not isinstance(y, Tensor):
+                raise ValueError(f"{description.name} gives a {type(y).__name__}, and gave a tensor in the dry run")
+            return
+        try:
+            entries = entries_of(y)
+        except ValueError as error:
+            raise ValueError(f"{description.name}: {error}") from None
+        if entries.keys() != description.entries.keys():
+            raise ValueError(
+                f"{description.name} gives {_keys(entries)}, and gave {_keys(description.entries)} in the dry run"
+            )
+        for key, expected in description.entries.items():
+            shape = expected.shape
+            if samples is not None and shape is not None and not self._fits(entries[key], shape, len(samples)):
+                raise ValueError(
+                    f"entry {key!r} of the output of {description.name} is {list(entries[key].shape)} for "
+                    f"{len(samples)} sample(s), and was {list(shape)} in the dry run, for {DRY_SAMPLES}"
+                )
+
+    def _fits(self, entry: Tensor, shape: tuple[int, ...], samples: int) -> bool:
+        """Whether each side is that of the dry run, or in proportion to the samples; channels may be cut, and a single
+        time step may have become all of them."""
+        if entry.ndim != len(shape):
+            return False
+        allowed = {DRY_SAMPLES, samples}
+        for dim, (found, side) in enumerate(zip(entry.shape, shape, strict=True)):
+            if dim == 0 and side == 1:
+                continue
+            parts = {1, self._ranks} if dim == 2 else {1}
+            if not any(DRY_SAMPLES * part * found == times * side for part in parts for times in allowed):
+                return False
+        return True
 
     def forget(self) -> None:
         """Lets neurons forget the state that the last forward left."""
@@ -71,6 +150,10 @@ class PipelineChunk(nn.Module):
     def sharded_tensors(self) -> list[ShardedTensor]:
         return list(sharded_tensors(self.named_layers()))
 
+    def copied_tensors(self) -> list[ShardedTensor]:
+        """Of its tensors those that another one owns; see `megasnn.sharding.tie`."""
+        return list(copied_tensors(self.named_layers()))
+
     def __len__(self) -> int:
         return len(self.layers)
 
@@ -79,6 +162,37 @@ class PipelineChunk(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.layers)
+
+
+def _step(model: ModelDescription, number: int) -> _Step:
+    takes, still_needed = model.inputs[number], model.needed_from(number + 1)
+    last = tuple(source for source in dict.fromkeys(takes) if source not in still_needed)
+    return _Step(number, model.layers[number], takes, last)
+
+
+def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
+    """The outputs that a boundary carried, by the number of their layer."""
+    entries: dict[int, dict[Key, Tensor]] = {}
+    for each, tensor in zip(carried, tensors, strict=True):
+        entries.setdefault(each.layer, {})[each.key] = tensor
+    return {number: bundle_of(of_layer) for number, of_layer in entries.items()}
+
+
+def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
+    """A layer may hand on an input as it is. Its gradients are summed apart from the input's, as they would be with a
+    boundary between them, so that the order of the sum does not depend on the cut."""
+    seen = {id(entry) for x in inputs for entry in entries_of(x).values()}
+
+    def apart(entry: Tensor) -> Tensor:
+        made = entry.view_as(entry) if id(entry) in seen and entry.requires_grad else entry
+        seen.add(id(entry))
+        return made
+
+    return map_entries(apart, y)
+
+
+def _keys(entries: Mapping[Key, Any]) -> str:
+    return "a tensor" if None in entries else f"the entries {list(entries)}"
 
 
 def build_chunk(

@@ -7,7 +7,7 @@ measure nevertheless, at the same time: in training every core is at work, and s
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from tqdm import tqdm
 
-from megasnn.comm.codec import Content
+from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
-from megasnn.models.description import LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.executor import Entry
 from megasnn.pipeline.link import LinkCost, measure_link
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
@@ -45,8 +45,9 @@ class LayerCost:
         held: bytes kept from the forward until the weight gradient is done.
         working: bytes that forward, input gradient and weight gradient need at most, above what was there before each;
             0 where the system does not tell.
-        message, gradient: bytes of the output and of its gradient on the way to another stage.
-        pack, unpack: seconds to make the message of the output, and to restore the output from it.
+        message, gradient: bytes of the output and of its gradient on the way to another stage, and in PipelineCosts of
+            all that crosses a boundary behind the layer.
+        pack, unpack: seconds to make those messages, and to restore what they hold.
     """
 
     forward: float
@@ -165,16 +166,28 @@ def measure_layers(
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
-    x = frames_of(x, model.input_shape)
+    outputs: dict[int, Bundle] = {INPUT: frames_of(x, model.input_shape)}
     measured = MeasuredLayers(model, context, range(samples), device)
     costs: list[LayerCost] = []
     each = -(-len(model.layers) // stages)
     quiet = True if dist.is_initialized() and dist.get_rank() > 0 else None  # None: only on a terminal
     for first in tqdm(range(0, len(model.layers), each), desc="measuring layers", leave=False, disable=quiet):
         layers = [measured(index) for index in range(first, min(first + each, len(model.layers)))]
-        x = _measure(layers, x, needs_input_gradient=first > 0)
+        outputs = _measure(layers, outputs)
         costs += [layer.cost(wires) for layer in layers]
-    return costs
+        outputs = {number: outputs[number] for number in model.needed_from(first + len(layers))}
+    return crossing(model, costs)
+
+
+def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:
+    """The costs of layers with messages of all that crosses a boundary behind each, in place of its own output's."""
+    found = []
+    for number, cost in enumerate(costs):
+        carried = [costs[other] for other in model.needed_from(number + 1)]
+        sizes = {name: sum(getattr(each, name) for each in carried) for name in ("message", "gradient")}
+        times = {name: sum(getattr(each, name) for each in carried) for name in ("pack", "unpack")}
+        found.append(replace(cost, **sizes, **times))
+    return found
 
 
 class MeasuredLayers:
@@ -195,7 +208,8 @@ class MeasuredLayers:
     def __call__(self, index: int) -> MeasuredLayer:
         layer, self._layers[index] = self._layers[index], None  # its memory is free when it has been measured
         assert layer is not None
-        return MeasuredLayer(self._model.layers[index], layer, self._weight_gradients, self._samples, self._device)
+        description, takes = self._model.layers[index], self._model.inputs[index]
+        return MeasuredLayer(index, description, takes, layer, self._weight_gradients, self._samples, self._device)
 
 
 def _structure(layer: nn.Module) -> Hashable:
@@ -219,51 +233,75 @@ class MeasuredLayer:
     """A copy of a layer, with what its runs took.
 
     Attributes:
-        edges, tasks: one for each micro-batch that has been forward, and one that has been backward.
+        number: its place in the model. takes: the numbers of the layers whose outputs it takes.
+        edges, tasks: for each micro-batch that has been forward, the edges of its outputs' graph, and for each that has
+            been backward, its tasks.
     """
 
     def __init__(
         self,
+        number: int,
         description: LayerDescription,
+        takes: tuple[int, ...],
         layer: nn.Module,
         weight_gradients: WeightGradients,
         samples: range,
         device: torch.device,
     ) -> None:
-        self._content, self._samples, self._weight_gradients = description.output, samples, weight_gradients
+        self.number, self.takes, self._description = number, takes, description
+        self._samples, self._weight_gradients = samples, weight_gradients
         self._layer = layer
         materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._held = 0
-        self._output: Tensor | None = None
+        self._output: Bundle | None = None
+        self._learning: list[Key] = []
         self.clock = _Clock(device)
-        self.edges: list[GradientEdge | None] = []
+        self.edges: list[list[GradientEdge]] = []
         self.tasks: list[list[Task]] = []
-        self._gradients: list[Tensor] = []
+        self._gradients: list[Sequence[Tensor]] = []
 
-    def forward(self, x: Tensor, needs_input_gradient: bool) -> Tensor:
-        entry = x
-        if needs_input_gradient:
-            entry = Entry.apply(self._anchor, x, self._gradients.append)
+    def forward(self, inputs: Sequence[Bundle]) -> Bundle:
+        """Runs the layer; it needs no gradient of the model's input."""
+        if INPUT not in self.takes:
+            inputs = self._entered(inputs)
         with self.clock("forward"):
-            y = apply_layer(self._layer, entry, self._samples)
+            y = apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
         # Without anything to learn up to here there is no backward.
-        self.edges.append(get_gradient_edge(y) if y.requires_grad else None)
-        self._output = y.detach()
+        entries = entries_of(y)
+        self._learning = [key for key, entry in entries.items() if entry.requires_grad]
+        self.edges.append([get_gradient_edge(entries[key]) for key in self._learning])
+        self._output = bundle_of({key: entry.detach() for key, entry in entries.items()})
+        assert self._output is not None
         return self._output
 
-    def count_held(self, x: Tensor) -> None:
+    def _entered(self, inputs: Sequence[Bundle]) -> list[Bundle]:
+        """The inputs as a chunk behind a boundary gets them."""
+        bundles = [dict(entries_of(x)) for x in inputs]
+        learning = [(bundle, key) for bundle in bundles for key, entry in bundle.items() if entry.is_floating_point()]
+        if learning:
+            entered = Entry.apply(self._anchor, self._gradients.append, *(bundle[key] for bundle, key in learning))
+            for (bundle, key), entry in zip(learning, entered, strict=True):
+                bundle[key] = entry
+        return [bundle_of(bundle) for bundle in bundles]
+
+    def count_held(self, inputs: Sequence[Bundle]) -> None:
         """What one forward keeps for backward, once."""
         with _counting_saved(self._layer) as held:
-            apply_layer(self._layer, x, self._samples)
+            apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
         self._held = held[0]
 
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of the input, of the oldest micro-batch; None at the beginning of the model."""
-        edge = self.edges.pop(0)
+    def backward(self, gradients: Sequence[Tensor] | None = None) -> Sequence[Tensor] | None:
+        """Of the oldest micro-batch, from the gradients of the output to those of the inputs; None at the beginning of
+        the model. Without gradients, from ones."""
+        edges = self.edges.pop(0)
+        assert self._output is not None
+        if gradients is None or len(gradients) != len(edges):
+            entries = entries_of(self._output)
+            gradients = [torch.ones_like(entries[key]) for key in self._learning]
         with self.clock("input_gradient"), self._weight_gradients.deferred() as tasks:
-            if edge is not None:
-                torch.autograd.backward(edge, gradient)
+            if edges:
+                torch.autograd.backward(edges, gradients)
         self.tasks.append(tasks)
         return self._gradients.pop() if self._gradients else None
 
@@ -274,13 +312,13 @@ class MeasuredLayer:
             while tasks:
                 tasks.pop()()
 
-    def run_once(self, x: Tensor, needs_input_gradient: bool) -> Tensor:
+    def run_once(self, inputs: Sequence[Bundle]) -> Bundle:
         """Forward and backward of one micro-batch, with the memory that they take; returns the output."""
-        self.count_held(x)
+        self.count_held(inputs)
         for watched in (False, True):  # the first time pays for compiling and for the gradients' memory
             self.clock.watches_memory = watched
-            y = self.forward(x, needs_input_gradient)
-            self.backward(torch.ones_like(y))
+            y = self.forward(inputs)
+            self.backward()
             self.add_weight_gradients()
         return y
 
@@ -291,24 +329,32 @@ class MeasuredLayer:
         peaks = self.clock.peaks
         working = peaks.get("forward", 0), peaks.get("input_gradient", 0), peaks.get("weight_gradient", 0)
         cost = LayerCost(forward, inputs, weights, self._held, working)
-        return _with_messages(cost, self._output, self._content, wires)
+        return _with_messages(cost, self._output, self._description, wires)
 
 
-def _measure(layers: Sequence[MeasuredLayer], x: Tensor, needs_input_gradient: bool) -> Tensor:
-    """Runs the layers as a stage would; returns the output of the last one."""
-    y = x
+def _measure(layers: Sequence[MeasuredLayer], given: Mapping[int, Bundle]) -> dict[int, Bundle]:
+    """Runs the layers as a stage would.
+
+    Args:
+        given: the outputs of layers before, by number.
+    Returns:
+        these, and the layers' own.
+    """
+    outputs: dict[int, Bundle] = {}
     for number in range(ROUNDS + 2):
         for _ in range(IN_FLIGHT):
-            y = x
-            for index, layer in enumerate(layers):
+            outputs = dict(given)
+            for layer in layers:
+                inputs = [outputs[source] for source in layer.takes]
                 if number == 0:
-                    layer.count_held(y)
-                y = layer.forward(y, needs_input_gradient or index > 0)
+                    layer.count_held(inputs)
+                outputs[layer.number] = layer.forward(inputs)
         for _ in range(IN_FLIGHT):
-            gradient: Tensor | None = torch.ones_like(y)
+            gradients: dict[int, Sequence[Tensor]] = {}
             for layer in reversed(layers):
-                if gradient is not None:
-                    gradient = layer.backward(gradient)
+                found = layer.backward(gradients.pop(layer.number, None))
+                if found is not None and len(layer.takes) == 1:  # of several inputs, ones do for the time that it takes
+                    gradients[layer.takes[0]] = found
         for _ in range(IN_FLIGHT):
             for layer in reversed(layers):
                 layer.add_weight_gradients()
@@ -316,26 +362,28 @@ def _measure(layers: Sequence[MeasuredLayer], x: Tensor, needs_input_gradient: b
             for layer in layers:
                 layer.clock.times.clear()  # the first round pays for compiling and for the gradients' memory
                 layer.clock.watches_memory = number == 0
-    return y
+    return outputs
 
 
-def _with_messages(cost: LayerCost, y: Tensor, content: Content, wires: WireOptions) -> LayerCost:
+def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescription, wires: WireOptions) -> LayerCost:
     """Adds what it costs to hand the output to another stage."""
-    descriptor = TensorDescriptor.of(y, content)
-    clock = _Clock(y.device)
-    for _ in range(ROUNDS):
-        with clock("pack"):
-            messages = messages_of(descriptor.flatten(y), descriptor)
-        with clock("unpack"):
-            descriptor.restore(messages[0])
-    width = (wires.gradient_dtype or y.dtype).itemsize
-    return replace(
-        cost,
-        message=sum(message.nbytes for message in messages),
-        gradient=y.numel() * width,
-        pack=median(clock.times["pack"]),
-        unpack=median(clock.times["unpack"]),
-    )
+    for key, y in entries_of(output).items():
+        descriptor = TensorDescriptor.of(y, description.entries[key].content)
+        clock = _Clock(y.device)
+        for _ in range(ROUNDS):
+            with clock("pack"):
+                messages = messages_of(descriptor.flatten(y), descriptor)
+            with clock("unpack"):
+                descriptor.restore(messages[0])
+        width = (wires.gradient_dtype or y.dtype).itemsize if y.is_floating_point() else 0
+        cost = replace(
+            cost,
+            message=cost.message + sum(message.nbytes for message in messages),
+            gradient=cost.gradient + y.numel() * width,
+            pack=cost.pack + median(clock.times["pack"]),
+            unpack=cost.unpack + median(clock.times["unpack"]),
+        )
+    return cost
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megasnn.comm.codec import Content
+from megasnn.bundle import Bundle
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
@@ -63,23 +63,27 @@ class GradientSync(Protocol):
         """Returns when all gradients are reduced."""
 
 
-# (logits [T, n, classes], labels) -> this micro-batch's share of the global batch's mean loss, a scalar
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-# (logits, labels) in evaluation
-LogitsConsumer = Callable[[Tensor, Tensor], None]
+# (output of the model: logits [T, n, classes], or a bundle with them, labels) -> this micro-batch's share of the global
+# batch's mean loss, a scalar
+LossFunction = Callable[[Bundle, Tensor], Tensor]
+# (output, labels) in evaluation
+OutputConsumer = Callable[[Bundle, Tensor], None]
 # (action, start, end) of every action, in seconds of `time.perf_counter`
 ActionObserver = Callable[[Action, float, float], None]
 
 
 @dataclass
 class _Run:
-    """The tensors alive during one step, by (chunk, micro-batch)."""
+    """The tensors alive during one step, by (chunk, micro-batch).
+
+    Of what a chunk hands on, tensors that require a gradient are given one: `roots` and `gradients` are of those.
+    """
 
     micro_batches: Sequence[MicroBatchInput]
-    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    roots: dict[tuple[int, int], Tensor | GradientEdge] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    roots: dict[tuple[int, int], list[Tensor] | list[GradientEdge]] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Sequence[Tensor]] = field(default_factory=dict)
     weight_gradients: dict[tuple[int, int], list[Task]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -113,7 +117,7 @@ class PipelineExecutor:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync, self.observer = loss, sync, observer
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
-        self._consume: LogitsConsumer | None = None
+        self._consume: OutputConsumer | None = None
         self._current: Action | None = None
         self._transfers = Transfers(self._placement, state, wires)
         self._methods: dict[Kind, Callable[[_Run, Action], None]] = {
@@ -142,8 +146,8 @@ class PipelineExecutor:
             total += loss
         return total
 
-    def evaluate(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: LogitsConsumer) -> None:
-        """Forward of all micro-batches; `consume` gets the logits and labels on the rank of the last chunk."""
+    def evaluate(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
+        """Forward of all micro-batches; `consume` gets the outputs and labels on the rank of the last chunk."""
         self._consume = consume
         try:
             self._run(schedule, micro_batches, forward_only=True)
@@ -158,8 +162,8 @@ class PipelineExecutor:
             )
         run = _Run(micro_batches)
         actions = schedule.actions[self._state.pipeline.rank]
-        self._transfers.begin(actions, [micro.size for micro in micro_batches])
         with torch.no_grad() if forward_only else nullcontext():
+            self._transfers.begin(actions, [micro.size for micro in micro_batches])
             for action in actions:
                 self._current = action
                 start = self._now()
@@ -202,45 +206,50 @@ class PipelineExecutor:
         else:
             self._hand_on(run, key, y)
 
-    def _entry(self, run: _Run, key: tuple[int, int]) -> Tensor:
+    def _entry(self, run: _Run, key: tuple[int, int]) -> Tensor | list[Tensor]:
         chunk, micro_batch = key
         if self._chunks[chunk].is_first:
             images = run.micro_batches[micro_batch].images
             assert images is not None
             return images
-        x = run.inputs.pop(key)
-        if not torch.is_grad_enabled():
-            return x
+        xs = run.inputs.pop(key)
+        learning = [index for index, x in enumerate(xs) if x.requires_grad]
+        if not torch.is_grad_enabled() or not learning:
+            run.gradients[chunk - 1, micro_batch] = ()
+            return xs
 
-        def deliver(gradient: Tensor) -> None:
-            run.gradients[chunk - 1, micro_batch] = gradient
+        def deliver(gradients: Sequence[Tensor]) -> None:
+            run.gradients[chunk - 1, micro_batch] = gradients
 
-        return Entry.apply(self._anchor, x, deliver)
+        entered = Entry.apply(self._anchor, deliver, *(xs[index].detach() for index in learning))
+        for index, x in zip(learning, entered, strict=True):
+            xs[index] = x
+        return xs
 
-    def _finish_forward(self, run: _Run, key: tuple[int, int], logits: Tensor, labels: Tensor) -> None:
+    def _finish_forward(self, run: _Run, key: tuple[int, int], output: Bundle, labels: Tensor) -> None:
         if self._consume is not None:
-            self._consume(logits, labels)
+            self._consume(output, labels)
             return
         assert self._loss is not None
-        loss = self._loss(logits, labels)
+        loss = self._loss(output, labels)
         run.losses.append(loss.detach())
-        run.roots[key] = loss
+        run.roots[key] = [loss]
 
-    def _hand_on(self, run: _Run, key: tuple[int, int], y: Tensor) -> None:
+    def _hand_on(self, run: _Run, key: tuple[int, int], ys: Sequence[Tensor]) -> None:
         chunk, micro_batch = key
-        if y.requires_grad:
-            # Backward starts from the edge of the graph; the values are needed by the next chunk only.
-            run.roots[key] = get_gradient_edge(y)
+        # Backward starts from the edges of the graph; the values are needed by the next chunk only.
+        run.roots[key] = [get_gradient_edge(y) for y in ys if y.requires_grad]
+        values = [y.detach().requires_grad_(y.requires_grad) for y in ys]
         if self._placement[chunk + 1] == self._state.pipeline.rank:
-            run.inputs[chunk + 1, micro_batch] = y.detach()
+            run.inputs[chunk + 1, micro_batch] = values
         else:
-            run.outputs[key] = y.detach()
+            run.outputs[key] = values
 
     def _backward(self, run: _Run, action: Action) -> None:
         key = _key(action)
-        gradient, root = run.gradients.pop(key, None), run.roots.pop(key, None)
-        if root is not None:  # a first chunk without layers has nothing to learn
-            torch.autograd.backward(root, gradient)
+        gradients, roots = run.gradients.pop(key, None), run.roots.pop(key)
+        if roots:  # a chunk may have nothing to learn
+            torch.autograd.backward(roots, gradients)
 
     def _input_gradient(self, run: _Run, action: Action) -> None:
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
@@ -260,18 +269,16 @@ class PipelineExecutor:
     # --- transfers
 
     def _send_forward(self, run: _Run, action: Action) -> None:
-        key = _key(action)
-        self._transfers.send(action, run.outputs.pop(key), self._chunks[action.chunk].output)
+        self._transfers.send(action, run.outputs.pop(_key(action)), self._chunks[action.chunk].hands_on)
 
     def _send_backward(self, run: _Run, action: Action) -> None:
-        gradient = run.gradients.pop((action.chunk - 1, _key(action)[1]))
-        self._transfers.send(action, gradient, Content.DENSE)
+        self._transfers.send(action, run.gradients.pop((action.chunk - 1, _key(action)[1])))
 
     def _receive_forward(self, run: _Run, action: Action) -> None:
-        run.inputs[_key(action)] = self._transfers.receive(action)
+        run.inputs[_key(action)] = self._transfers.receive(action, len(self._chunks[action.chunk].receives))
 
     def _receive_backward(self, run: _Run, action: Action) -> None:
-        run.gradients[_key(action)] = self._transfers.receive(action)
+        run.gradients[_key(action)] = self._transfers.receive(action, len(run.roots[_key(action)]))
 
 
 def _key(action: Action) -> tuple[int, int]:
@@ -280,17 +287,20 @@ def _key(action: Action) -> tuple[int, int]:
 
 
 class Entry(torch.autograd.Function):
-    """The start of a chunk's graph: hands on the input and, in backward, its gradient.
+    """The start of a chunk's graph: hands on its inputs and, in backward, their gradients, all at once; zeros for an
+    input that nothing has learnt from.
 
-    A leaf in its place would keep the dense input alive until backward, where the layers keep it packed.
+    Leaves in its place would keep the dense inputs alive until backward, where the layers keep them packed.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, deliver: Callable[[Sequence[Tensor]], None], *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.deliver = deliver
-        return x.view_as(x)
+        return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.deliver(gradient)
-        return None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.deliver(gradients)
+        return None, None, *(None for _ in gradients)

@@ -6,14 +6,16 @@ import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.layers.context import BuildContext
-from megasnn.models.description import ModelDescription, frames_of
-from megasnn.pipeline.costs import LayerCost, MeasuredLayers, PipelineCosts
+from megasnn.models.description import INPUT, ModelDescription, frames_of
+from megasnn.pipeline.costs import LayerCost, MeasuredLayers, PipelineCosts, crossing
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import Schedule
@@ -94,21 +96,21 @@ def measure_memory(
     trial = min(samples, TRIAL_SAMPLES)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((trial, *model.input_shape), generator=generator).to(device, context.dtype)
-    x = frames_of(x, model.input_shape)
+    outputs: dict[int, Bundle] = {INPUT: frames_of(x, model.input_shape)}
     layers = MeasuredLayers(model, context, range(trial), device)
-    known: dict[Hashable, tuple[LayerCost, torch.Size]] = {}
+    known: dict[Hashable, tuple[LayerCost, Bundle]] = {}
     found = []
     for index, description in enumerate(model.layers):
-        kind = (layers.alike(index), description.output, x.shape, index > 0)
-        if kind in known:
-            shape = known[kind][1]
-            x = x if x.shape == shape else x.new_zeros(shape)
-        else:
+        inputs = [outputs[source] for source in model.inputs[index]]
+        shapes = [(key, x.shape) for each in inputs for key, x in entries_of(each).items()]
+        kind = (layers.alike(index), str(description.output), tuple(shapes), index > 0)
+        if kind not in known:
             error = None
             try:
                 layer = layers(index)
-                x = layer.run_once(x, needs_input_gradient=index > 0)
-                known[kind] = _for_samples(layer.cost(wires), samples / trial), x.shape
+                y = layer.run_once(inputs)
+                without_memory = map_entries(partial(torch.empty_like, device="meta"), y)
+                known[kind] = _for_samples(layer.cost(wires), samples / trial), without_memory
             except Exception as caught:
                 if context.tensor.size > 1:
                     raise
@@ -117,7 +119,9 @@ def measure_memory(
             late = world.rank == 0 and index + 1 < len(model.layers) and time.monotonic() - begun >= seconds
             _go_on(world, device, error, late, seconds)
         found.append(known[kind][0])
-    return PipelineCosts(tuple(found), LinkCost())
+        outputs[index] = map_entries(partial(torch.zeros_like, device=device), known[kind][1])
+        outputs = {number: outputs[number] for number in model.needed_from(index + 1)}
+    return PipelineCosts(tuple(crossing(model, found)), LinkCost())
 
 
 def _go_on(world: Group, device: torch.device, error: str | None, late: bool, seconds: float) -> None:

@@ -25,7 +25,16 @@ from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
 MAX_DIMS = 8
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.int32,
+    torch.bool,
+)
 CONTENTS = tuple(Content)
 
 
@@ -46,7 +55,7 @@ class WireOptions:
 class TensorDescriptor:
     """Shape, memory order (dimensions from slowest to fastest), type and format of a tensor in transit.
 
-    `sent_as` is the type of dense values on the way.
+    `sent_as` is the type of dense values on the way; `learns` says whether a gradient is to come back.
     """
 
     shape: tuple[int, ...]
@@ -54,13 +63,15 @@ class TensorDescriptor:
     dtype: torch.dtype
     content: Content
     sent_as: torch.dtype
+    learns: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, content: Content, sent_as: torch.dtype | None = None) -> TensorDescriptor:
         # Dimensions of size 1 come first: their strides mean nothing and differ from one operation to the next.
         strides = tensor.stride()
         order = sorted(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, -strides[dim]))
-        return cls(tuple(tensor.shape), tuple(order), tensor.dtype, content, sent_as or tensor.dtype)
+        dtype = tensor.dtype
+        return cls(tuple(tensor.shape), tuple(order), dtype, content, sent_as or dtype, tensor.requires_grad)
 
     @property
     def count(self) -> int:
@@ -79,7 +90,8 @@ class TensorDescriptor:
             rows = values.view(-1, 1) if self.content is Content.COUNTS else values.view(1, -1)
             decode_into(payload[:-1], self.content, rows)
         sizes = [self.shape[dim] for dim in self.order]
-        return values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
+        tensor = values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
+        return tensor.requires_grad_(self.learns)
 
     def buffer(self, device: torch.device) -> Tensor:
         """Room for a message: the packed values and the byte behind them, or dense values."""
@@ -100,17 +112,21 @@ class TensorDescriptor:
                 f"{MAX_DIMS} dimensions of {', '.join(map(str, DTYPES))}"
             )
         fill = [0] * (MAX_DIMS - len(self.shape))
-        head = [len(self.shape), DTYPES.index(self.dtype), CONTENTS.index(self.content), DTYPES.index(self.sent_as)]
-        return torch.tensor([*head, *self.shape, *fill, *self.order, *fill], dtype=torch.int64, device=device)
+        types = [DTYPES.index(self.dtype), CONTENTS.index(self.content), DTYPES.index(self.sent_as)]
+        return torch.tensor(
+            [len(self.shape), *types, self.learns, *self.shape, *fill, *self.order, *fill],
+            dtype=torch.int64,
+            device=device,
+        )
 
     @classmethod
     def from_header(cls, header: Tensor) -> TensorDescriptor:
-        dims, dtype, content, sent_as, *rest = header.tolist()
+        dims, dtype, content, sent_as, learns, *rest = header.tolist()
         shape, order = rest[:dims], rest[MAX_DIMS : MAX_DIMS + dims]
-        return cls(tuple(shape), tuple(order), DTYPES[dtype], CONTENTS[content], DTYPES[sent_as])
+        return cls(tuple(shape), tuple(order), DTYPES[dtype], CONTENTS[content], DTYPES[sent_as], bool(learns))
 
 
-HEADER_LENGTH = 4 + 2 * MAX_DIMS
+HEADER_LENGTH = 5 + 2 * MAX_DIMS
 FITS, DENSE_FOLLOWS = 0, 1  # the last byte of a packed message
 
 
@@ -159,7 +175,7 @@ class Sender:
         if known != descriptor:
             raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
         header = None if key in self._known else descriptor.to_header(self._device)
-        flat = descriptor.flatten(tensor)
+        flat = descriptor.flatten(tensor.detach())
         messages = messages_of(flat, descriptor, self._strict)
         if header is not None:
             self._known[key] = descriptor
@@ -193,6 +209,11 @@ class Receiver:
         self._peer, self._group, self._device = peer, group, device
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._posted: tuple[Hashable, dist.Work, Tensor] | None = None
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether a tensor is announced that was not received."""
+        return self._posted is not None
 
     def post(self, key: Hashable) -> None:
         assert self._posted is None, f"{key} is posted before the tensor announced last was received"

@@ -293,6 +293,7 @@ class TrainingRun:
             self.saves.finish()
             raise
         if mended:
+            self.engine.distributed.refresh_copies()
             self.reporter.line(f"WARNING: {mended}")
             self.reporter.text("replicas", mended)
 

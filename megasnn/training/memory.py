@@ -83,9 +83,12 @@ def forecast_memory(
             return []
     peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
     parameters = [entry.tensor for entry in distributed.tensors if entry.is_parameter and entry.tensor.requires_grad]
-    copies = 1 if config.optimizer.ema_decay is None else 2
-    weights = copies * sum(entry.tensor.nbytes for entry in distributed.tensors)
-    gradients = sum(parameter.nbytes for parameter in parameters)
+    held = (*distributed.copies, *distributed.tensors)
+    times = 1 if config.optimizer.ema_decay is None else 2
+    # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
+    copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
+    weights = sum(copies.values()) + (times - 1) * sum(entry.tensor.nbytes for entry in distributed.tensors)
+    gradients = sum(entry.tensor.nbytes for entry in held if entry.tensor.requires_grad)
     moments = state_bytes(parameters, config.optimizer)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save and state.data.rank == 0

@@ -140,6 +140,7 @@ class Saves:
                 begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
             else:
                 begin = StartingPoint()
+        self._engine.distributed.refresh_copies()
         if self._average is not None and not begin.averaged:
             self._average.restart()
         return replace(begin, notice="\n".join(filter(None, (notice, begin.notice))))

@@ -33,6 +33,8 @@ def _tensors() -> list[tuple[object, Tensor, Content]]:
         ("float32", lambda s: random(3, 4, seed=s, dtype=torch.float32), Content.DENSE),
         ("bfloat16", lambda s: random(3, 4, seed=s, dtype=torch.bfloat16), Content.DENSE),
         ("int64", lambda s: torch.arange(s, s + 6), Content.DENSE),
+        ("int32", lambda s: torch.arange(s, s + 6, dtype=torch.int32), Content.DENSE),
+        ("mask", lambda s: spikes(3, 5, 7, seed=s).bool(), Content.SPIKES),
         (("stream", 3), lambda s: spikes(2, 3, 9, seed=s), Content.SPIKES),
         (("stream", 1), lambda s: spikes(2, 1, 9, seed=s), Content.SPIKES),  # the last, smaller micro-batch
     ]

@@ -128,13 +128,6 @@ class Scale(nn.Module):
         return self.scale * x
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-        self.b.weight = self.a.weight
-
-
 MADE = nn.Conv2d(8, 8, 1)
 
 
@@ -149,7 +142,6 @@ class Cache(nn.Module):
     [
         (lambda: nn.Dropout(0.1), r"plain\.0: Dropout \(Dropout\) draws random numbers that depend on the layout: use"),
         (lambda: sj.Conv2d(8, 8, 1), r"step mode 's'.*step_mode='m'"),
-        (Tied, r"plain\.0: b\.weight is the same tensor as a\.weight: tied weights"),
         (Cache, r"a buffer 'table' that is not saved"),
         (lambda: nn.LazyConv2d(8, 1), r"does not say its sizes"),
         (lambda: nn.Conv2d(4, 8, 1), r"plain\.0, given \[2, 2, 8, 8, 8\]: Invalid channel dimensions"),
@@ -268,22 +260,6 @@ class Unkeyed(ConvNormNeuron):
 def test_a_block_whose_result_would_depend_on_the_layout_is_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe(_model(make))
-
-
-def test_a_module_is_for_one_layer() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Shared(Model):
-        num_classes: int = CLASSES
-
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", ConvNormNeuron(3, 8))
-            unit = ConvNormNeuron(8, 8)
-            yield layer("one", unit)
-            yield layer("two", nn.Sequential(unit))
-            yield layer("head", MeanLinear(8, CLASSES))
-
-    with pytest.raises(ValueError, match="two and one have the same ParallelConv inside; a module is for one layer"):
-        describe(Shared())
 
 
 class Joined(nn.Module):

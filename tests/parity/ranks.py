@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.whole import load_globals_into
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels import NeuronSpec
@@ -123,8 +124,8 @@ def record_step(
     logits: list[Tensor] = []
     inner = engine.loss
 
-    def keeping(y: Tensor, target: Tensor) -> Tensor:
-        logits.append(y.detach().clone())
+    def keeping(y: Bundle, target: Tensor) -> Tensor:
+        logits.append(logits_of(y).detach().clone())
         return inner(y, target)
 
     engine.loss = keeping

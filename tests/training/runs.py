@@ -46,15 +46,16 @@ class Outcome:
 def train(cache: str, *flags: str, only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
     """On every rank of an initialised world, or in a process by itself."""
     os.environ["MEGASNN_CACHE"] = cache
-    return _run("spikformer", [*TINY, *flags], only_load, callbacks)
+    return train_model("spikformer", [*TINY, *flags], only_load, callbacks)
 
 
 def train_vgg(*flags: str) -> Outcome:
     """The same for the VGG, on shards among the flags."""
-    return _run("vgg_dvs", [*TINY_VGG, *flags])
+    return train_model("vgg_dvs", [*TINY_VGG, *flags])
 
 
-def _run(model: str, flags: list[str], only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
+def train_model(model: str, flags: list[str], only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """The same for any model of the table, without flags of its own."""
     config = parse(run_config(MODELS[model]), flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)

@@ -1,0 +1,67 @@
+"""What goes from layer to layer: a tensor, or a bundle, which is a tuple or a dict of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+Bundle = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+Key = int | str | None
+"""Which entry of an output: its place in a tuple, its key in a dict, None for a tensor by itself."""
+
+
+def entries_of(output: Any) -> dict[Key, Tensor]:
+    """The tensors of a layer's output. Raises ValueError for an output of another kind."""
+    if isinstance(output, Tensor):
+        return {None: output}
+    entries: dict[Any, Any] = {}
+    if type(output) is tuple:
+        entries = dict(enumerate(output))
+    elif type(output) is dict and all(isinstance(key, str) for key in output):
+        entries = output
+    else:
+        raise ValueError(f"a layer gives a tensor, or a tuple or a dict (by name) of tensors, not a {_kind(output)}")
+    if not entries:
+        raise ValueError(f"a layer gives one tensor or more, not an empty {_kind(output)}")
+    for key, entry in entries.items():
+        if not isinstance(entry, Tensor):
+            raise ValueError(f"entry {key!r} is of type {_kind(entry)}, where a layer gives tensors")
+    return entries
+
+
+def bundle_of(entries: Mapping[Any, Any]) -> Any:
+    """The tensor, tuple or dict that has these entries; also of what else is said of each entry."""
+    first = next(iter(entries))
+    if first is None:
+        return entries[first]
+    return tuple(entries.values()) if isinstance(first, int) else dict(entries)
+
+
+def map_entries(function: Callable[[Tensor], Tensor], output: Bundle) -> Bundle:
+    """The output with `function` of each tensor in the tensor's place."""
+    if isinstance(output, Tensor):
+        return function(output)
+    made: Bundle = bundle_of({key: function(entry) for key, entry in entries_of(output).items()})
+    return made
+
+
+def logits_of(output: Bundle) -> Tensor:
+    """The logits in what a model's last layer gives: the entry "logits" of a dict; otherwise the first entry."""
+    if isinstance(output, dict) and "logits" in output:
+        return output["logits"]
+    return next(iter(entries_of(output).values()))
+
+
+def shapes_text(*outputs: Bundle) -> str:
+    """The shapes of outputs, for messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
+    shown = []
+    for output in outputs:
+        shapes = {key: list(entry.shape) for key, entry in entries_of(output).items()}
+        shown.append(str(bundle_of(shapes)))
+    return " and ".join(shown)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

@@ -1,0 +1,111 @@
+"""What several layers have in common: a module that is yielded again, a parameter that two modules hold.
+
+Each layer gets modules and tensors of its own, so that it can live on any stage and keeps its own state and gradient.
+Those of a later layer are copies, tied to those of the first layer that has them: the owner.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.layers import DropPath, ParallelDropout
+from megasnn.layers.whole import SHARDED
+from megasnn.models.layer import Layer
+from megasnn.sharding import tie
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of a layer, by the layer's number, the path of the module in it, and its name there."""
+
+    layer: int
+    path: str
+    name: str
+
+
+Ties = dict[_Place, _Place]
+"""Copy -> owner."""
+
+
+def separate(layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
+    """The layers with modules and tensors of their own, without memory, and which of them are copies of which.
+
+    Raises:
+        ValueError: a module that several layers have cannot be copied.
+    """
+    owners: dict[int, _Place] = {}
+    modules: set[int] = set()
+    separated: list[Layer] = []
+    ties: Ties = {}
+    for number, each in enumerate(layers):
+        copies: Ties = {}
+        for place, tensor in _tensors(number, each.module):
+            owner = owners.setdefault(id(tensor), place)
+            if owner != place:
+                copies[place] = owner
+        mine = {id(module) for module in each.module.modules() if _is_one_layers(module) or module is each.module}
+        made = each if modules.isdisjoint(mine) else replace(each, module=_copied(each))
+        modules |= mine
+        for place in copies:
+            _renew(made.module.get_submodule(place.path), place.name)
+        separated.append(made)
+        ties |= copies
+    return separated, ties
+
+
+def tie_all(layers: Sequence[Layer], ties: Ties) -> None:
+    """Says of every copy whose it is. Raises ValueError for one that is cut otherwise than its owner."""
+    for place, owner in ties.items():
+        module, of_owner = (layers[at.layer].module.get_submodule(at.path) for at in (place, owner))
+        try:
+            tie(module, place.name, _global_name(layers, owner), of_owner, owner.name)
+        except ValueError as error:
+            raise ValueError(
+                f"{_global_name(layers, place)} is tied to {_global_name(layers, owner)}: {error}"
+            ) from None
+
+
+def _global_name(layers: Sequence[Layer], place: _Place) -> str:
+    return ".".join(filter(None, (layers[place.layer].name, place.path, place.name)))
+
+
+def _tensors(number: int, layer: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
+    for path, module in layer.named_modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in chain(parameters, module.named_buffers(recurse=False, remove_duplicate=False)):
+            yield _Place(number, path, name), tensor
+
+
+def _is_one_layers(module: nn.Module) -> bool:
+    """Functions as modules, like SpikingJelly's surrogates, may be shared; sharded layers and tensors may not."""
+    tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return isinstance(module, SHARDED) or any(True for _ in tensors)
+
+
+def _copied(each: Layer) -> nn.Module:
+    try:
+        made = copy.deepcopy(each.module)
+    except Exception as error:  # whatever a module of the user's keeps
+        raise ValueError(
+            f"{each.name}: this {type(each.module).__name__} cannot be copied to be used again: {error}"
+        ) from error
+    for module in made.modules():
+        if isinstance(module, (ParallelDropout, DropPath)):
+            module.name = f"{module.name}, {each.name}"  # the same layer draws other numbers the next time
+    return made
+
+
+def _renew(module: nn.Module, name: str) -> None:
+    """A tensor of its own in place of one that it shares."""
+    old = module._parameters[name] if name in module._parameters else module._buffers[name]
+    assert old is not None
+    if isinstance(old, nn.Parameter):
+        module._parameters[name] = nn.Parameter(torch.empty_like(old), old.requires_grad)
+    else:
+        module._buffers[name] = torch.empty_like(old)

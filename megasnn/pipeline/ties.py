@@ -1,0 +1,135 @@
+"""Tensors that several layers have: one owner, and copies on whatever stages the other layers are.
+
+A copy has a gradient of its own, which is added to the owner's once in a step, copy by copy in the order of the layers:
+the sum does not depend on which stage has which layer, nor on the schedule. The owner's value goes back to the copies
+whenever it has changed. Every rank takes the pairs of ranks in the same order, so that messages meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasnn.comm.group import Group
+from megasnn.comm.statistics import statistics
+from megasnn.data_parallel.statistics import StepStatistics
+from megasnn.layers import ParallelBatchNorm
+from megasnn.models.description import ModelDescription
+from megasnn.pipeline.chunk import PipelineChunk
+
+
+@dataclass
+class _Pair:
+    """The copies that a chunk has of tensors which one rank owns.
+
+    Attributes:
+        owner, copy: the two pipeline ranks, which may be the same.
+        owned, copies: the tensors, in the same order; empty where they are not on this rank.
+        owning_norms, copied_norms: those whose running statistics are among them.
+    """
+
+    owner: int
+    copy: int
+    owned: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+    owning_norms: list[ParallelBatchNorm] = field(default_factory=list)
+    copied_norms: list[ParallelBatchNorm] = field(default_factory=list)
+
+
+class Ties:
+    """This rank's part in the ties of a model; everything here is collective over the pipeline.
+
+    Args:
+        bounds: the layers of each chunk. placement: its pipeline rank.
+        chunks: this rank's chunks by index.
+        pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
+    """
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        bounds: Sequence[range],
+        placement: Sequence[int],
+        chunks: Mapping[int, PipelineChunk],
+        pipeline: Group,
+    ) -> None:
+        self._pipeline = pipeline
+        chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
+        owned = {entry.name: entry.tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
+        copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
+        norms = [each for chunk in chunks.values() for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
+        norm_of = {norm.running_mean: norm for norm in norms if norm.running_mean is not None}
+        pairs: dict[tuple[int, int], _Pair] = {}
+        for tie in model.ties:
+            index = chunk_of[tie.copy]
+            owner, copy = placement[chunk_of[tie.owner]], placement[index]
+            pair = pairs.setdefault((index, owner), _Pair(owner, copy))
+            if pipeline.rank == owner:
+                pair.owned.append(owned[tie.name])
+            if pipeline.rank == copy:
+                pair.copies.append(next(copies[index]).tensor)
+        self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
+        for pair in self._pairs:
+            pair.owning_norms = [norm_of[tensor] for tensor in pair.owned if tensor in norm_of]
+            pair.copied_norms = [norm_of[tensor] for tensor in pair.copies if tensor in norm_of]
+        self._copied_norms = {norm for pair in self._pairs for norm in pair.copied_norms}
+
+    def sum_gradients(self) -> None:
+        """Adds the copies' gradients, which are reduced over the replicas, to those of their owners."""
+        with torch.no_grad():
+            for pair in self._pairs:
+                owned = [tensor.grad for tensor in pair.owned if tensor.grad is not None]
+                given = [tensor.grad for tensor in pair.copies if tensor.grad is not None]
+                moved = self._moved(given, owned, pair.copy, pair.owner)
+                for total, part in zip(owned, moved, strict=True):
+                    total += part
+
+    def refresh(self) -> None:
+        """Gives the copies the values of their owners."""
+        with torch.no_grad():
+            for pair in self._pairs:
+                values = self._moved(pair.owned, pair.copies, pair.owner, pair.copy)
+                for copy, value in zip(pair.copies, values, strict=True):
+                    if copy.data_ptr() != value.data_ptr():  # within a chunk they share their memory
+                        copy.copy_(value)
+
+    def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
+        """A step's statistics of all norms, for those that own their running statistics: behind a norm's own those of
+        its copies, in the order in which a forward calls them."""
+        of = {norm: torch.stack([mean, variance]) for norm, mean, variance in found if norm in self._copied_norms}
+        result = [each for each in found if each[0] not in self._copied_norms]
+        for pair in self._pairs:
+            like = [_statistics_like(norm) for norm in pair.owning_norms]
+            moved = self._moved([of[norm] for norm in pair.copied_norms], like, pair.copy, pair.owner)
+            result += [(norm, mean, variance) for norm, (mean, variance) in zip(pair.owning_norms, moved, strict=True)]
+        return result
+
+    def _moved(self, given: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int) -> Sequence[Tensor]:
+        """The tensors `given` on the pipeline rank `source`, on the rank `target`, where they are like those of `like`;
+        nothing on other ranks. All of one type travel in one message."""
+        if source == target:
+            return given
+        mine = self._pipeline.rank == source
+        tensors, peer = (given, target) if mine else (like, source)
+        moved: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            if mine:
+                message = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+                statistics.record("ties", "send", "step", message.nbytes)
+                dist.send(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
+                continue
+            message = tensors[places[0]].new_empty(sum(tensors[place].numel() for place in places))
+            dist.recv(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
+            parts = message.split([tensors[place].numel() for place in places])
+            moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
+        return [moved[place] for place in sorted(moved)]
+
+
+def _statistics_like(norm: ParallelBatchNorm) -> Tensor:
+    assert norm.running_mean is not None
+    return norm.running_mean.new_empty((2, norm.running_mean.numel()), dtype=torch.float64)

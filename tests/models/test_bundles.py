@@ -1,0 +1,352 @@
+"""Layers that give several tensors, and layers that take what earlier ones have given, over stages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.bundle import Bundle, entries_of, logits_of
+from megasnn.comm.codec import Content
+from megasnn.comm.group import Group
+from megasnn.comm.statistics import statistics
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.losses.sums import cross_entropy_sum
+from megasnn.models.building import describe
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import p2p
+from megasnn.pipeline.chunk import build_chunk
+from megasnn.pipeline.costs import measure_layers
+from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.memory import measure_memory
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.transfers import Transfers
+from megasnn.schedule import Action, Kind, plan_schedule
+from megasnn.sharding import materialise
+from tests.models.networks import CLASSES, Bundles, First, Random, Sum, UNet, Up
+from tests.models.steps import assert_equal, images, one_step
+from tests.parity.ranks import Layout, assemble
+from tests.parity.test_layouts import name_of
+
+CPU = torch.device("cpu")
+LAYOUTS = [
+    Layout(1, 1, 4, "gpipe"),
+    Layout(1, 1, 2, "zbv"),
+    Layout(1, 1, 3, "interleaved", 2),
+    Layout(2, 2, 2, "1f1b"),
+    Layout(1, 2, 2, "interleaved", 2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@pytest.mark.parametrize("model", [UNet(), Bundles()], ids=lambda model: model.name)
+def test_every_layout_computes_the_same(ranks, model: Model, layout: Layout) -> None:
+    one = ranks(1, one_step, model, Layout())
+    steps = ranks(layout.world_size, one_step, model, layout)
+    assert_equal(steps, one)
+    expected = assemble(one, "gradients")
+    assert all(value.abs().max() > 0 for name, value in expected.items() if "drive.conv" not in name)
+    if layout.data == layout.tensor == 1:
+        assert {step.loss for step in steps} == {one[0].loss} and {step.norm for step in steps} == {one[0].norm}
+        for name, value in assemble(steps, "gradients").items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_one_rank_computes_what_autograd_computes() -> None:
+    described = describe(UNet())
+    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+    bounds = [range(0, 3), range(3, 5), range(5, 8), range(8, 10)]
+    chunks = [build_chunk(described, bounds, index, context, CPU, 3) for index in range(4)]
+    layers = described.named_layers(context)
+    materialise(layers, CPU, 3)
+    x, labels = images(UNet())
+    of = dict(layers)
+    stem = of["stem"](x.unsqueeze(0))
+    down = of["down.0"](stem)
+    up = of["up.0"](of["up.1"](of["down.1"](down), down), stem)
+    out = of["out"](torch.cat([up, stem], 2))
+    logits = of["head"](torch.cat([stem, out], 2))
+    cross_entropy_sum(logits, labels).backward()
+    carried: Tensor | list[Tensor] = x
+    for chunk in chunks:
+        carried = chunk(carried, range(len(x)))
+    assert isinstance(carried, Tensor) and torch.equal(carried, logits)
+    cross_entropy_sum(carried, labels).backward()
+    ours = {e.name: e.tensor.grad for chunk in chunks for e in chunk.sharded_tensors() if e.is_parameter}
+    for name, module in layers:
+        for path, parameter in module.named_parameters(prefix=name):
+            torch.testing.assert_close(ours[path], parameter.grad, rtol=1e-12, atol=1e-14)
+    assert [[each.name for each in chunk.hands_on] for chunk in chunks[:-1]] == [
+        ["the output of stem", "the output of down.0", "the output of down.1"],
+        ["the output of stem", "the output of pass", "the output of up.1"],
+        ["the output of stem", "the output of out"],
+    ]
+
+
+def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss, gradients and buffers of a random network that is cut at random places, on one rank."""
+    draw, model = random.Random(seed), describe(Random(seed=seed))
+    cuts = sorted(draw.choices(range(len(model.layers) + 1), k=chunks - 1))
+    bounds = [range(start, end) for start, end in zip([0, *cuts], [*cuts, len(model.layers)], strict=True)]
+    state = initialize_model_parallel(1, 1)
+    try:
+        plan = plan_schedule("interleaved" if chunks > 1 else "1f1b", 1, chunks)
+        engine = DistributedModel(model, state, BuildContext(), bounds, plan)
+        x, labels = images(Random())
+        batches = [MicroBatchInput(x[i : i + 2].float(), labels[i : i + 2], 2, range(i, i + 2)) for i in (0, 2)]
+        loss = engine.forward_backward(batches, 4)
+        engine.merge_statistics(2)
+        return loss, {e.name: e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors}
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_cut_of_a_random_network_changes_a_bit(seed: int) -> None:
+    loss, expected = _random_step(seed, 1)
+    for chunks in (2, 3, 5):
+        other, found = _random_step(seed, chunks)
+        assert other == loss and found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _traffic() -> dict[str, tuple[int, int]]:
+    """Bytes and dense bytes of one micro-batch over a boundary in the middle, by direction."""
+    state = initialize_model_parallel(1, 2)
+    statistics.reset()
+    statistics.enable()
+    try:
+        model = describe(Bundles())
+        engine = DistributedModel(model, state, BuildContext(), [range(2), range(2, 6)], "1f1b")
+        x, labels = images(Bundles())
+        first, last = engine.takes_images, engine.gives_logits
+        micro = MicroBatchInput(x[:2].float() if first else None, labels[:2] if last else None, 2, range(2))
+        engine.forward_backward([micro], 2)
+        engine.evaluate([micro, micro])
+        engine.forward_backward([micro], 2)
+        return {group: (t.bytes, t.dense_bytes) for (group, _, _), t in statistics.read().items()}
+    finally:
+        statistics.enable(False)
+        statistics.reset()
+        destroy_model_parallel()
+
+
+def test_each_entry_travels_in_its_own_format_and_gradients_only_where_they_are_needed(ranks) -> None:
+    first, second = ranks(2, _traffic)
+    count = 2 * 2 * 4 * 6 * 6  # values of an entry
+    of_one = 4 * count + (count // 8 + 1) + (count + 1)
+    assert first["pipeline"] == (4 * of_one, 4 * 3 * 4 * count)
+    assert second["backward"] == (2 * 2 * 4 * count, 2 * 2 * 4 * count)  # of the spikes and the dense values
+
+
+def test_costs_of_a_boundary_are_those_of_all_that_crosses_it() -> None:
+    model = describe(UNet())
+    costs = measure_layers(model, 2, BuildContext(), CPU, WireOptions(), 2)
+    spikes = 2 * 2 * 4 * 8 * 8
+    assert costs[0].gradient == 4 * spikes and costs[0].message == spikes // 8 + 1
+    assert costs[2].gradient == 4 * (spikes + spikes // 2 + spikes // 8)  # stem, down.0, down.1
+    assert costs[-1].gradient == 4 * 2 * 2 * CLASSES
+    tried = measure_memory(describe(Bundles()), 2, BuildContext(), CPU, WireOptions())
+    assert tried.layers[1].gradient == 3 * 4 * 2 * 2 * 4 * 6 * 6 and tried.layers[1].held > 0
+
+
+def _bounded(output: dict[str, Tensor], labels: Tensor) -> Tensor:
+    return cross_entropy_sum(output, labels) + output["rate"].mean() * len(labels)
+
+
+def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
+    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    try:
+        context = BuildContext(state.tensor, torch.float64, torch.float64)
+        bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
+        engine = DistributedModel(describe(Bundles()), state, context, bounds, "1f1b", loss=_bounded)
+        x, labels = images(Bundles())
+        micro = MicroBatchInput(x, labels, len(x), range(len(x)))
+        return engine.forward_backward([micro], len(x)), engine.total(engine.evaluate([micro]))
+    finally:
+        destroy_model_parallel()
+
+
+def test_a_loss_sees_the_bundle_and_hits_are_counted_by_the_logits(ranks) -> None:
+    ((loss, evaluated),) = ranks(1, _step_with_a_loss_of_its_own, Layout())
+    assert evaluated[1] == len(images(Bundles())[1]) and 0 < evaluated[2] <= evaluated[3] == evaluated[1]
+    for other, totals in ranks(2, _step_with_a_loss_of_its_own, Layout(pipeline=2)):
+        assert other == loss and totals == evaluated
+    first, second = torch.zeros(1), torch.ones(1)
+    assert logits_of((first, second)) is first and logits_of({"a": first, "b": second}) is first
+    assert logits_of({"a": first, "logits": second}) is second
+
+
+class Changing(nn.Module):
+    """Gives something else than in the dry run, in ways of its own."""
+
+    def __init__(self, change: Callable[[dict[str, Tensor]], object]) -> None:
+        super().__init__()
+        self.unit, self.change = ConvNormNeuron(4, 4), change
+
+    def forward(self, x: Tensor) -> object:
+        y = {"spikes": self.unit(x), "dense": 0.5 * x}
+        return y if x.is_meta else self.change(y)
+
+
+class Meeting(nn.Module):
+    def forward(self, x: Bundle) -> Tensor:
+        first, second = entries_of(x).values()
+        return first + second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed(Model):
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    change: str = ""
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 4))
+        yield layer("two", Changing(CHANGES[self.change]))
+        yield layer("one", Meeting())
+        yield layer("head", MeanLinear(4, CLASSES))
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "another shape": lambda y: {**y, "dense": y["dense"][..., :1]},
+    "an entry less": lambda y: {"spikes": y["spikes"]},
+    "a tuple": lambda y: tuple(y.values()),
+    "a tensor": lambda y: y["spikes"],
+    "a list": lambda y: list(y.values()),
+}
+MESSAGES = {
+    "another shape": r"entry 'dense' of the output of two is \[2, 3, 4, 4, 1\] for 3 sample\(s\), and was \[2, 2, 4, 4",
+    "an entry less": r"two gives the entries \['spikes'\], and gave the entries \['spikes', 'dense'\] in the dry run",
+    "a tuple": r"two gives the entries \[0, 1\], and gave",
+    "a tensor": r"two gives a tensor, and gave the entries",
+    "a list": r"two: a layer gives a tensor, or a tuple or a dict \(by name\) of tensors, not a list",
+}
+
+
+@pytest.mark.parametrize("change", MESSAGES)
+def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(change: str) -> None:
+    model = describe(Changed(change=change))
+    chunk = build_chunk(model, [range(4)], 0, BuildContext(), CPU, 0)
+    with pytest.raises(ValueError, match=MESSAGES[change]):
+        chunk(torch.zeros(3, 3, 4, 4), range(3))
+
+
+def test_strict_wires_name_the_entry() -> None:
+    pair = Group("pipeline", (0, 1))
+    state = SimpleNamespace(pipeline=pair, pipeline_down=pair, backward=pair, backward_up=pair, device=CPU)
+    transfers = Transfers((0, 1), state, WireOptions(strict=True))  # type: ignore[arg-type]
+    transfers.begin([], [2])
+    carried = describe(Bundles()).carried(2)
+    values = [torch.full((2, 2), 0.5), torch.full((2, 2), 2.0), torch.ones(2, 2)]
+    with mock.patch.object(p2p.dist, "isend"), pytest.raises(ValueError) as raised:
+        transfers.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
+    assert "--strict-wire" in str(raised.value)
+    assert str(raised.value).endswith("entry 'spikes' of the output of block.0")
+
+
+def _model(*layers: Callable[[], Layer]) -> Model:
+    @dataclass(frozen=True, kw_only=True)
+    class Made(Model):
+        image_size: int = 4
+        time_steps: int = 2
+        num_classes: int = CLASSES
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("stem", ConvNormNeuron(3, 4))
+            for make in layers:
+                yield make()
+            yield layer("head", MeanLinear(4, CLASSES))
+
+    return Made()
+
+
+class Gives(nn.Module):
+    def __init__(self, make: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.unit, self.make = ConvNormNeuron(4, 4), make
+
+    def forward(self, x: Tensor) -> object:
+        return self.make(self.unit(x))
+
+
+def sum_of() -> Layer:
+    return layer("sum", Meeting())
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (
+            [lambda: layer("a", Up(4, 4), takes=("stem", "b"))],
+            "a takes 'b', and no layer has that name; earlier .* stem",
+        ),
+        ([lambda: layer("a", Up(4, 4), takes=("stem", "head"))], "a takes 'head', which is no earlier layer"),
+        ([lambda: layer("a", Up(4, 4), takes="a")], "a takes 'a', which is no earlier layer"),
+        ([lambda: layer("a", Up(4, 4), takes=())], r"a: takes=\(\) names no layer"),
+        ([lambda: layer("a", Up(4, 4), takes=("stem",))], r"a, given \[2, 2, 4, 4, 4\]: .*forward.*skip"),
+        ([lambda: layer("a", Up(4, 4), takes=("stem", "stem"))], r"a, given \[.*\] and \[.*\]: .*broadcast"),
+        (
+            [lambda: layer("a", ConvNormNeuron(4, 4)), lambda: layer("b", ConvNormNeuron(4, 4), takes="stem")],
+            "a: no later layer takes its output",
+        ),
+        (
+            [lambda: layer("a", nn.ReLU(inplace=True)), lambda: layer("b", Sum(), takes=("a", "stem"))],
+            "a, given .*: it changes an input in place that another layer takes too",
+        ),
+        ([lambda: layer("a", Gives(lambda y: [y]))], "a, given .*not a list"),
+        ([lambda: layer("a", Gives(lambda y: {1: y}))], "a, given .*not a dict"),
+        ([lambda: layer("a", Gives(lambda y: ()))], "one tensor or more, not an empty tuple"),
+        ([lambda: layer("a", Gives(lambda y: (y, 1)))], "entry 1 is of type int, where a layer gives tensors"),
+        (
+            [lambda: layer("a", Gives(lambda y: y), holds=(Content.SPIKES,))],
+            "holds= tells of the entries .* one tensor",
+        ),
+        (
+            [lambda: layer("a", Gives(lambda y: (y, y)), holds=Content.SPIKES), sum_of],
+            r"of one tensor, .* entries \[0, 1\]",
+        ),
+        (
+            [lambda: layer("a", Gives(lambda y: (y, y + y)), holds=(None, Content.SPIKES)), sum_of],
+            "a: holds=SPIKES, but entry 1 of its output can be larger than 1",
+        ),
+    ],
+)
+def test_what_cannot_be_put_together_is_refused_before_anything_is_built(layers, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(_model(*layers))
+
+
+def test_entries_of_plain_modules_have_channels_to_share_out() -> None:
+    class Rates(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.flatten(2).mean()
+
+    described = describe(_model(lambda: layer("rates", Rates()), lambda: layer("first", First())))
+    with pytest.raises(ValueError, match=r"rates.*channels \(dimension 2\), which are missing, of the output \[\]"):
+        described.build(BuildContext(Group("tensor", (0, 1))))
+
+
+def test_contents_are_found_for_each_entry() -> None:
+    described = describe(Bundles())
+    assert {key: entry.content.name for key, entry in described.layers[2].entries.items()} == {
+        "drive": "DENSE",
+        "spikes": "SPIKES",
+        "fired": "COUNTS",
+    }
+    assert isinstance(described.layers[0].output, Content) and not described.is_chain
+    assert [each.name for each in described.carried(2)][:2] == [
+        "entry 'drive' of the output of block.0",
+        "entry 'spikes' of the output of block.0",
+    ]
+    assert describe(_model()).is_chain and list(entries_of(torch.zeros(1))) == [None]

@@ -1,0 +1,268 @@
+"""Layers that are used more than once, and tied weights: one owner, wherever the users are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional
+from torch import Tensor, nn
+
+from megasnn.checkpoint import load_global_tensors
+from megasnn.comm.group import Group
+from megasnn.comm.statistics import statistics
+from megasnn.convert.opening import open_source
+from megasnn.convert.rank_files import reshard
+from megasnn.convert.target import Target
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.losses.sums import cross_entropy_sum
+from megasnn.models.building import describe
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.models.table import MODELS
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.sharding import copied_tensors, materialise, parameter_count, sharded_tensors
+from tests.models.networks import CLASSES, Again, Tied
+from tests.models.steps import assert_equal, images, one_step
+from tests.parity.ranks import Layout, assemble
+from tests.parity.test_layouts import error, name_of
+from tests.training.runs import train_model
+
+CPU = torch.device("cpu")
+LAYOUTS = [
+    Layout(1, 1, 4, "gpipe"),
+    Layout(1, 1, 2, "zbv"),
+    Layout(1, 1, 3, "interleaved", 2),
+    Layout(2, 2, 2, "1f1b"),
+    Layout(2, 1, 2, "interleaved", 2),
+    Layout(1, 2, 2, "zbv"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_every_layout_computes_the_same(ranks, layout: Layout) -> None:
+    one = ranks(1, one_step, Tied(), Layout())
+    steps = ranks(layout.world_size, one_step, Tied(), layout)
+    assert_equal(steps, one)
+    expected = assemble(one, "gradients")
+    assert expected.keys() == {
+        *("stem.conv.weight", "stem.norm.weight", "stem.norm.bias", "mix.linear.weight", "mix.linear.bias"),
+        *(f"block.0.unit.{name}" for name in ("conv.weight", "conv.bias", "norm.weight", "norm.bias", "neuron.w")),
+        *("between.conv.weight", "between.norm.weight", "between.norm.bias", "late.norm.weight", "late.norm.bias"),
+        "head.bias",
+    }
+    squares = [value.square().sum() for value in expected.values()]
+    assert one[0].norm == pytest.approx(float(sum(squares)) ** 0.5, rel=1e-12)
+    assert all(abs(step.norm - one[0].norm) < 1e-9 * one[0].norm for step in steps)
+    assert one[0].buffers["block.0.unit.norm.num_batches_tracked"][1] == 3
+    if layout.data == layout.tensor == 1:
+        assert {step.norm for step in steps} == {one[0].norm}
+        for what in ("gradients", "buffers"):
+            for name, value in assemble(steps, what).items():
+                assert torch.equal(value, assemble(one, what)[name]), name
+
+
+def test_plain_modules_that_are_used_again(ranks) -> None:
+    layout = Layout(1, 2, 3, "1f1b")
+    assert_equal(ranks(6, one_step, Tied(plain=True), layout), ranks(1, one_step, Tied(plain=True), Layout()))
+
+
+def _one_micro_batch() -> dict[str, Tensor]:
+    """Gradients and buffers behind a step of one micro-batch on one rank, and the initial values."""
+    model = Tied(plain=True)
+    state = initialize_model_parallel(1, 1)
+    try:
+        context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+        engine = DistributedModel(describe(model), state, context, [range(9)], "1f1b", 5)
+        before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
+        x, labels = images(model)
+        engine.forward_backward([MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
+        engine.merge_statistics(1)
+        after = {e.name: e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors}
+        return before | {name: value.detach().clone() for name, value in after.items()}
+    finally:
+        destroy_model_parallel()
+
+
+def test_one_rank_computes_what_autograd_computes_with_one_module(ranks) -> None:
+    (ours,) = ranks(1, _one_micro_batch)
+    model = Tied(plain=True)
+    layers = {each.name: each.module for each in model.layers() if each.name not in ("stem", "between")}
+    block, mix, head = (layers[name].double() for name in ("block.0", "mix", "head"))
+    assert block is layers["block.2"] and isinstance(head, nn.Linear)
+    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+    units = [("stem", ConvNormNeuron(3, 4, 3, context)), ("between", ConvNormNeuron(4, 4, 1, context))]
+    materialise(units, CPU, 0)
+    for prefix, module in (*units, ("block.0", block), ("mix", mix)):
+        module.load_state_dict({name: ours[f"before {prefix}.{name}"] for name in module.state_dict()})
+    stem, between = (unit for _, unit in units)
+    stem.neuron.time_steps = between.neuron.time_steps = model.time_steps
+    x, labels = images(model)
+
+    def again(y: Tensor) -> Tensor:
+        functional.reset_net(block)
+        return block(y)
+
+    y = again(between(again(again(mix(stem(x.unsqueeze(0)))))))
+    logits = nn.functional.linear(y.mean((3, 4)), mix.linear.weight, ours["before head.bias"])
+    (cross_entropy_sum(logits, labels) / len(x)).backward()
+    for prefix, module in (*units, ("block.0", block), ("mix", mix)):
+        for name, parameter in module.named_parameters(prefix=prefix):
+            assert error(ours[name], parameter.grad) < 1e-9 or parameter.grad.abs().max() < 1e-12, name
+    for name, buffer in block.named_buffers(prefix="block.0"):
+        torch.testing.assert_close(ours[name], buffer, rtol=1e-12, atol=1e-14)
+    assert ours["block.0.1.num_batches_tracked"] == 3
+
+
+def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
+    described = describe(Tied())
+    entries = describe_tensors(described, BuildContext())
+    names = [entry.name for entry in entries]
+    assert len(names) == len(set(names)) and "head.weight" not in names and "block.1.unit.conv.weight" not in names
+    assert parameter_count(entries) == 4 * 27 + 8 + 16 + 4 + 144 + 4 + 8 + 1 + 16 + 8 + 8 + 4
+    layers = described.named_layers(BuildContext())
+    materialise(layers, CPU, 0)
+    of = dict(layers)
+    assert of["block.0"].unit.conv.weight.data_ptr() == of["block.2"].unit.conv.weight.data_ptr()
+    assert of["block.0"].unit.conv.weight is not of["block.2"].unit.conv.weight
+    assert of["block.0"].dropout.name != of["block.1"].dropout.name != of["block.2"].dropout.name
+    alone = describe(Tied()).named_layers(BuildContext())[5:7]
+    materialise(alone, CPU, 0)
+    assert [name for name, _ in alone] == ["block.2", "late"]
+    assert torch.equal(alone[1][1].conv.weight, of["block.0"].unit.conv.weight)
+    assert {entry.name for entry in copied_tensors(alone)} >= {"block.0.unit.conv.weight"}
+    assert [entry.name for entry in sharded_tensors(alone)][0] == "late.norm.weight"
+    assert {(tie.owner, tie.copy) for tie in described.ties} == {
+        ("block.0", "block.1"),
+        ("block.0", "block.2"),
+        ("block.0", "late"),
+        ("mix", "head"),
+    }
+
+
+FLAGS = (
+    "--image-size 8 --num-classes 10 --micro-batch-size 4 --global-batch-size 10 --num-workers 0 --lr 1e-2 "
+    "--precision fp64 --ema-decay 0.5 --train-iters 3 --eval-iters 1 --eval-interval 1 --log-interval 1"
+).split()
+
+
+def _train(*flags: str) -> None:
+    MODELS.setdefault(Tied.name, Tied)
+    try:
+        train_model(Tied.name, [*FLAGS, *flags])
+    finally:
+        statistics.enable(False)
+
+
+def _flags(folder: Path, layout: Layout) -> list[str]:
+    sizes = ["--tensor-model-parallel-size", layout.tensor, "--pipeline-model-parallel-size", layout.pipeline]
+    return [*map(str, sizes), "--pipeline-schedule", layout.schedule, "--save", str(folder)]
+
+
+def _saved(folder: Path) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights, averages and optimizer state, and the loss of each evaluation, which the averages are used for."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if line["kind"] == "validation"]
+    return load_global_tensors(folder, with_optimizer=True), losses
+
+
+def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path, monkeypatch) -> None:
+    one, three, run, new = (tmp_path / name for name in ("one", "three", "run", "new"))
+    ranks(1, _train, *_flags(one, Layout()))
+    expected, losses = _saved(one)
+    assert "ema.block.0.unit.conv.weight" in expected and "optimizer.exp_avg.mix.linear.weight" in expected
+    assert not [name for name in expected if "block.1" in name or "head.weight" in name] and len(losses) == 3
+    ranks(3, _train, *_flags(three, Layout(pipeline=3)))
+    found, theirs = _saved(three)
+    assert theirs == losses and found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+    ranks(3, _train, *_flags(run, Layout(pipeline=3)), "--exit-interval", "2")
+    monkeypatch.setitem(MODELS, Tied.name, Tied)
+    reshard(open_source(run), new, Target(2, 2))
+    converted, before = (load_global_tensors(folder, with_optimizer=True) for folder in (new, run))
+    assert converted.keys() == before.keys() and all(torch.equal(converted[name], before[name]) for name in before)
+    for folder, layout in ((run, Layout(1, 2, 2, "zbv")), (new, Layout(2, 1, 2))):
+        ranks(4, _train, *_flags(folder, layout), "--load", str(folder))
+        found, theirs = _saved(folder)
+        assert theirs[-1] == pytest.approx(losses[-1], rel=1e-9) and found.keys() == expected.keys()
+        for name, value in found.items():
+            assert error(value, expected[name]) < 1e-9, name
+
+
+def _model(make: Callable[[], list[nn.Module]]) -> Model:
+    @dataclass(frozen=True, kw_only=True)
+    class Made(Model):
+        image_size: int = 4
+        time_steps: int = 2
+        num_classes: int = CLASSES
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("stem", ConvNormNeuron(3, 4))
+            for index, module in enumerate(make()):
+                yield layer(f"made.{index}", module)
+            yield layer("head", MeanLinear(4, CLASSES))
+
+    return Made()
+
+
+class Two(nn.Module):
+    """Tied inside of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+
+
+class Uncopied(ConvNormNeuron):
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
+        raise TypeError("a file is open")
+
+
+def _of_other_shape() -> list[nn.Module]:
+    first, second = ConvNormNeuron(4, 4), ConvNormNeuron(4, 4, 3)
+    second.conv.weight = first.conv.weight
+    return [first, second]
+
+
+def _cut_otherwise() -> list[nn.Module]:
+    first, second = ConvNormNeuron(4, 4, style="row"), ConvNormNeuron(4, 4, style="column")
+    second.conv.weight = first.conv.weight
+    return [first, second]
+
+
+def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
+    with pytest.raises(
+        ValueError, match=r"made\.1\.conv\.weight is tied to made\.0\.conv\.weight: .* \[4, 4, 3, 3\] here"
+    ):
+        describe(_model(_of_other_shape))
+    with pytest.raises(ValueError, match=r"made\.1: this Uncopied cannot be copied to be used again: a file is open"):
+        describe(_model(lambda: [Uncopied(4, 4)] * 2))
+    described = describe(_model(_cut_otherwise))
+    with pytest.raises(
+        ValueError, match=r"made\.1\.conv\.weight is tied .* same sizes and `style`, or set --tensor-model"
+    ):
+        described.build(BuildContext(Group("tensor", (0, 1))))
+
+
+def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
+    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [Two()])), BuildContext())]
+    assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
+
+    def nested() -> list[nn.Module]:
+        unit = Again(4)
+        return [unit, nn.Sequential(ConvNormNeuron(4, 4), unit.unit)]
+
+    described = describe(_model(nested))
+    assert {tie.owner for tie in described.ties} == {"made.0"} and len(described.ties) == 8
