@@ -25,14 +25,17 @@ in_one_process() {
 
 # train RUN MODEL/RECIPE FLAGS...: trains in the folder RUN. Flags win over the recipe, and later ones over earlier ones.
 train() {
-    local run=$1 recipe=$2 length=--train-iters
+    local run=$1 recipe=$2 length=--train-iters each file
     shift 2
     "${START[@]}" "$ROOT/pretrain_${recipe%%/*}.py" \
         --config "$recipe" \
         --save "$run/checkpoints" \
         --tensorboard-dir "$run/tensorboard" \
         "$@"
-    if grep -q train_samples "$ROOT/megasnn/models/${recipe/\//\/recipes\/}.json"; then length=--train-samples; fi
+    file=$ROOT/megasnn/models/${recipe/\//\/recipes\/}.json
+    for each in samples epochs; do
+        if grep -q "\"train_$each\"" "$file"; then length=--train-$each; fi
+    done
     report "$length" "$(option --save "$run/checkpoints" "$@")" "$(option --tensorboard-dir "$run/tensorboard" "$@")"
 }
 

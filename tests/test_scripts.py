@@ -42,16 +42,22 @@ EVENT_DIGITS = (
     "--micro-batch-size 16 --global-batch-size 32 --train-iters 200 --lr 3e-3 --lr-decay-style cosine "
     "--lr-warmup-iters 10 --log-interval 10 --eval-interval 50 --save-interval 50"
 )
+TIMM = (
+    "--augment crop --crop-scale 1 --random-erasing 0.25 --random-erasing-mode const --last-batch drop "
+    "--precision bf16 --label-smoothing 0.1 --train-epochs 310 --lr 5e-4 --min-lr 1e-5 --lr-warmup-epochs 20 "
+    "--lr-cooldown-epochs 10 --lr-interval epoch --lr-decay-from start --clip-grad 0"
+)
 CIFAR10 = (
-    "--variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 --augment cifar "
-    "--label-smoothing 0.1 --micro-batch-size 16 --global-batch-size 128 --train-samples 15000000 --lr 1e-3 "
-    "--min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.06 --log-interval 10 "
+    f"{TIMM} --variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 "
+    "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1 "
+    "--rand-augment-ops equalize,rotate,shear-x,translate-x,translate-y --normalize-images cifar10 --mixup-alpha 0.5 "
+    "--mixup-off-epoch 200 --micro-batch-size 32 --global-batch-size 128 --lr-warmup-init 1e-5 --weight-decay 0.06 "
     "--eval-interval 400 --save-interval 400"
 )
 IMAGENET = (
-    "--variant spikformer_s --image-size 224 --in-channels 3 --num-classes 1000 --time-steps 4 --precision bf16 "
-    "--label-smoothing 0.1 --micro-batch-size 16 --global-batch-size 512 --train-samples 384000000 --lr 5e-4 "
-    "--min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.05 --log-interval 50 "
+    f"{TIMM} --embed-dim 512 --depth 8 --num-heads 8 --patch-size 16 --image-size 224 --in-channels 3 "
+    "--num-classes 1000 --time-steps 4 --rand-augment rand-m9-mstd0.5-inc1 --mixup-alpha 0.8 --cutmix-alpha 1 "
+    "--micro-batch-size 24 --global-batch-size 192 --lr-warmup-init 1e-6 --weight-decay 0.05 --log-interval 50 "
     "--eval-interval 2500 --save-interval 2500"
 )
 CIFAR10_DVS = (
@@ -121,7 +127,7 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     assert folder.parent == ROOT / "runs" and folder.name.startswith(run)  # a number follows where it is there already
     places = ["--save", str(folder / "checkpoints"), "--tensorboard-dir", str(folder / "tensorboard")]
     assert found == configuration(model, [*flags.split(), *places, *arguments.split()])
-    length = "--train-samples" if "--train-samples" in flags else "--train-iters"
+    length = next(each for each in ("--train-samples", "--train-epochs", "--train-iters") if each in flags)
     assert f"--load {folder}/checkpoints --save {folder}/checkpoints" in started.said
     assert f"{length} <more than before>" in started.said
     assert f"pretrain_{run.removesuffix('_7')}.sh <the same arguments>" in started.said

@@ -11,7 +11,7 @@ import pytest
 
 LAYERS = [
     ["table", "lazy"],
-    ["files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "telemetry"],
+    ["files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "precisions", "telemetry"],
     ["schedule", "augment"],
     ["cache"],
     ["kernels"],

@@ -23,19 +23,22 @@ from megasnn.losses.sums import mse_sum
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
+from megasnn.precisions import PRECISIONS, Precision
 from megasnn.schedule import SCHEDULES, Action, Kind, Schedule, plan_schedule
 from megasnn.schedule.actions import COMPUTE
 from megasnn.schedule.evaluate import forecasts_of_named
 from megasnn.schedule.named import FixedOrder, equal_costs
+from megasnn.schedule.partition import PLACEMENTS
 from megasnn.table import Table
 from tests.training.runs import Outcome, train, whole
 
 TABLES = (
     *(SCHEDULES, NEURONS, SURROGATES, BACKENDS, FUSED_CHARGES, FUSED_SURROGATES),
-    *(LOSSES, AUGMENTATIONS, OPTIMIZERS, DECAY_STYLES),
+    *(LOSSES, AUGMENTATIONS, OPTIMIZERS, DECAY_STYLES, PRECISIONS, PLACEMENTS),
 )
 NAME = "made-up"
 FLAGS = ("--pipeline-schedule", "--neuron", "--loss", "--augment", "--optimizer")
+NAMED = (*FLAGS, "--precision")
 calls: Counter[str] = Counter()
 
 
@@ -84,6 +87,7 @@ def one_of_each() -> Iterator[None]:
         (LOSSES, Loss("as mse", loss)),
         (AUGMENTATIONS, Augmentation("as cifar", change, (IMAGES,))),
         (OPTIMIZERS, OptimizerRecipe("as adamw", adam, lambda: ("step", "exp_avg", "exp_avg_sq"))),
+        (PRECISIONS, Precision("as fp32", "float32", "float32")),
     ]
     with ExitStack() as stack:
         for table, entry in entries:
@@ -111,7 +115,7 @@ def test_a_run_uses_one_of_each(ranks, tmp_path) -> None:
     """They stand for what others compute, which tells that they were taken for what they are."""
     common = (str(tmp_path), *"--train-iters 2 --eval-iters 0 --neuron-backend torch".split())
     common += ("--pipeline-model-parallel-size", "2")
-    told = ranks(2, train_with_one_of_each, *common, *(word for flag in FLAGS for word in (flag, NAME)))
+    told = ranks(2, train_with_one_of_each, *common, *(word for flag in NAMED for word in (flag, NAME)))
     others = "--pipeline-schedule 1f1b --neuron lif --no-decay-input --loss mse --augment cifar --optimizer adamw"
     ours, theirs = whole([outcome for outcome, _ in told]), whole(ranks(2, train, *common, *others.split()))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -120,16 +124,15 @@ def test_a_run_uses_one_of_each(ranks, tmp_path) -> None:
 
 def test_flags_and_files_take_it_while_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     with one_of_each():
-        found = config(*(word for flag in FLAGS for word in (flag, NAME)))
+        found = config(*(word for flag in NAMED for word in (flag, NAME)))
         assert validate(found, 1) is None
         assert from_dict(run_config(Spikformer), to_dict(found)) == found
         with pytest.raises(SystemExit):
             config("--help")
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert all(
-        f"{NAME}: {summary}." in text for summary in ("one more ahead", "halves", "as mse", "as cifar", "as adamw")
-    )
-    for flag in FLAGS:
+    summaries = ("one more ahead", "halves", "as mse", "as cifar", "as adamw", "as fp32")
+    assert all(f"{NAME}: {summary}." in text for summary in summaries)
+    for flag in NAMED:
         with pytest.raises(SystemExit):
             config(flag, NAME)
         assert NAME in capsys.readouterr().err

@@ -25,6 +25,7 @@ import tyro
 
 from megasnn.checkpoint import CheckpointError, find_checkpoint, read_metadata, verify_checkpoint
 from megasnn.config.cli import subcommands
+from megasnn.config.names import name_in
 from megasnn.convert.differences import differences
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.listing import as_json, as_text, size_text
@@ -33,6 +34,7 @@ from megasnn.convert.rank_files import reshard
 from megasnn.convert.source import TensorSource
 from megasnn.convert.target import Target
 from megasnn.process.terminal import keep_going
+from megasnn.schedule.partition import PLACEMENTS
 
 Place = Annotated[Path, tyro.conf.Positional]
 Differs = bool  # what a command returns: whether to end with status 1
@@ -75,7 +77,7 @@ def _reshard(
     target_tensor_parallel_size: int = 1,
     target_pipeline_parallel_size: int = 1,
     target_virtual_stages: int = 1,
-    target_placement: Literal["loop", "v"] = "loop",
+    target_placement: Annotated[str, name_in(PLACEMENTS)] = "loop",
     pipeline_model_parallel_layout: str | None = None,
     ckpt_step: int | None = None,
 ) -> Differs:

@@ -18,12 +18,17 @@ Operation = Callable[[Image.Image, float, Draws, Fill], Image.Image]
 _STRONGEST = 10.0  # the magnitude that stands for the end of each operation's range
 _MOST = 15
 _UNIFORM = 100  # a deviation above it stands for a uniform distribution
+NAMES = (
+    *("auto-contrast", "equalize", "invert", "rotate", "posterize", "solarize", "solarize-add"),
+    *("color", "contrast", "brightness", "sharpness", "shear-x", "shear-y", "translate-x", "translate-y"),
+)
+"""The operations, in the order of `_operations`."""
 _FORM = "rand-m9-mstd0.5-inc1: rand, then any of m, n, mstd, mmax, p and inc, each with a number"
 
 
 @dataclass(frozen=True)
 class RandAugment:
-    """Some operations in turn, each with even chances one of fifteen, applied or left out.
+    """Some operations in turn, each with even chances one of those there are, applied or left out.
 
     Attributes:
         magnitude: how strong, of 10 (m).
@@ -32,6 +37,7 @@ class RandAugment:
         highest: what magnitudes are cut to (mmax).
         probability: that a chosen operation is applied (p).
         increasing: all operations become stronger with the magnitude (inc).
+        names: of the operations there are.
     """
 
     magnitude: float = _STRONGEST
@@ -40,13 +46,15 @@ class RandAugment:
     highest: float = _STRONGEST
     probability: float = 0.5
     increasing: bool = False
+    names: tuple[str, ...] = NAMES
 
     def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
         """Args: fill: what moves in from outside the image."""
         operations = _INCREASING if self.increasing else _ORIGINAL
-        for chosen in [draws.below(len(operations)) for _ in range(self.count)]:
+        for chosen in [draws.below(len(self.names)) for _ in range(self.count)]:
             if draws.unit() < self.probability:
-                image = operations[chosen](image, self._magnitude(draws) / _STRONGEST, draws, fill)
+                operation = operations[NAMES.index(self.names[chosen])]
+                image = operation(image, self._magnitude(draws) / _STRONGEST, draws, fill)
         return image
 
     def _magnitude(self, draws: Draws) -> float:
@@ -58,8 +66,12 @@ class RandAugment:
         return max(0.0, min(magnitude, self.highest))
 
 
-def parse_rand_augment(text: str) -> RandAugment:
-    """What timm's name of a variant stands for. Raises ValueError for another text."""
+def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
+    """What timm's name of a variant stands for. Raises ValueError for another text.
+
+    Args:
+        only: names of operations with commas between them; None for all.
+    """
     first, *sections = text.split("-")
     values: dict[str, float] = {}
     for section in sections:
@@ -73,7 +85,10 @@ def parse_rand_augment(text: str) -> RandAugment:
     if count not in range(1, _MOST + 1) or increasing not in (0, 1) or probability > 1:
         raise ValueError(f"--rand-augment {text}: n is one of 1 to {_MOST}, inc is 0 or 1, and p at most 1")
     magnitude, highest = values.get("m", _STRONGEST), values.get("mmax", _STRONGEST)
-    return RandAugment(magnitude, int(count), values.get("mstd", 0.0), highest, probability, increasing == 1)
+    names = NAMES if only is None else tuple(name.strip() for name in only.split(","))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(f"--rand-augment-ops: there is no {in_message(unknown[0])!r}; there are {', '.join(NAMES)}")
+    return RandAugment(magnitude, int(count), values.get("mstd", 0.0), highest, probability, increasing == 1, names)
 
 
 def _plain(change: Callable[[Image.Image], Image.Image]) -> Operation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasnn.checkpoint.description import METADATA, Metadata, read_metadata, serial_of
-from megasnn.checkpoint.folder import LATEST, checkpoints, read_named
+from megasnn.checkpoint.folder import LATEST, checkpoints, read_named, step_of
 from megasnn.files.described import DescriptionError
 from megasnn.files.problems import CheckpointError, DamagedError, NoCheckpointError
 
@@ -23,7 +23,8 @@ class Choice:
 
 
 def choose(folder: Path, step: int | None) -> Choice:
-    """The checkpoint of iteration `step` alone; or the latest, and after it the others from the newest on.
+    """The checkpoint of iteration `step` alone, or of a folder that is one itself ("checkpoints/iter_0000100"); or the
+    latest, and after it the others from the newest on.
 
     Newest is what was saved last. Where a run had gone back to an older checkpoint, those of a later iteration that
     were saved before are of a course that was given up: they are left out.
@@ -34,6 +35,11 @@ def choose(folder: Path, step: int | None) -> Choice:
     """
     if not folder.is_dir():
         raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check --load")
+    itself = step_of(folder)
+    if itself is not None and step not in (None, itself):
+        raise CheckpointError(f"{folder} is the checkpoint of iteration {itself}, not of {step} (--ckpt-step)")
+    if itself is not None:
+        return Choice((folder,))
     found = checkpoints(folder)
     if step is not None and step not in found:
         raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); {_there(found)}")

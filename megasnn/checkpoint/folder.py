@@ -54,6 +54,12 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def step_of(path: Path) -> int | None:
+    """The iteration of a folder that is a complete checkpoint itself; None where it is none."""
+    match = _STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match and (path / METADATA).is_file() else None
+
+
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     """The iterations of all complete checkpoints in a folder, ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))

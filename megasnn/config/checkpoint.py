@@ -30,8 +30,9 @@ class CheckpointConfig:
     """Also save whenever an evaluation finds the highest accuracy so far, and keep that checkpoint beside those of
     --keep-last; best_checkpointed_iteration.txt names it."""
     load: str | None = None
-    """Folder to continue from, at its latest checkpoint. Without one there the run stops, unless --save is the
-    same folder: then it starts from the beginning, as the first run of a job that is restarted does."""
+    """Folder to continue from, at its latest checkpoint; or one of its folders iter_N. Without one there the run stops,
+    unless --save is the same folder: then it starts from the beginning, as the first run of a job that is restarted
+    does."""
     ckpt_step: int | None = None
     """Continue from the checkpoint of this iteration instead of the latest."""
     finetune: bool = False

@@ -13,10 +13,10 @@ from megasnn.config.names import name_in
 from megasnn.files.sample_size import SAMPLE_MB
 
 CHANGES = (
-    *("crop_scale", "crop_ratio", "rand_augment", "color_jitter", "random_erasing", "random_erasing_mode"),
-    *("normalize_images", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
+    *("crop_scale", "crop_ratio", "rand_augment", "rand_augment_ops", "color_jitter", "random_erasing"),
+    *("random_erasing_mode", "normalize_images", "center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
-"""Fields that say how samples are changed beside `augment`, all of them for images alone."""
+"""Fields that say how samples are made and changed beside `augment`, all of them for images alone."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class DataConfig:
     """With --augment crop, the largest ratio of the longer side to the shorter one that is kept, 4/3 by default."""
     rand_augment: str | None = None
     """RandAugment on top, named as timm names it: rand-m9-mstd0.5-inc1."""
+    rand_augment_ops: str | None = None
+    """Of RandAugment: the operations to choose from, "rotate,shear-x", instead of all fifteen."""
     color_jitter: float | None = None
     """How far brightness, contrast and saturation change at random on top: 0.4 for factors from 0.6 to 1.4."""
     random_erasing: float | None = None
@@ -52,6 +54,9 @@ class DataConfig:
     """By normal numbers for each pixel (pixel, the default), one for each channel (rand), or the mean (const)."""
     normalize_images: Literal["generic", "cifar10", "imagenet"] | None = None
     """Constants by which images in colour are normalised; by default those that go with --augment."""
+    center_crop: float | None = None
+    """Where the middle of an image is taken, in evaluation and without --augment crop: the share of its shorter side
+    that is kept, all of it by default. 0.875 with --image-size 224 is what others call scaling to 256."""
     mixup_alpha: float | None = None
     """Mix each image and its label with another one's of the micro-batch, by a share of the beta distribution of this
     parameter, drawn for each micro-batch."""
@@ -89,10 +94,11 @@ class DataConfig:
     @property
     def image_recipe(self) -> ImageRecipe:
         """How images are changed beside what `augment` names. Raises ValueError for an unknown `rand_augment`."""
+        text = self.rand_augment
         given: dict[str, Any] = {
             "crop_scale": self.crop_scale,
             "crop_ratio": self.crop_ratio,
-            "rand_augment": None if self.rand_augment is None else parse_rand_augment(self.rand_augment),
+            "rand_augment": None if text is None else parse_rand_augment(text, self.rand_augment_ops),
             "color_jitter": self.color_jitter,
             "erasing": self.random_erasing,
             "erasing_mode": self.random_erasing_mode,
@@ -115,13 +121,14 @@ class DataConfig:
 
     def _change_problems(self) -> list[str]:
         wrong = above(self, 0, "crop_scale", "color_jitter", "random_erasing", "mixup_alpha", "cutmix_alpha")
+        wrong += above(self, 0, "center_crop")
         wrong += at_least(self, 1, "crop_ratio") + at_least(self, 0, "mixup_off_epoch")
         if self.mixup_off_epoch is not None and not self.mixes:
             wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
         wrong += [
             f"{flag(name)} must be at most 1, got {value}"
-            for name, value in (("crop_scale", self.crop_scale), ("random_erasing", self.random_erasing))
-            if value is not None and value > 1
+            for name in ("crop_scale", "random_erasing", "center_crop")
+            if (value := getattr(self, name)) is not None and value > 1
         ]
         if not AUGMENTATIONS[self.augment].crops:
             wrong += [
@@ -130,5 +137,6 @@ class DataConfig:
                 if value is not None
             ]
         if self.rand_augment is not None:
-            wrong += refusal(parse_rand_augment, self.rand_augment)
+            wrong += refusal(parse_rand_augment, self.rand_augment, self.rand_augment_ops)
+        wrong += needs(self, "rand_augment", "rand_augment_ops")
         return wrong + needs(self, "random_erasing", "random_erasing_mode")

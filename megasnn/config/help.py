@@ -18,7 +18,8 @@ from megasnn.config.names import summaries, table_of
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 RARELY_USED = {
     "data": (
-        *("crop_scale", "crop_ratio", "random_erasing_mode", "normalize_images", "mixup_off_epoch"),
+        *("crop_scale", "crop_ratio", "rand_augment_ops", "random_erasing_mode", "normalize_images", "center_crop"),
+        *("mixup_off_epoch",),
         *("last_batch", "split_by", "frame_duration", "normalize_frames"),
         *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),
     ),
@@ -33,7 +34,7 @@ RARELY_USED = {
         *("check_replicas_interval", "replica_mismatch"),
     ),
     "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
-    "logging": ("log_throughput", "log_pictures_interval"),
+    "logging": ("log_throughput", "log_pictures_interval", "model_summary"),
     "neuron": ("decay_input", "detach_reset", "surrogate_alpha", "neuron_backend"),
 }
 

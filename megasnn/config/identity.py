@@ -17,12 +17,13 @@ Identity = dict[str, dict[str, object]]
 
 def identity(config: PretrainConfig) -> Identity:
     """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
-    neuron, whatever its backend."""
+    neuron, whatever its backend. What older checkpoints lack is left out where it has its default."""
     dimensions: Any = config.model
-    same = [entry.name for entry in fields(dimensions) if entry.metadata.get("same_function")]
     model, neuron = to_dict(dimensions), to_dict(config.neuron)
-    for name in same:
-        del model[name]
+    for entry in fields(dimensions):
+        as_before = entry.metadata.get("added_later") and getattr(dimensions, entry.name) == entry.default
+        if as_before or entry.metadata.get("same_function"):
+            del model[entry.name]
     del neuron["neuron_backend"]
     return {"model": model, "neuron": neuron}
 

@@ -17,6 +17,9 @@ class LoggingConfig:
     """Samples per second in the log line."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
+    model_summary: bool = False
+    """Print the summary of the model at the start: a table of its layers with what they give, parameters, operations
+    and where each lives. It is always in model_summary.md beside config.json, and in TensorBoard."""
     profile_pipeline: bool = False
     """At each log line, measure when every rank did what in the step before it, and set it beside the simulation:
     bubble in the log, charts in TensorBoard."""

@@ -20,6 +20,9 @@ SAME_FUNCTION = {"same_function": True}
 """Metadata of a field of a model's configuration that does not change what the model computes: a checkpoint may be of
 another value."""
 
+ADDED_LATER = {"added_later": True}
+"""Metadata of a field of a model's configuration that older checkpoints do not have: they are of its default."""
+
 
 class ModelConfig(Protocol):
     """What those that do not know the models ask of any model's configuration; see `megasnn.models.model.Model`."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated
 
 from megasnn.config.checks import above, at_least, flag, from_zero_to_below_one
 from megasnn.config.names import flags_of_others, name_in
 from megasnn.losses import LOSSES
+from megasnn.precisions import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class TrainingConfig:
     the loss is the mean over the windows. By default one window has all time steps."""
     seed: int = 1234
     """Seed of initial weights, data order, augmentation and dropout."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16 is autocast with fp32 weights; fp64 is for checks."""
+    precision: Annotated[str, name_in(PRECISIONS)] = "fp32"
+    """Types of weights and products."""
     loss: Annotated[str, name_in(LOSSES)] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
     tet_lambda: float = 1e-3

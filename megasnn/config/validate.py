@@ -9,6 +9,7 @@ from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Grid
 from megasnn.kernels import BACKENDS
 from megasnn.losses import LOSSES
+from megasnn.precisions import PRECISIONS
 from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
 
@@ -206,7 +207,7 @@ def _profile_problems(config: PretrainConfig) -> list[str]:
 def _wire_problems(config: PretrainConfig) -> list[str]:
     """A type for gradients between stages that is not narrower than the one they are computed in."""
     asked, precision = config.parallel.pipeline_gradient_dtype, config.training.precision
-    if asked is None or (asked, precision) in (("fp32", "fp32"), ("bf16", "fp32")):
+    if asked is None or PRECISIONS[precision].products == "float32":
         return []
     return [
         f"--pipeline-gradient-dtype {asked} with --precision {precision}: gradients between stages are {precision} "

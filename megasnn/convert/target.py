@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,7 +25,7 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS
 from megasnn.pipeline.costs import layers_per_chunk, measure_layers
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.schedule.partition import layout_to_bounds, loop_placement, parse_layout, placed_bounds, v_placement
+from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
 from megasnn.sharding import Shard, ShardedTensor, sharded_tensors
 
 
@@ -92,7 +92,7 @@ class Target:
 
     Attributes:
         tensor, pipeline, virtual: sizes of the target grid.
-        shape: how the chunks of a pipeline rank are placed: round and round, or down and up again.
+        shape: how the chunks of a pipeline rank are placed, by a name in PLACEMENTS.
         layout: units or layers in each chunk, as `--pipeline-model-parallel-layout` takes them; None for the cut that
             the checkpoint was written with where it has as many chunks, otherwise one that balances measured costs.
     """
@@ -101,19 +101,22 @@ class Target:
     pipeline: int
     virtual: int = 1
     layout: str | None = None
-    shape: Literal["loop", "v"] = "loop"
+    shape: str = "loop"
 
     @property
     def placement(self) -> tuple[int, ...]:
-        return v_placement(self.pipeline) if self.shape == "v" else loop_placement(self.pipeline, self.virtual)
+        """The pipeline rank of each chunk. Raises ValueError for an unknown shape, or chunks that it does not have."""
+        return PLACEMENTS[self.shape](self.pipeline, self.virtual)
 
     def refuse_impossible(self, model: SavedModel) -> None:
         """Raises CheckpointError with the values when the model cannot be cut like this."""
         for flag, value in ((TENSOR_FLAG, self.tensor), (PIPELINE_FLAG, self.pipeline), (VIRTUAL_FLAG, self.virtual)):
             if value < 1:
                 raise CheckpointError(f"{flag} must be at least 1, got {value}")
-        if self.shape == "v" and self.virtual != 2:
-            raise CheckpointError(f"{SHAPE_FLAG} v places two chunks on each rank; {VIRTUAL_FLAG} is {self.virtual}")
+        try:
+            _ = self.placement
+        except ValueError as error:
+            raise CheckpointError(f"{SHAPE_FLAG} {self.shape}: {error}; {VIRTUAL_FLAG} is {self.virtual}") from None
         problems = [
             text.replace("--tensor-model-parallel-size", TENSOR_FLAG) for text in model.config.problems(self.tensor)
         ]

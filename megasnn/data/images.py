@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,6 +88,7 @@ class ImageFormat(SampleFormat):
     normalisation: a name in NORMALISATIONS.
     limit: bytes that a sample may take, in its file or decoded.
     recipe: what is changed at random in training beside what `--augment` names.
+    center: share of the shorter side that the middle of an image keeps.
     """
 
     size: int
@@ -94,6 +96,7 @@ class ImageFormat(SampleFormat):
     normalisation: str = "generic"
     limit: int = SAMPLE_BYTES
     recipe: ImageRecipe = ImageRecipe()
+    center: float = 1.0
     suffixes = IMAGE_SUFFIXES
     kind = IMAGES
     axes = (0, 3, 1, 2)  # the channels lie last in memory, as convolutions like it
@@ -119,8 +122,8 @@ class ImageFormat(SampleFormat):
     def decode(self, data: bytes) -> np.ndarray:
         """An image file as uint8 `[size, size, channels]`.
 
-        An image of exactly this size is not touched. Otherwise its shorter side is scaled to `size`
-        (bilinear, with averaging when it shrinks) and the middle is cut out. Grey becomes RGB by repetition,
+        An image of exactly this size is not touched, unless `center` is below 1. Otherwise the middle is cut out and
+        scaled to `size` (bilinear, with averaging when it shrinks). Grey becomes RGB by repetition,
         RGB grey by luminance.
 
         Raises:
@@ -135,11 +138,13 @@ class ImageFormat(SampleFormat):
             if part is not None:
                 image = self._part(file, part(file.size))
                 return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
-            if min(file.size) >= 2 * self.size:
-                file.draft(_MODES[self.channels], (self.size, self.size))  # JPEG: decode at 1/2, 1/4 or 1/8
+            shorter = math.ceil(self.size / self.center)
+            if min(file.size) >= 2 * shorter:
+                file.draft(_MODES[self.channels], (shorter, shorter))  # JPEG: decode at 1/2, 1/4 or 1/8
             image = file.convert(_MODES[self.channels])
-            if image.size != (self.size, self.size):
-                image = ImageOps.fit(image, (self.size, self.size), Image.Resampling.BILINEAR)
+            if image.size != (self.size, self.size) or self.center < 1:
+                border = (1 - self.center) / 2
+                image = ImageOps.fit(image, (self.size, self.size), Image.Resampling.BILINEAR, bleed=border)
         except MemoryError:
             raise
         except Exception as error:  # Pillow has no common class for what damaged bytes make it raise

@@ -150,7 +150,8 @@ def _image_format(config: DataConfig, input_shape: Sequence[int]) -> ImageFormat
         normalisation = "digits"
     else:
         normalisation = AUGMENTATIONS[config.augment].normalisation if channels == 3 else "generic"
-    return ImageFormat(size, channels, normalisation, config.max_sample_mb << 20, config.image_recipe)
+    limit, center = config.max_sample_mb << 20, config.center_crop or 1.0
+    return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center)
 
 
 def _frame_options(config: DataConfig) -> dict[str, object]:

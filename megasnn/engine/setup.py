@@ -35,12 +35,11 @@ from megasnn.parallel_state import (
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.precisions import PRECISIONS
 from megasnn.process.fault import placed
 from megasnn.schedule.partition import layout_to_bounds
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
-WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def window_count(config: PretrainConfig) -> int:
@@ -104,20 +103,20 @@ def build_context(
 
     Args:
         state: whose groups the layers are cut over, or held again by.
-        precision: "fp32", "fp64", or "bf16": then weights stay in fp32 and products are taken in bfloat16.
+        precision: as in `--precision`.
         neuron_backend: as in `--neuron-backend`.
         seed: of dropout.
         carries: whether neurons go on from one micro-batch to the next.
     """
-    dtype = DTYPES[precision]
-    compute = torch.bfloat16 if precision == "bf16" else dtype
-    return BuildContext(state.tensor, dtype, compute, neuron_backend, seed, data=state.data, carries=carries)
+    types = PRECISIONS[precision]
+    weights, products = getattr(torch, types.weights), getattr(torch, types.products)
+    return BuildContext(state.tensor, weights, products, neuron_backend, seed, data=state.data, carries=carries)
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:
     """How tensors travel between stages."""
     asked = parallel.pipeline_gradient_dtype
-    return WireOptions(parallel.strict_wire, None if asked is None else WIRE_DTYPES[asked])
+    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
 
 
 def plan_of(

@@ -182,7 +182,7 @@ def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Seq
 
 
 def dry_run(
-    named_layers: Sequence[tuple[str, nn.Module]],
+    named_layers: Iterable[tuple[str, nn.Module]],
     taken: Sequence[Sequence[int]],
     input_shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import gpipe, interleaved, one_f_one_b
 from megasnn.schedule.memory import activations_held
-from megasnn.schedule.partition import loop_placement, v_placement
+from megasnn.schedule.partition import PLACEMENTS
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.simulate import ChunkCost, chunk_costs
 from megasnn.schedule.streams import Ticks, as_schedule
@@ -67,7 +67,7 @@ class FilledOrder:
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
         """The pipeline rank of each chunk."""
-        return v_placement(stages) if self.v else loop_placement(stages, chunks)
+        return PLACEMENTS["v" if self.v else "loop"](stages, chunks)
 
     def recipe(self, name: str, stages: int) -> Recipe:
         return Recipe(name, stages, self.limit(stages), v=self.v, pace=self.pace)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, groupby
 
+from megasnn.table import Table
+
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 FILL_AND_DRAIN = 1 / 8  # of a chunk's cost beside a rank's: about that of a step of eight micro-batches
 MOST_CUTS = 20_000
@@ -124,12 +126,21 @@ def loop_placement(ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:
     return tuple(range(ranks)) * chunks_per_rank
 
 
-def v_placement(ranks: int) -> tuple[int, ...]:
+def v_placement(ranks: int, chunks_per_rank: int = 2) -> tuple[int, ...]:
     """The rank of each chunk, down and up again: rank r holds chunks r and 2 ranks - 1 - r.
 
-    The first and the last chunk then share a rank, and so do the two at the turn.
+    The first and the last chunk then share a rank, and so do the two at the turn. Raises ValueError for another number
+    of chunks on each rank than two.
     """
+    if chunks_per_rank != 2:
+        raise ValueError(f"a v places two chunks on each rank, not {chunks_per_rank}")
     return (*range(ranks), *reversed(range(ranks)))
+
+
+# Name -> (ranks, chunks on each rank) -> the rank of each chunk.
+PLACEMENTS: Table[Callable[[int, int], tuple[int, ...]]] = Table(
+    "--target-placement", {"loop": loop_placement, "v": v_placement}
+)
 
 
 def parse_layout(layout: str | Sequence[int]) -> tuple[int, ...]:

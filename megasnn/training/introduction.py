@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megasnn.config import PretrainConfig, changed_flags, comparable_flags, desc
 from megasnn.config.training import Length
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.files.durable import write_whole
+from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -46,8 +48,17 @@ def introduce(
     """
     for line in (*_summary(config, engine, state, length, epoch_samples), *_flags(config)):
         reporter.line(line)
-    for line in _pipeline(config, engine, plan):
+    layers: Sequence[LayerSummary] = ()
+    if state.rank == 0:
+        with reporter.tried("the summary of the model"):
+            samples, dtype = config.training.micro_batch_size, engine.context.compute_dtype
+            layers = summarise(config.model, config.neuron.spec, engine.model, samples, dtype)
+    for line in _model(config, layers, engine, plan):
         reporter.line(line)
+    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
+    if config.logging.model_summary:
+        reporter.line(table)
+    reporter.text("model", table)
     reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
     grid = {"data_parallel_size": state.data.size, "parameters": engine.parameters}
     reporter.flags({**comparable_flags(config), **grid})
@@ -67,14 +78,24 @@ def introduce(
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         reporter.picture("pipeline/simulated", partial(chart, schedule, simulation, "simulated"), iteration)
+    file = _config_file(config)
+    if file is not None and state.rank == 0:
+        reporter.tried.until_done(f"writing {file}", partial(_write, file, to_json(config)))
+        if not config.training.evaluate_only:
+            summary = file.with_name("model_summary.md")
+            reporter.tried.until_done(f"writing {summary}", partial(_write, summary, f"{table}\n"))
+
+
+def _config_file(config: PretrainConfig) -> Path | None:
+    """Where the configuration is written: a run that only evaluates leaves that of the training alone."""
     folder = log_folder(config)
-    if folder is not None and state.rank == 0:
-        reporter.tried.until_done(f"writing {folder}/config.json", partial(_write, folder, to_json(config)))
+    name = "evaluation_config.json" if config.training.evaluate_only else "config.json"
+    return None if folder is None else folder / name
 
 
-def _write(folder: Path, config: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.json", config)
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, text)
 
 
 def _summary(
@@ -105,8 +126,8 @@ def _device(device: torch.device) -> str:
 
 
 def _flags(config: PretrainConfig) -> list[str]:
-    folder = log_folder(config)
-    kept = f"; all are in {folder / 'config.json'}" if folder is not None else ""
+    file = _config_file(config)
+    kept = f"; all are in {file}" if file is not None else ""
     changed = changed_flags(config)
     if not changed:
         return [f"all flags have their defaults{kept}"]
@@ -123,14 +144,19 @@ def _flags(config: PretrainConfig) -> list[str]:
     return lines
 
 
-def _pipeline(config: PretrainConfig, engine: DistributedModel, plan: PipelinePlan) -> list[str]:
+def _model(
+    config: PretrainConfig, layers: Sequence[LayerSummary], engine: DistributedModel, plan: PipelinePlan
+) -> list[str]:
+    """What each chunk holds, and the schedule; without a pipeline, what the whole model computes."""
     placement = plan.schedules.placement
     if len(placement) == 1:
-        return []
-    layers = [layer.name for layer in engine.model.layers]
-    chunks = [
-        f"{index} on pipeline rank {rank}: " + (f"{layers[span.start]} .. {layers[span.stop - 1]}" if span else "empty")
-        for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True))
-    ]
+        return [multiply_adds(layers)] if layers else []
+    names = [layer.name for layer in engine.model.layers]
+    chunks = []
+    for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
+        held = f"{names[span.start]} .. {names[span.stop - 1]}" if span else "empty"
+        mine = layers[span.start : span.stop]
+        sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
+        chunks.append(f"{index} on pipeline rank {rank}: {held}{sizes}")
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks", *(f"  {chunk}" for chunk in chunks)]
     return lines + plan.describe(config.parallel.pipeline_schedule)

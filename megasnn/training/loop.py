@@ -111,7 +111,8 @@ class TrainingRun:
         if begin.notice:
             self.reporter.line(begin.notice)
         if self.config.training.evaluate_only:
-            self.reporter.line(f"evaluating the weights of iteration {self.iteration}")
+            what = "weights" if self.engine.average is None else "average of the weights"
+            self.reporter.line(f"evaluating the {what} of iteration {self.iteration}")
             return
         if self.iteration >= self.iterations:
             self.reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")

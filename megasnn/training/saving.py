@@ -117,6 +117,8 @@ class Saves:
         self._saver: checkpoint.Saver | None = None
         self._evaluates_only = config.training.evaluate_only
         self._best: _Best | None = None
+        self._best_before: _Best | None = None
+        self._saves_best = False
         self.report: Callable[[str], None] = print
         self.complete: Callable[[int, Path], None] = lambda iteration, path: None
 
@@ -278,6 +280,7 @@ class Saves:
         """Saves unless this iteration is saved already, or tells why it cannot be. Collective."""
         if self._saver is None:
             return
+        self._settle_best()
         extra: dict[str, object] = {**self._data_identity, "recipe": self._recipe, "generator": GENERATOR}
         if self._best is not None:
             extra["best"] = asdict(self._best)
@@ -285,12 +288,22 @@ class Saves:
             iteration, consumed_samples, extra, self._identity, self._engine.layout(), self._model.name,
             self.at_best(iteration),
         )  # fmt: skip
+        self._saves_best = progress.best
         self._saver.save(progress, self._tensors, self._optimizer)
 
     def found(self, iteration: int, accuracy: float) -> None:
         """An evaluation of this iteration found this share of right answers, the same on every rank."""
+        self._settle_best()
         if self._options.keep_best and (self._best is None or accuracy > self._best.accuracy_top1):
-            self._best = _Best(iteration, accuracy)
+            self._best_before, self._best = self._best, _Best(iteration, accuracy)
+
+    def _settle_best(self) -> None:
+        """A best that could not be saved does not count. Waits for it while it is being saved."""
+        if self._saves_best and self._saver is not None:
+            self._saver.finish()
+            if self._saver.failed:
+                self._best = self._best_before
+            self._saves_best = False
 
     def at_best(self, iteration: int) -> bool:
         """Whether this iteration is the best so far, and is to be kept as that."""

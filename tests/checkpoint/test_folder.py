@@ -38,6 +38,12 @@ def test_checkpoints_are_listed_in_order(tmp_path):
     assert list_checkpoints(tmp_path / "absent") == []
     assert (loaded(tmp_path), loaded(tmp_path, 20), loaded(tmp_path, 12345678)) == (3, 20, 12345678)
     assert find_checkpoint(tmp_path, 20) == tmp_path / "iter_0000020"
+    for step in (None, 20):
+        assert loaded(tmp_path / "iter_0000020", step) == 20
+    with pytest.raises(
+        CheckpointError, match=r"iter_0000020 is the checkpoint of iteration 20, not of 3 \(--ckpt-step\)"
+    ):
+        loaded(tmp_path / "iter_0000020", 3)
 
 
 def test_what_a_killed_run_left_behind_never_counts(tmp_path):

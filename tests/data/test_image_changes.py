@@ -122,6 +122,21 @@ def test_names_of_variants() -> None:
             parse_rand_augment(wrong)
 
 
+def test_a_choice_of_operations() -> None:
+    """Each name stands for its operation: those of one strength and the others are known by what they do."""
+    for name, expected in (
+        ("invert", ImageOps.invert(picture)),
+        ("equalize", ImageOps.equalize(picture)),
+        ("translate-y", _INCREASING[14](picture, 0.9, Signs(-1), FILL)),
+        ("sharpness", _INCREASING[10](picture, 0.9, Signs(-1), FILL)),
+    ):
+        found = [
+            parse_rand_augment("rand-m9-n1-p1-inc1", name)(picture, Draws("ops", index), FILL) for index in range(20)
+        ]
+        assert any(np.array_equal(np.asarray(each), np.asarray(expected)) for each in found), name
+        assert len({each.tobytes() for each in found}) <= 2, name
+
+
 def test_magnitudes_and_chances_of_operations() -> None:
     def magnitudes(name: str) -> np.ndarray:
         variant = parse_rand_augment(name)

@@ -33,6 +33,15 @@ def test_another_shape_is_scaled_and_cut_in_the_middle():
     assert (ImageFormat(10, 1).decode(image_file(wide))[:, 1:-1] == 200).all()
 
 
+def test_the_middle_may_be_smaller():
+    """0.8 of the shorter side of 40 x 60 is 32 pixels: those from 4 on, and from 14 on along the other side."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    assert np.array_equal(ImageFormat(32, 3, center=0.8).decode(image_file(pixels)), pixels[4:36, 14:46])
+    square = image_file(pixels[:32, :32])
+    assert ImageFormat(32, 3, center=0.5).decode(square).shape == (32, 32, 3)
+    assert np.array_equal(ImageFormat(16, 3, center=0.5).decode(square), pixels[8:24, 8:24])
+
+
 def test_a_large_jpeg_comes_out_near_the_full_decoding():
     ramp = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 256))
     small = ImageFormat(32, 1).decode(image_file(ramp, "JPEG"))[..., 0].astype(int)

@@ -41,17 +41,22 @@ class Case:
     reference: Callable[[], nn.Module]
 
 
+def sew_resnets() -> ModuleType:
+    """SpikingJelly's `model.sew_resnet`. It asks torchvision for a function that downloads weights, which no test
+    needs."""
+    stand_in = ModuleType("torchvision.models.utils")
+    stand_in.load_state_dict_from_url = None  # type: ignore[attr-defined]
+    packages = {name: ModuleType(name) for name in ("torchvision", "torchvision.models")}
+    with mock.patch.dict(sys.modules, {**packages, "torchvision.models.utils": stand_in}):
+        from spikingjelly.activation_based.model import sew_resnet
+    return sew_resnet
+
+
 def _sew_resnet(connect: str, depth: int = 18) -> Case:
     model = SewResNet(connect=connect, depth=depth, image_size=32, time_steps=2, num_classes=CLASSES)  # type: ignore[arg-type]
 
     def reference() -> nn.Module:
-        # It asks torchvision for a function that downloads weights, which no test needs.
-        stand_in = ModuleType("torchvision.models.utils")
-        stand_in.load_state_dict_from_url = None  # type: ignore[attr-defined]
-        packages = {name: ModuleType(name) for name in ("torchvision", "torchvision.models")}
-        with mock.patch.dict(sys.modules, {**packages, "torchvision.models.utils": stand_in}):
-            from spikingjelly.activation_based.model import sew_resnet
-        return getattr(sew_resnet, f"sew_resnet{depth}")(
+        return getattr(sew_resnets(), f"sew_resnet{depth}")(
             cnf=connect.upper(), spiking_neuron=neuron.LIFNode, num_classes=CLASSES, detach_reset=True
         )
 
@@ -113,18 +118,23 @@ def data(model: Model, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
 
 
 def build(case: Case) -> nn.Module:
-    """SpikingJelly's model on images that are shown at every step, with norm parameters away from their initial values,
-    so that errors in them show."""
-    torch.manual_seed(1)
-    model = case.reference().double()
-    for module in model.modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            nn.init.uniform_(module.weight, 0.8, 1.6)
-            nn.init.uniform_(module.bias, 0.2, 1.2)
+    """SpikingJelly's model on images that are shown at every step."""
+    model = with_other_norms(case.reference)
     functional.set_step_mode(model, "m")
     model.register_forward_pre_hook(lambda _, inputs: inputs[0].expand(case.model.time_steps, *inputs[0].shape))
     # Theirs takes the mean over time before a linear head, ours behind it.
     model.register_forward_hook(lambda _, inputs, y: y if y.ndim == 3 else y.unsqueeze(0))
+    return model
+
+
+def with_other_norms(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model with norm parameters away from their initial values, so that errors in them show; in float64."""
+    torch.manual_seed(1)
+    model = make().double()
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            nn.init.uniform_(module.weight, 0.8, 1.6)
+            nn.init.uniform_(module.bias, 0.2, 1.2)
     return model
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 from unittest import mock
 
 import torch
@@ -34,13 +35,21 @@ TINY_VGG = (
 ).split()
 
 
+Pieces = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
+"""Of each tensor that a rank holds: its name, its global shape, and the parts with their places in it."""
+
+
+class HasPieces(Protocol):
+    pieces: Pieces
+
+
 @dataclass
 class Outcome:
     """What one rank knows at the end of a run: its parts of all tensors, and how far it came."""
 
     iteration: int
     consumed_samples: int
-    pieces: list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]] = field(default_factory=list)
+    pieces: Pieces = field(default_factory=list)
 
 
 def train(cache: str, *flags: str, only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -68,13 +77,20 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
         if not only_load:
             run.train()
         run.close()
-        outcome = Outcome(run.iteration, run.consumed_samples)
-        for entry in run.engine.distributed.tensors:
-            parts = [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()]
-            outcome.pieces.append((entry.name, entry.shard.global_shape, parts))
-        return outcome
+        return Outcome(run.iteration, run.consumed_samples, pieces_of(run))
     finally:
         destroy_model_parallel()
+
+
+def pieces_of(run: TrainingRun) -> Pieces:
+    return [
+        (
+            entry.name,
+            entry.shard.global_shape,
+            [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()],
+        )
+        for entry in run.engine.distributed.tensors
+    ]
 
 
 @contextmanager
@@ -91,7 +107,7 @@ def without_trial() -> Iterator[None]:
         yield
 
 
-def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:
+def whole(outcomes: Sequence[HasPieces]) -> dict[str, Tensor]:
     """Global tensors from all ranks' parts."""
     tensors: dict[str, Tensor] = {}
     for outcome in outcomes:

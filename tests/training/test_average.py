@@ -106,6 +106,8 @@ def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
     again = ("--load", str(tmp_path / "run"), "--evaluate-only", "--precision", "fp64")
     train(cache, *again, "--tensorboard-dir", str(tmp_path / "average"), "--ema-decay", "0.5")
     train(cache, *again, "--tensorboard-dir", str(tmp_path / "weights"))
+    for name, what in (("average", "average of the weights"), ("weights", "weights")):
+        assert f"evaluating the {what} of iteration 3" in (tmp_path / name / "log.jsonl").read_text()
     found = [losses(tmp_path / name) for name in ("run", "exported", "average", "weights")]
     assert all(len(each) == 1 for each in found)
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-9) and found[0][0] == pytest.approx(found[2][0], rel=1e-9)

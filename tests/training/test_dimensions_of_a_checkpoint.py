@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import find_checkpoint, save_global_tensors
+from megasnn.checkpoint import CheckpointError, find_checkpoint, read_metadata, save_global_tensors
 from megasnn.config import ConfigError, PretrainConfig, to_json, validate
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.pretraining import configuration
 from tests.convert.saved import MODELS as SAVED
 from tests.convert.saved import save_whole
-from tests.training.runs import TINY, train
+from tests.training.runs import TINY, train, train_model
 from tests.training.test_other_model import AGES, refuses
 
 ROOT = Path(__file__).parents[2]
@@ -139,3 +139,19 @@ def test_a_run_goes_on_with_it(run, tmp_path) -> None:
     ended = subprocess.run([*program, *more], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert f"--load {run} gives --image-size 8" in ended.stdout and "continuing at iteration 1" in ended.stdout
+
+
+def test_a_field_that_older_checkpoints_lack_is_of_its_default(tmp_path) -> None:
+    """--patch-embedding came later than the model: a checkpoint says it where it is not the default."""
+    flags = (
+        "--embed-dim 16 --depths 1,1,1 --num-heads 1,1,1 --image-size 16 --num-classes 10 --time-steps 1 "
+        "--in-channels 1 --micro-batch-size 4 --global-batch-size 4 --num-workers 0 --eval-iters 0 --train-iters 2"
+    ).split()
+    for kind, saved in (("imagenet", None), ("cifar", "cifar")):
+        mine = [*flags, "--patch-embedding", kind, "--save", str(tmp_path / kind), "--load", str(tmp_path / kind)]
+        train_model("qkformer", [*mine, "--exit-interval", "1"])
+        config = read_metadata(find_checkpoint(tmp_path / kind, None)).config
+        assert config is not None and config["model"].get("patch_embedding") == saved
+        assert train_model("qkformer", mine).iteration == 2
+    with pytest.raises(CheckpointError, match="patch_embedding: saved absent, now 'cifar'"):
+        train_model("qkformer", [*flags, "--patch-embedding", "cifar", "--load", str(tmp_path / "imagenet")])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata
+from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata, saver
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.models.model import run_config
@@ -86,6 +86,10 @@ def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
         assert (each["iteration"], each["samples"]) == (3, expected["samples"])
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert after == before
+    # In the folder of the run itself, its configuration stays.
+    train(cache, *flags, "--load", str(tmp_path / "run/iter_0000003"), "--evaluate-only", "--tensorboard-dir", folder)
+    assert (tmp_path / "run/config.json").read_bytes() == before[tmp_path / "run/config.json"]
+    assert json.loads((tmp_path / "run/evaluation_config.json").read_text())["training"]["evaluate_only"]
     with pytest.raises(CheckpointError, match="holds no average of the weights to evaluate: leave --ema-decay out"):
         train(cache, *again, "--ema-decay", "0.9")
 
@@ -113,6 +117,23 @@ def test_the_best_checkpoint_stays(cache, tmp_path, monkeypatch, how: str) -> No
     accuracies(monkeypatch, 0.5, 0.6, 0.6, 0.6)
     train(cache, "--train-iters", "9", "--exit-interval", "6", "--keep-last", "1", *common)
     assert (tmp_path / BEST).read_text() == "5\n" and list_checkpoints(tmp_path) == [5, 6]
+
+
+@pytest.mark.parametrize("how", ["--no-async-save", "--async-save"])
+def test_a_best_that_was_not_saved_is_none(cache, tmp_path, monkeypatch, how: str) -> None:
+    accuracies(monkeypatch, 0.2, 0.5, 0.3, 0.1, 0.1)
+    write = saver.write_checkpoint
+
+    def fails_once(folder, progress, *others):
+        if progress.iteration == 2:
+            raise OSError("no space")
+        return write(folder, progress, *others)
+
+    monkeypatch.setattr(saver, "write_checkpoint", fails_once)
+    flags = ("--train-iters", "4", "--eval-interval", "1", "--save", str(tmp_path), "--keep-best", how)
+    train(cache, *flags)
+    assert (tmp_path / BEST).read_text() == "3\n" and list_checkpoints(tmp_path) == [1, 3, 4]
+    assert read_metadata(tmp_path / "iter_0000004").extra["best"] == {"iteration": 3, "accuracy_top1": 0.3}
 
 
 def test_the_last_evaluation_may_be_the_best(ranks, cache, tmp_path) -> None:

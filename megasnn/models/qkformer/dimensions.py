@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from megasnn.config.checks import above, at_least
+from megasnn.config.pretrain import ADDED_LATER
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ class QKFormer(Model):
     """Attention heads of each stage, shared out over the tensor parallel ranks."""
     mlp_ratio: float = 4.0
     """Hidden channels of the MLP, in multiples of the stage's channels."""
+    patch_embedding: Literal["imagenet", "cifar"] = field(default="imagenet", metadata=ADDED_LATER)
+    """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
+    keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
     image_size: int = 224
     """Height and width of the images."""
     num_classes: int = 1000
@@ -62,6 +66,8 @@ class QKFormer(Model):
                 self.of_stages(name)
             except ValueError as error:
                 wrong.append(str(error))
+        if self.patch_embedding not in ("imagenet", "cifar"):
+            wrong.append(f"--patch-embedding must be imagenet or cifar, got {self.patch_embedding}")
         if not wrong and self.embed_dim % 8:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
         return wrong

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from megasnn.models.names import prefix_dialect, unit_prefixes
+from collections.abc import Collection
+from dataclasses import replace
+
+from megasnn.files.problems import CheckpointError
+from megasnn.models.names import ModelValues, Recipe, prefix_dialect, unit_prefixes
 from megasnn.models.qkformer.dimensions import STAGES
 
 _EMBEDDING = {
@@ -26,7 +30,7 @@ _BLOCK = {
     "mlp.fc2": ("mlp.fc2", "mlp.bn2", "mlp.lif2"),
 }
 
-SPIKINGJELLY = prefix_dialect(
+_NAMES = prefix_dialect(
     "spikingjelly",
     "SpikingJelly's QKFormer",
     marker="stage1.0.attn.qk_conv_bn.0.weight",
@@ -37,3 +41,12 @@ SPIKINGJELLY = prefix_dialect(
         "head": "head",
     },
 )
+
+
+def _outgoing(names: Collection[str], model: ModelValues | None) -> Recipe:
+    if model is not None and model.get("patch_embedding", "imagenet") != "imagenet":
+        raise CheckpointError("SpikingJelly's QKFormer has no --patch-embedding cifar")
+    return _NAMES.outgoing(names, model)
+
+
+SPIKINGJELLY = replace(_NAMES, outgoing=_outgoing)

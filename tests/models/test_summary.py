@@ -1,0 +1,119 @@
+"""The summary of a model: known counts, operations as torch counts them on SpikingJelly's models, where layers live."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from spikingjelly.activation_based import functional, neuron
+from spikingjelly.activation_based.model.qkformer import QKFormer as TheirQKFormer
+from spikingjelly.activation_based.model.spikformer import Spikformer as TheirSpikformer
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megasnn.comm.codec import Content
+from megasnn.config import NeuronConfig
+from megasnn.models.building import describe
+from megasnn.models.model import Model
+from megasnn.models.qkformer.dimensions import QKFormer
+from megasnn.models.sew_resnet.dimensions import SewResNet
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.summary import LayerSummary, as_table, summarise
+from tests.parity.zoo import sew_resnets
+from tests.training.runs import train
+
+
+def summary(model: Model, samples: int = 8) -> list[LayerSummary]:
+    neuron = NeuronConfig().spec
+    return summarise(model, neuron, describe(model, neuron), samples)
+
+
+@pytest.mark.parametrize(
+    ("model", "millions"),
+    [
+        (Spikformer(embed_dim=256, depth=4, num_heads=8), 4.15),  # arXiv 2209.15425, table 3
+        (Spikformer(embed_dim=384, depth=4, num_heads=12), 9.32),
+        (SewResNet(depth=34), 21.8),  # arXiv 2102.04159
+        (SewResNet(depth=18), 11.7),
+    ],
+)
+def test_parameters_are_those_of_the_papers(model: Model, millions: float) -> None:
+    assert sum(each.parameters for each in summary(model)) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def _sew_resnet() -> nn.Module:
+    model = sew_resnets().sew_resnet18(cnf="ADD", spiking_neuron=neuron.LIFNode, num_classes=7)
+    functional.set_step_mode(model, "m")
+    return model
+
+
+SMALL_QKFORMER = dict(embed_dim=32, depths="1,1,1", num_heads="2,2,2", mlp_ratio=2.0, image_size=64)
+OPERATIONS: list[tuple[Model, Callable[[], nn.Module]]] = [
+    (SewResNet(image_size=32, time_steps=2, num_classes=7), _sew_resnet),
+    (
+        Spikformer(embed_dim=32, depth=1, num_heads=4, mlp_ratio=2.0, image_size=16, num_classes=7, time_steps=2),
+        lambda: TheirSpikformer(
+            T=2, img_size_h=16, img_size_w=16, patch_size=4, num_classes=7, embed_dims=32, num_heads=4, mlp_ratio=2.0,
+            depths=1,
+        ),
+    ),
+    (
+        QKFormer(**SMALL_QKFORMER, time_steps=2, num_classes=7),  # type: ignore[arg-type]
+        lambda: TheirQKFormer(T=2, num_classes=7, embed_dims=32, num_heads=(2, 2, 2), depths=(1, 1, 1), mlp_ratio=2.0),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "reference"), OPERATIONS, ids=lambda each: getattr(each, "name", ""))
+def test_operations_are_those_that_torch_counts(model: Model, reference: Callable[[], nn.Module]) -> None:
+    """SpikingJelly's first convolution sees the image at every time step, ours once; its head sees the mean over time,
+    ours every step. SpikingJelly's Spikformer has the head at every step."""
+    theirs = reference()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        logits = theirs(torch.randn(model.time_steps, 1, *model.input_shape))
+    first, *_, head = summary(model)
+    ours = sum(each.operations for each in summary(model))
+    repeated_first = first.operations if model.name != "qkformer" else 3 * 4 * 9 * 64 * 64
+    repeated_head = head.operations // 2 if logits.ndim == 2 else 0
+    assert counter.get_total_flops() // 2 == ours + repeated_first - repeated_head
+
+
+def test_what_layers_give() -> None:
+    stem, *_, block, head = summary(SewResNet(width=8, image_size=32, time_steps=3, num_classes=10))
+    assert (stem.outputs, stem.output_bytes) == ((((3, 8, 8, 8, 8), Content.SPIKES),), 3 * 8 * 8 * 8 * 8 // 8)
+    assert (block.outputs, block.output_bytes) == ((((3, 8, 64, 1, 1), Content.COUNTS),), 3 * 8 * 64)
+    assert (head.outputs, head.output_bytes) == ((((3, 8, 10), Content.DENSE),), 3 * 8 * 10 * 4)
+    assert head.parameters == 650 and head.operations == 3 * 640
+
+
+def test_the_table_says_where_layers_live() -> None:
+    layers = summary(Spikformer(embed_dim=32, depth=1, num_heads=4))
+    bounds = [range(0, 2), range(2, 6), range(6, 6), range(6, 8)]
+    header, rule, *rows, last = as_table(layers, bounds, (0, 1, 1, 0), 2).splitlines()
+    assert len({len(line) for line in (header, rule, *rows, last)}) == 1 and len(rows) == 8
+    places = [row.split("|")[-2].strip() for row in rows]
+    expected = [0, 0, 1, 1, 1, 1, 3, 3]
+    assert [int(place.split("chunk ")[1].split(",")[0]) for place in places] == expected
+    assert places[0] == "pipeline rank 0, chunk 0, cut in 2"
+    parameters = f"{sum(each.parameters for each in layers):,}"
+    assert last.split("|")[1].strip() == "all" and last.split("|")[6].strip() == parameters
+
+
+def test_a_run_tells_it(ranks, tmp_path) -> None:
+    """In short at the start, as a whole with the flag, and always in its folder."""
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b".split()
+    common = (str(tmp_path / "cache"), "--train-iters", "1", "--eval-iters", "0")
+    ranks(4, train, *common, *layout, "--save", str(tmp_path / "four"))
+    train(*common, "--save", str(tmp_path / "one"), "--model-summary")
+    told = {}
+    for name in ("one", "four"):
+        lines = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
+        told[name] = [line["text"] for line in lines if line["kind"] == "message"]
+    table = (tmp_path / "one/model_summary.md").read_text().rstrip("\n")
+    assert table in told["one"] and "blocks.0.attention" in table
+    assert "478 k multiply-adds a sample" in told["one"]
+    short = [text for text in told["four"] if "on pipeline rank" in text]
+    assert len(short) == 2 and all("multiply-adds a sample" in text for text in short)
+    assert "cut in 2" in (tmp_path / "four/model_summary.md").read_text()

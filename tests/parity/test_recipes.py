@@ -1,0 +1,76 @@
+"""Each published recipe, loaded by its name: three steps equal SpikingJelly's model under torch's own optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from megasnn.optim import learning_rate
+from tests.parity import recipes, zoo
+from tests.parity.recipes import PUBLISHED, SMALL
+from tests.parity.test_layouts import TOLERANCE, error
+from tests.training.runs import whole
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_three_steps_equal_spikingjelly(ranks, tmp_path, name: str) -> None:
+    published = PUBLISHED[name]
+    reference = zoo.with_other_norms(published.reference)
+    torch.save(reference.state_dict(), tmp_path / "start.pt")
+    start = ("--load-spikingjelly", str(tmp_path / "start.pt"), "--data-path", str(recipes.shard(tmp_path)))
+    flags = (*SMALL, *published.flags.split(), *start)
+    (alone,) = ranks(1, recipes.train_recipe, name, *flags)
+    before = {key: value.clone() for key, value in reference.state_dict().items()}
+    losses = recipes.train_published(published, reference, alone)
+    assert alone.losses == pytest.approx(losses, rel=TOLERANCE) and len(losses) == 3
+    model = recipes.recipe(name, *flags).model
+    expected, start_values = (model.from_spikingjelly(each) for each in (reference.state_dict(), before))
+    layout = f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size {published.stages}".split()
+    several = ranks(4 * published.stages, recipes.train_recipe, name, *flags, *layout)
+    for run in ([alone], several):
+        assert all(each.losses == pytest.approx(losses, rel=TOLERANCE) for each in run)
+        found = whole(run)
+        trained = [key for key in found if "running" not in key and "num_batches" not in key]
+        for key in trained:
+            assert error(found[key], expected[key]) < TOLERANCE, key
+        assert any(not torch.equal(found[key], start_values[key]) for key in trained)
+
+
+def test_mixing_and_smoothing_are_the_recipes() -> None:
+    """What the samples above cannot show: for how long, how strongly, and by which constants they are changed."""
+    cifar, imagenet = (recipes.recipe(f"spikformer/{name}", "--data-path", "d") for name in ("cifar10", "imagenet"))
+    assert (cifar.data.mixup_alpha, cifar.data.cutmix_alpha, cifar.data.mixup_off_epoch) == (0.5, None, 200)
+    assert (imagenet.data.mixup_alpha, imagenet.data.cutmix_alpha, imagenet.data.mixup_off_epoch) == (0.8, 1.0, None)
+    assert str(cifar.data.rand_augment_ops).split(",") == [
+        "equalize",
+        "rotate",
+        "shear-x",
+        "translate-x",
+        "translate-y",
+    ]
+    assert recipes.recipe("qkformer/cifar10", "--data-path", "d").data == replace(cifar.data, rand_augment_ops=None)
+
+
+def test_the_rates_are_those_that_were_logged() -> None:
+    """QKFormer's published log of CIFAR-10 has 781 iterations in an epoch and these rates."""
+    logged = {0: "1.000e-05", 1: "5.950e-05", 8: "4.060e-04", 193: "5.322e-04", 199: "5.089e-04", 200: "5.050e-04",
+              403: "1.000e-05", 409: "1.000e-05"}  # fmt: skip
+    config, epoch = recipes.recipe("qkformer/cifar10", "--data-path", "d"), Fraction(781)
+    assert config.training.length(50_000 // 64 * 64).iterations == 410 * 781
+    for number, rate in logged.items():
+        for iteration in (781 * number, 781 * number + 780):
+            assert f"{learning_rate(config.optimizer, iteration, 410 * 781, epoch):.3e}" == rate, number
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rates_over_the_whole_course(name: str) -> None:
+    options = recipes.recipe(name, "--data-path", "d")
+    epochs, published = options.training.train_epochs, PUBLISHED[name]
+    assert epochs == {"qkformer/cifar10": 410, "sew_resnet/imagenet": 320}.get(name, 310)
+    for epoch in (0, 1, 19, 20, 21, 150, 299, 300, 309, 319, 399, 400, 409):
+        if epoch < epochs:
+            ours = learning_rate(options.optimizer, 7 * epoch + 3, 7 * epochs, Fraction(7))
+            assert ours == pytest.approx(published.rate(epoch), rel=1e-12), epoch
