@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.pretraining import pretrain as pretrain
     from megasnn.sharding import Shard as Shard
     from megasnn.sharding import ShardedTensor as ShardedTensor
+    from megasnn.telemetry.callback import Callback as Callback
 
 __version__ = "0.1.0"
 

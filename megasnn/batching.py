@@ -26,15 +26,15 @@ def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int
     return [micro_batch_size] * whole + [rest] * (rest > 0)
 
 
-def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:
+def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int, may_be_none: bool = False) -> range:
     """The contiguous run of global micro-batch indices that one data parallel replica computes.
 
     The first replicas take one more where the number does not divide. Raises ValueError when a replica
-    would get none.
+    would get none, unless it may, in evaluation.
     """
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"data parallel rank {dp_rank} is outside 0..{dp_size - 1}")
-    if micro_batches < dp_size:
+    if micro_batches < dp_size and not may_be_none:
         raise ValueError(
             f"{micro_batches} micro-batch(es) cannot be shared by {dp_size} data parallel replicas; "
             f"raise --global-batch-size or lower --micro-batch-size"

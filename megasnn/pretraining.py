@@ -15,20 +15,24 @@ from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
 from megasnn.process.launch import launch
+from megasnn.telemetry.callback import Callback
 
 
-def pretrain(model: str | type[Model], argv: Sequence[str] | None = None) -> int:
+def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> int:
     """Trains a model as the flags say; the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
         model: its class, or its name in the table (megasnn/models/table.py). A class that the table lacks is put in.
         argv: flags, without the program's name. None: those of this process, which then ends with the exit status, so
             that a script needs no more than this call.
+        callbacks: are told what happens in the run.
     Raises:
-        ValueError: the table does not know the name, or knows another model by it.
+        ValueError: the table does not know the name, or knows another model by it; a callback that is none.
         SystemExit: after the help, and without `argv` always.
     """
     chosen = _in_table(model)
+    if others := [each for each in callbacks if not isinstance(each, Callback)]:
+        raise ValueError(f"callbacks are instances of subclasses of megasnn.Callback, not {others[0]!r}")
     flags = sys.argv[1:] if argv is None else argv
 
     def read(speaks: bool) -> PretrainConfig:
@@ -40,7 +44,7 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None) -> int
     def train(config: PretrainConfig) -> int:
         from megasnn import training  # torch, once the flags are right
 
-        return training.run(config)
+        return training.run(config, callbacks)
 
     status = launch(read, train)
     if argv is None:

@@ -35,6 +35,7 @@ class Saver:
         process_group: as for `save_checkpoint`.
         background: write while training goes on; a group of its own lets the ranks agree beside it.
         report: takes lines for the user; may be called from another thread. Only the first rank calls it.
+        complete: the same for iteration and path of each checkpoint that is complete.
     Attributes:
         saved: the iteration that was saved last; None before the first.
         failed: the save that was asked for last has failed. The same on every rank after `finish`.
@@ -48,6 +49,7 @@ class Saver:
         background: bool = False,
         retention: Retention | None = None,
         report: Callable[[str], None] = print,
+        complete: Callable[[int, Path], None] = lambda iteration, path: None,
     ) -> None:
         self._folder, self._retention = folder, retention or Retention()
         self._group = process_group
@@ -58,7 +60,7 @@ class Saver:
             dist.barrier(self._group)  # making a group does not wait for its members
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
-        self.report = report
+        self.report, self._complete = report, complete
         self.saved: int | None = None
         self.failed = False
 
@@ -141,6 +143,8 @@ class Saver:
             return
         self.failed, self.saved = False, progress.iteration
         self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
+        if is_first(self._group):
+            self._complete(progress.iteration, path)
         self._prune()
 
     def _prune(self) -> None:

@@ -20,10 +20,12 @@ class Length:
     Attributes:
         iterations: optimizer steps.
         epoch: iterations of an epoch; a fraction where a batch may go on in the next epoch.
+        epoch_samples: training samples of an epoch.
     """
 
     iterations: int
     epoch: Fraction = Fraction(1)
+    epoch_samples: int = 1
 
     @property
     def epochs(self) -> float:
@@ -50,6 +52,10 @@ class TrainingConfig:
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: float | None = None
     """Stop after so many minutes, and save if --save is given."""
+    bptt_steps: int | None = None
+    """Truncated backpropagation through time: show each sample in windows of so many time steps, each a micro-batch of
+    its own, forward and backward. Neurons go on from the potential that the window before left, without its gradient;
+    the loss is the mean over the windows. By default one window has all time steps."""
     seed: int = 1234
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Annotated[str, name_in(PRECISIONS)] = "fp32"
@@ -82,22 +88,26 @@ class TrainingConfig:
         epoch = Fraction(epoch_samples, self.global_batch_size)
         epoch = Fraction(math.ceil(epoch)) if keeps_last_batch else epoch
         if self.evaluate_only:
-            return Length(0, epoch)
+            return Length(0, epoch, epoch_samples)
         iterations = self.iterations if self.train_epochs is None else int(self.train_epochs * epoch)
         if not iterations:
             raise ValueError(
                 f"--train-epochs {self.train_epochs} of {epoch_samples} training samples is less than one "
                 f"--global-batch-size {self.global_batch_size}"
             )
-        return Length(iterations, epoch)
+        return Length(iterations, epoch, epoch_samples)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a global batch, over all replicas; the last one may be smaller than the others."""
         return -(-self.global_batch_size // self.micro_batch_size)
 
+    def windows(self, time_steps: int) -> int:
+        """In how many windows a sample of so many time steps is shown."""
+        return 1 if self.bptt_steps is None else time_steps // self.bptt_steps
+
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "exit_interval")
+        wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "exit_interval", "bptt_steps")
         wrong += at_least(self, 1, "train_iters", "train_epochs")
         wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
         wrong += from_zero_to_below_one(self, "label_smoothing", "tet_lambda") + self._loss_problems()

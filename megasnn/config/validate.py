@@ -37,7 +37,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     if len(problems) == 0:
         problems += _memory_problems(config, world_size) + _replica_problems(config, world_size)
     problems += _length_problems(config) + _evaluation_problems(config)
-    problems += _mixing_problems(config)
+    problems += _mixing_problems(config) + _window_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -93,6 +93,7 @@ def _memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
     stages, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
     replicas = Grid.fit(world_size, parallel.tensor_model_parallel_size, stages).data
     most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
+    most *= config.training.windows(config.model.time_steps)
     held = least_held(name, stages, most, parallel.chunks_per_rank)
     if held <= limit:
         return []
@@ -172,6 +173,14 @@ def _mixing_problems(config: PretrainConfig) -> list[str]:
         able = " or ".join(name for name, loss in LOSSES.items() if loss.mixes)
         wrong.append(f"{asked}: labels become probabilities, and --loss {training.loss} takes classes; use {able}")
     return wrong
+
+
+def _window_problems(config: PretrainConfig) -> list[str]:
+    """Time steps that are no whole number of windows."""
+    steps, time_steps = config.training.bptt_steps, config.model.time_steps
+    if steps is None or steps < 1 or time_steps % steps == 0:
+        return []
+    return [f"--time-steps {time_steps} does not divide by --bptt-steps {steps}"]
 
 
 def _kernel_problems(config: PretrainConfig) -> list[str]:

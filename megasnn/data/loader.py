@@ -152,10 +152,8 @@ class BatchLoader:
 
     def _own_micro_batches(self, position: int, size: int) -> list[_MicroBatchPlan]:
         sizes = micro_batch_sizes(size, min(self._micro_batch_size, size))
-        if len(sizes) >= self._dp_size:
-            own = micro_batches_of(len(sizes), self._dp_size, self._dp_rank)
-        else:  # the end of a validation pass: too few for everybody
-            own = range(len(sizes))[self._dp_rank : self._dp_rank + 1]
+        # At the end of a validation pass there may be too few for everybody.
+        own = micro_batches_of(len(sizes), self._dp_size, self._dp_rank, may_be_none=True)
         starts = [sum(sizes[:index]) for index in own]
         return [
             _MicroBatchPlan(index, start, self._order.stretches(position + start, sizes[index]))

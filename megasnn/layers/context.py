@@ -29,6 +29,7 @@ class BuildContext:
         data: the ranks that hold the same layers for other samples.
         neuron: of the layers that are not given one of their own.
         time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
+        carries: whether neurons go on from the potential that the last call left, until they are reset.
     """
 
     tensor: Group = field(default_factory=lambda: alone("tensor"))
@@ -40,6 +41,7 @@ class BuildContext:
     data: Group = field(default_factory=lambda: alone("data"))
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
+    carries: bool = False
 
     @property
     def place(self) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -23,8 +24,12 @@ class NeuronLayer(nn.Module):
     A neuron depends on its own channel only, so that nothing is communicated. Input of a single time step comes at
     each of them.
 
+    Every call starts at rest. Where the context says that neurons carry (truncated backpropagation through time), it
+    goes on from the state that the last call left, without its history in the graph, until it is told to forget that.
+
     Attributes:
         time_steps: T of the model.
+        carries: whether it keeps its state for the next call.
         observer: called with the spikes of every forward when set (spike statistics).
         largest: the largest value that a neuron gives, of the whole numbers from 0; None where others come too.
     """
@@ -33,7 +38,7 @@ class NeuronLayer(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.time_steps = context.time_steps
+        self.time_steps, self.carries = context.time_steps, context.carries
         self.observer: SpikeObserver | None = None
 
     def steps_of(self, x: Tensor) -> int:
@@ -45,6 +50,10 @@ class NeuronLayer(nn.Module):
         steps = self.steps_of(x)
         return x if len(x) == steps else x.expand(steps, *x.shape[1:])
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Forgets the state that the last call left."""
+
     def observed(self, spikes: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(spikes.detach())
@@ -54,10 +63,6 @@ class NeuronLayer(nn.Module):
 class ParallelNeuron(NeuronLayer):
     """A layer of neurons that a description tells: LIF, IF, parametric LIF, with the fastest kernels there are.
 
-    Every call starts from the resting potential, unless `carry_over` keeps the last potential for the next call
-    (truncated backpropagation through time); the potential is held for the local channels only, without its history in
-    the graph, and `reset` forgets it.
-
     A learned time constant 1 / sigmoid(w) is one for the layer: every rank holds `w` whole and sees the gradient of
     its own channels, which `partial_gradient` has summed.
 
@@ -66,7 +71,7 @@ class ParallelNeuron(NeuronLayer):
     Attributes:
         spec: the same.
         w: parameter of a neuron that learns its time constant; otherwise None.
-        v: the potential `[N, C_local, *space]` after the last step, with `carry_over`; otherwise None.
+        v: the potential `[N, C_local, *space]` that the last call left, where neurons carry; otherwise None.
     Raises:
         ValueError: the description is of another kind than that of the class.
     """
@@ -74,16 +79,14 @@ class ParallelNeuron(NeuronLayer):
     kind: str | None = None  # of all neurons that a class makes; None where the description decides
     w: Tensor | None
 
-    def __init__(
-        self, spec: NeuronSpec | None = None, context: BuildContext | None = None, *, carry_over: bool = False
-    ) -> None:
+    def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None) -> None:
         context = context_for(context)
         super().__init__(context)
         spec = spec or context.neuron
         if self.kind not in (None, spec.kind):
             name = type(self).__name__
             raise ValueError(f"{name} is a neuron of kind {self.kind!r}, the description says {spec.kind!r}")
-        self.spec, self.backend, self.carry_over = spec, context.neuron_backend, carry_over
+        self.spec, self.backend = spec, context.neuron_backend
         self.v: Tensor | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
@@ -96,11 +99,11 @@ class ParallelNeuron(NeuronLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
-        if self.carry_over:
+        if self.carries and not x.is_meta:
             self.v = v.detach()
         return self.observed(spikes)
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self.v = None
 
     def extra_repr(self) -> str:

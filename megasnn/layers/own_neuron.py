@@ -37,7 +37,8 @@ class SpikingNeuron(NeuronLayer):
                 return {"v": h * (1 - spikes.detach()), "a": 0.9 * state["a"] + spikes}
 
     Neurons are cut by channel over the tensor parallel ranks, and their parameters with them; what is computed may
-    depend on a neuron's own channel only. Every call starts anew.
+    depend on a neuron's own channel only. Every call starts anew, or with --bptt-steps goes on from the state that the
+    window before left.
 
     Args:
         channels: the global number.
@@ -61,6 +62,7 @@ class SpikingNeuron(NeuronLayer):
         super().__init__(context)
         self._context, self.channels, self.largest = context, channels, largest
         self._local_channels = channels // context.tensor.size
+        self.left: State | None = None  # by the last call, where neurons carry
         self._fire = surrogate_function(surrogate, SURROGATES[surrogate].alpha if alpha is None else alpha)
 
     def per_channel(self, name: str, initial: float | Initialiser) -> None:
@@ -103,12 +105,17 @@ class SpikingNeuron(NeuronLayer):
             self._try(inputs[0])
             return self.observed(torch.empty_like(inputs))
         inputs = inputs.float() if x.dtype in REDUCED else inputs
-        state, spikes = self.start(inputs[0]), []
+        state, spikes = self.start(inputs[0]) if self.left is None else self.left, []
         for current in inputs:
             h = self.charge(current, state)
             spikes.append(self.fire(h, state))
             state = self.reset(h, spikes[-1], state)
+        if self.carries:
+            self.left = {name: value.detach() for name, value in state.items()}
         return self.observed(torch.stack(spikes).to(x.dtype))
+
+    def forget(self) -> None:
+        self.left = None
 
     def _try(self, x: Tensor) -> None:
         """One step of the dry run. Raises ValueError for channels that are not this layer's, or another shape."""

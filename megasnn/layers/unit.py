@@ -86,11 +86,11 @@ class ConvNormNeuron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         norm, neuron = self.norm, self.neuron
-        if (  # not what the fused kernels compute
+        if (  # not what the fused kernels compute, which start at rest
             not isinstance(norm, ParallelBatchNorm)
             or type(norm).forward is not ParallelBatchNorm.forward
             or not isinstance(neuron, ParallelNeuron)
-            or neuron.carry_over
+            or neuron.carries
         ):
             y = norm(self.conv(x))
             return neuron(max_pool(y) if self.max_pool else y)

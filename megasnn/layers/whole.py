@@ -6,7 +6,7 @@ What treats every channel by itself (pooling, activation functions) stays cut.
 
 A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
 other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
-each micro-batch.
+each micro-batch, or detach it before one that is a later window of the same samples.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def make_whole(
     """
     module = compiling_itself(module)
     refuse_what_differs(module)
+    if context.carries:
+        _refuse_attached(module)
     knows_no_time = folds(module)
     stays_cut = knows_no_time and not (first or last) and all(is_channelwise(each) for each in module.modules())
     module = describe_whole(module, context, initialise)
@@ -106,6 +108,8 @@ def call_as_sharded(module: nn.Module, context: BuildContext, *, folded: bool) -
     Args:
         folded: whether it is given `[T * N, C, ...]`.
     """
+    if context.carries:
+        _refuse_attached(module)
     vars(module)["_call"] = Call(context.tensor, context.time_steps, folds=folded, sharded=True)
     return module
 
@@ -130,18 +134,19 @@ def is_called_as_sharded(module: nn.Module) -> bool:
     return "_call" in vars(module) and vars(module)["_call"].sharded
 
 
-def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle) -> Bundle:
+def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle, goes_on: bool = False) -> Bundle:
     """Calls a layer that `make_whole` or `call_as_sharded` made on a micro-batch.
 
+    Args:
+        goes_on: see `apply_layer`.
     Raises:
         ValueError: an output without channels, or with channels that do not divide by the number of tensor parallel
             ranks.
     """
     call: Call = vars(layer)["_call"]
     for each in layer.modules():
-        reset = getattr(each, "reset", None)
-        if callable(reset) and not isinstance(each, NeuronLayer):
-            reset()
+        if _is_stateful(each):
+            each.detach() if goes_on else each.reset()  # type: ignore[operator]
         if isinstance(each, SwappedDropout):
             each.samples = samples
     first = next(iter(entries_of(inputs[0]).values()))
@@ -159,14 +164,15 @@ def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle) -> Bund
         return map_entries(call.given, y) if call.cuts or call.classes is not None else y
 
 
-def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle) -> Bundle:
+def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
     """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples.
 
     Args:
         x, more: the outputs that it takes.
+        goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
     """
     if "_call" in vars(layer):
-        return call_plain(layer, samples, x, *more)
+        return call_plain(layer, samples, x, *more, goes_on=goes_on)
     output: Bundle = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
     return output
 
@@ -256,6 +262,20 @@ def refuse_alone(what: str, module: nn.Module) -> None:
     unsaved = module._non_persistent_buffers_set
     if unsaved:
         raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
+
+
+def _is_stateful(module: nn.Module) -> bool:
+    return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
+
+
+def _refuse_attached(module: nn.Module) -> None:
+    """Raises ValueError for modules that cannot keep their state without its history."""
+    for path, each in module.named_modules():
+        if _is_stateful(each) and not callable(getattr(each, "detach", None)):
+            raise ValueError(
+                f"{path or type(each).__name__} ({type(each).__name__}) has a `reset` but no `detach`, which "
+                "--bptt-steps calls between the windows of a sample: give it one, as SpikingJelly's modules have"
+            )
 
 
 def refuse_plain_parts(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
+from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import (
@@ -67,19 +68,23 @@ class PipelineChunk(nn.Module):
         layers = model.build(replace(context, weight_gradients=self.weight_gradients))
         self.layers = nn.ModuleList(layers[i] for i in span)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
+        self._carrying = [each for each in self.layers.modules() if isinstance(each, NeuronLayer) and each.carries]
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._ranks = model.input_shape, context.tensor.size
 
-    def forward(self, x: Tensor | list[Tensor], samples: range | None = None) -> Any:
+    def forward(self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False) -> Any:
         """
         Args:
             x: the tensors of `receives`, in a list that is emptied, so that they are freed when they are used up; for
                 the first chunk, images or frames as they are loaded.
             samples: see KeyedLayer.
+            goes_on: whether this is a later window of the samples that the last forward was on (--bptt-steps).
         Returns:
             the tensors of `hands_on`; of the last chunk, the output of the model.
         """
+        if not goes_on:
+            self.forget()
         outputs: dict[int, Bundle] = {}
         if isinstance(x, Tensor):
             outputs[INPUT] = frames_of(x, self._input_shape)
@@ -91,7 +96,7 @@ class PipelineChunk(nn.Module):
             for number in step.last:
                 del outputs[number]
             try:
-                y = apply_layer(layer, inputs[0], samples, *inputs[1:])
+                y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             except ValueError as error:
                 raise ValueError(f"{step.description.name}: {error}") from error
             self._require_described(step.description, y, samples)
@@ -136,6 +141,11 @@ class PipelineChunk(nn.Module):
             if not any(DRY_SAMPLES * part * found == times * side for part in parts for times in allowed):
                 return False
         return True
+
+    def forget(self) -> None:
+        """Lets neurons forget the state that the last forward left."""
+        for neuron in self._carrying:
+            neuron.forget()
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)

@@ -42,12 +42,15 @@ class MicroBatchInput:
         labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
         size: n, known on every stage.
         samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
+        goes_on: whether this is a later window of the samples of the micro-batch before: neurons go on from the state
+            that it left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
     """
 
     images: Tensor | None
     labels: Tensor | None
     size: int
     samples: range | None = None
+    goes_on: bool = False
 
 
 class GradientSync(Protocol):
@@ -196,7 +199,7 @@ class PipelineExecutor:
     def _forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         chunk, micro = self._chunks[action.chunk], run.micro_batches[key[1]]
-        y = chunk(self._entry(run, key), micro.samples)
+        y = chunk(self._entry(run, key), micro.samples, micro.goes_on)
         if chunk.is_last:
             assert micro.labels is not None
             self._finish_forward(run, key, y, micro.labels)

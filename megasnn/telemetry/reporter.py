@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.json_log import JsonLog
 from megasnn.telemetry.logline import (
     EvaluationRecord,
@@ -66,20 +67,21 @@ class Reporter:
 
     Args:
         is_writer: True on the one rank that writes; the others keep quiet.
+        callbacks: are told the same on that rank.
 
     Attributes:
         tried: runs other code that only reports.
     """
 
-    def __init__(self, outline: RunOutline, is_writer: bool) -> None:
-        self._outline = outline
+    def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
+        self._outline, self._callbacks = outline, callbacks if is_writer else ()
         done, samples = outline.resumed or (0, 0)
         self._progress = Progress(outline.iterations, done, quiet=not is_writer)
         self._log = JsonLog(outline.log_directory if is_writer else None)
         self.tried = Tried(self.line)
         directory = outline.directory if is_writer else None
         self._board = TensorBoard(directory, done if outline.resumed else None, samples, self.line)
-        self._done = done
+        self._done = self._iteration = done
         self.begin()
 
     def begin(self) -> None:
@@ -104,8 +106,9 @@ class Reporter:
         self._board.text(tag, markdown)
 
     def flags(self, values: Mapping[str, Flag]) -> None:
-        """What runs are compared by, beside their last losses and accuracies."""
+        """Once, before the first step: what runs are compared by, beside their last losses and accuracies."""
         self._board.flags(values, METRICS)
+        self._call("start", self._outline, values)
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
         """`draw` makes uint8 `[height, width, 3]` for TensorBoard; it is called where that is written."""
@@ -119,8 +122,10 @@ class Reporter:
     def step(self, result: StepResult) -> None:
         """Once for each iteration."""
         self._interval.steps.append(result)
+        self._iteration += 1
         self._warm = self._warm or (time.perf_counter(), self._done + 1)
         self._progress.advance(loss=f"{result.loss:.3f}", accuracy=f"{result.correct / result.samples:.0%}")
+        self._call("step", self._iteration, result)
 
     def log(
         self,
@@ -141,9 +146,11 @@ class Reporter:
         self._progress.line(format_iteration(record, self._outline.throughput))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
-        self._board.scalars({**scalars_of(record), **mean_spikes(layers), **more}, iteration, samples)
+        scalars = {**scalars_of(record), **mean_spikes(layers), **more}
+        self._board.scalars(scalars, iteration, samples)
         self._board.flush()
         self.tried.again()
+        self._call("log", record, scalars)
 
     def _record(self, iteration: int, samples: int, skipped_samples: int, unfit_tensors: int) -> IterationRecord:
         now = time.perf_counter()
@@ -188,12 +195,23 @@ class Reporter:
         self.entry("validation", asdict(record))
         self._board.scalars(scalars_of(record), record.iteration, record.consumed_samples)
         self._board.flush()
+        self._call("evaluation", record)
+
+    def saved(self, iteration: int, path: Path) -> None:
+        """A checkpoint is complete."""
+        self._call("save", iteration, path)
 
     def pause(self) -> _Pause:
         """A context whose time does not count as training time (evaluation, saving)."""
         return _Pause(self._interval)
 
+    def _call(self, method: str, *values: object) -> None:
+        for callback in self._callbacks:
+            with self.tried(f"{type(callback).__name__}.{method}"):
+                getattr(callback, method)(*values)
+
     def close(self) -> None:
+        self._call("end", self._iteration)
         self.tried.again()
         self._progress.close()
         self._board.close()

@@ -1,9 +1,7 @@
-"""A training run: setup, step and loop; the only part that sees everything.
+"""A training run: the loop around an Engine, with data, log and checkpoints; the only part that sees everything.
 
 program.py    the run as a program: ranks join, errors end all of them, exit status
 loop.py       iterations, exit conditions, evaluation, log
-step.py       one optimizer step
-setup.py      from the configuration to neuron, types and chunks
 saving.py     where a run starts from and what it saves
 watch.py      what is measured for the log and TensorBoard
 """

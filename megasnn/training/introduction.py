@@ -11,7 +11,7 @@ import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
 from megasnn.config.training import Length
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.files.durable import write_whole
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
@@ -31,7 +31,7 @@ def log_folder(config: PretrainConfig) -> Path | None:
 
 def introduce(
     config: PretrainConfig,
-    engine: Engine,
+    engine: DistributedModel,
     plan: PipelinePlan,
     state: ParallelState,
     length: Length,
@@ -99,7 +99,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _summary(
-    config: PretrainConfig, engine: Engine, state: ParallelState, length: Length, epoch_samples: int
+    config: PretrainConfig, engine: DistributedModel, state: ParallelState, length: Length, epoch_samples: int
 ) -> list[str]:
     training, ranks = config.training, state.world.size
     name = type(config.model).__name__.removesuffix("Config")
@@ -144,7 +144,9 @@ def _flags(config: PretrainConfig) -> list[str]:
     return lines
 
 
-def _model(config: PretrainConfig, layers: Sequence[LayerSummary], engine: Engine, plan: PipelinePlan) -> list[str]:
+def _model(
+    config: PretrainConfig, layers: Sequence[LayerSummary], engine: DistributedModel, plan: PipelinePlan
+) -> list[str]:
     """What each chunk holds, and the schedule; without a pipeline, what the whole model computes."""
     placement = plan.schedules.placement
     if len(placement) == 1:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
+from dataclasses import replace
 
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, GlobalBatch, epoch_samples, open_datasets, order_identity
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
+from megasnn.engine.setup import parameter_names
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
-from megasnn.optim import is_frozen, require_course, require_matches
+from megasnn.optim import require_matches
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.preprocess.sample import shards_of_sample
 from megasnn.process.fault import placed
 from megasnn.process.signals import StopSignals
-from megasnn.telemetry.logline import EvaluationRecord
+from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.introduction import introduce, log_folder
@@ -28,25 +28,17 @@ from megasnn.training.memory import MemoryForecast, announce, compare, forecast_
 from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves, refuse_other_model
-from megasnn.training.setup import (
-    build_context,
-    micro_batch_counts,
-    mixing_of,
-    parameter_names,
-    plan_of,
-    sample_loss,
-    wire_options,
-)
-from megasnn.training.step import TrainingStep
 from megasnn.training.watch import Watch
 
 
 class TrainingRun:
     """One rank's side of a run.
 
+    Args:
+        callbacks: are told what happens, on the first rank.
+
     Attributes:
-        iteration: optimizer steps done, over all runs that this one continues.
-        consumed_samples: training samples used; the place in the data.
+        engine: the model, its optimizer, and the steps.
         length: of the whole training.
         stop: signals that ask for the end.
         saved: False when the last checkpoint that should be there is not.
@@ -57,47 +49,33 @@ class TrainingRun:
         config: PretrainConfig,
         state: ParallelState,
         stop: StopSignals | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.stop, self.saved = stop or StopSignals(state.rank), True
-        self.config, self.state = config, state
-        self.iteration = self.consumed_samples = 0
+        self.config, self.state, self._callbacks = config, state, callbacks
         self._started = time.monotonic()
         refuse_other_model(config, state)
-        model, training, parallel = describe(config.model, config.neuron.spec), config.training, config.parallel
-        require_matches(config.optimizer, parameter_names(model))
+        model, training = config.model, config.training
+        require_matches(config.optimizer, parameter_names(describe(model, config.neuron.spec)))
         with placed("while opening the data"):
             self.datasets: Datasets = open_datasets(config.data, model.input_shape, model.num_classes, shards_of_sample)
         last_batch = config.data.last_batch
-        self._epoch_samples = epoch_samples(len(self.datasets.train), training.global_batch_size, last_batch)
-        self.length = training.length(self._epoch_samples, keeps_last_batch=last_batch == "keep")
-        if not training.evaluate_only:
-            require_course(config.optimizer, self.length.iterations, self.length.epoch)
-        dataset = order_identity(self.datasets.train, training.global_batch_size, config.data.last_batch)
-        context = build_context(state, training.precision, config.neuron.neuron_backend, training.seed)
-        counts = micro_batch_counts(training.micro_batches, state.data.size)
+        samples = epoch_samples(len(self.datasets.train), training.global_batch_size, last_batch)
+        self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
+        dataset = order_identity(self.datasets.train, training.global_batch_size, last_batch)
+        self.engine = Engine(config, length=self.length)
+        distributed = self.engine.distributed
+        self.watch = Watch(distributed, state, self.engine.timers)
         profiles = config.logging.profile_pipeline
-        with placed("while planning the pipeline"):
-            self.plan = plan_of(model, parallel, training.micro_batch_size, counts, context, state, predicts=profiles)
-        self.bounds = self.plan.bounds
-        loss, wires = sample_loss(training), wire_options(parallel)
-        with placed("while building the model"):
-            frozen = partial(is_frozen, config.optimizer)
-            self.engine = Engine(
-                model, state, context, self.bounds, self.plan.schedules, training.seed, loss, wires, frozen
-            )
-        self.watch = Watch(self.engine, state)
-        self.profiler = PipelineProfiler(self.engine, self.plan, state) if profiles else None
-        self.pictures = Pictures(config.logging, model, self.datasets, state, self.watch.rasters)
-        mixing = mixing_of(config, model, self._epoch_samples)
-        self.step = TrainingStep(config, self.engine, state, self.watch.timers, self.length, mixing)
-        layout = layers_per_chunk(self.bounds)
-        self.saves = Saves(config, self.engine, self.step, state, dataset, layout)
+        self.profiler = PipelineProfiler(distributed, self.engine.plan, state) if profiles else None
+        self.pictures = Pictures(config.logging, distributed.model, self.datasets, state, self.watch.rasters)
+        self.saves = Saves(config, self.engine, state, dataset)
         self.replicas = ReplicaCheck(
             self.saves.entries,
             {axis: state.group(axis) for axis in HOLDING_AXES},
             state.world,
             state.device,
-            mends=parallel.replica_mismatch == "majority",
+            mends=config.parallel.replica_mismatch == "majority",
         )
         self.reporter: Reporter | None = None
         self._memory: list[MemoryForecast] = []
@@ -107,34 +85,33 @@ class TrainingRun:
     @placed("while starting the run")
     def start(self) -> None:
         """Loads what the run starts from, and introduces it in the log."""
+        distributed, plan = self.engine.distributed, self.engine.plan
         begin = self.saves.load()
-        self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
+        self.engine.iteration, self.engine.consumed_samples = begin.iteration, begin.consumed_samples
         # What only evaluates continues no log, and removes nothing of one.
         resumed = (self.iteration, self.consumed_samples) if 0 < self.iteration and self.iterations else None
         logging = self.config.logging
         outline = RunOutline(
             self.iterations,
-            self._epoch_samples,
+            self.length.epoch_samples,
             logging.tensorboard_dir,
             log_folder(self.config),
             logging.log_throughput,
             resumed,
         )
-        self.reporter = Reporter(outline, self.state.rank == 0)
-        self.saves.report = self.reporter.line
-        introduce(
-            self.config, self.engine, self.plan, self.state, self.length, self._epoch_samples, self.reporter,
-            self.iteration,
-        )  # fmt: skip
+        self.reporter = Reporter(outline, self.state.rank == 0, self._callbacks)
+        self.saves.report, self.saves.complete = self.reporter.line, self.reporter.saved
+        epoch = self.length.epoch_samples
+        introduce(self.config, distributed, plan, self.state, self.length, epoch, self.reporter, self.iteration)
         if not self.config.training.evaluate_only:
             self._memory = forecast_memory(
-                self.config, self.engine, self.step.optimizer, self.plan, self.state, self.reporter
+                self.config, distributed, self.engine.optimizer, plan, self.state, self.reporter
             )
         announce(self._memory, self.reporter)
         if begin.notice:
             self.reporter.line(begin.notice)
         if self.config.training.evaluate_only:
-            what = "weights" if self.step.average is None else "average of the weights"
+            what = "weights" if self.engine.average is None else "average of the weights"
             self.reporter.line(f"evaluating the {what} of iteration {self.iteration}")
             return
         if self.iteration >= self.iterations:
@@ -146,13 +123,23 @@ class TrainingRun:
     def iterations(self) -> int:
         return self.length.iterations
 
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps done, over all runs that this one continues."""
+        return self.engine.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """Training samples used; the place in the data."""
+        return self.engine.consumed_samples
+
     def train(self) -> None:
         """Until the last iteration, until one of the exit conditions, or until a signal; saves at the end.
 
         With --evaluate-only, one evaluation.
         """
         assert self.reporter is not None
-        self.engine.wants_to_stop = self._wants_to_stop
+        self.engine.distributed.wants_to_stop = self._wants_to_stop
         with self.stop:
             if self.config.training.evaluate_only:
                 self._evaluate_if(True)
@@ -169,9 +156,9 @@ class TrainingRun:
                     self._iterate(batch)
                     if self._should_exit():
                         break
-            if self.engine.stop_votes:
+            if self.engine.distributed.stop_votes:
                 self.reporter.line(f"asked to stop: the run ends at iteration {self.iteration} of {self.iterations}")
-            self._evaluate_if(self.config.logging.eval_iters != 0 and not self.engine.stop_votes)
+            self._evaluate_if(self.config.logging.eval_iters != 0 and not self.engine.distributed.stop_votes)
             self._save_if(True)
             self.saved = self.saves.finish()
             compare(self._memory, self.state, self.reporter)
@@ -184,10 +171,8 @@ class TrainingRun:
         self.watch.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration, self.reporter)
         with self._profiled(number, batch):
-            result = self.step(batch, self.iteration)
+            result = self.engine.train_on(batch)
         self.watch.spikes.enabled = False
-        self.iteration += 1
-        self.consumed_samples = batch.consumed_samples
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
             self.saves.prepare()
@@ -205,7 +190,7 @@ class TrainingRun:
             )  # fmt: skip
             self.pictures.add(self.iteration, measured.layers)
         self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)
-        if self.engine.stop_votes:
+        if self.engine.distributed.stop_votes:
             return
         last = self.iteration == self.iterations
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
@@ -230,7 +215,7 @@ class TrainingRun:
             yield
         assert self.reporter is not None
         with self.reporter.pause():
-            profile = self.profiler.profile(len(batch.micro_batches))
+            profile = self.profiler.profile(self.engine.windows * len(batch.micro_batches))
             report(profile, self.reporter, number, batch.consumed_samples)
 
     def _loader(self, training: bool = True) -> BatchLoader:
@@ -247,7 +232,7 @@ class TrainingRun:
             dp_size=state.data.size,
             dp_rank=state.data.rank,
             need_images=self.engine.takes_images,
-            need_labels=self.engine.gives_logits,
+            need_labels=self.engine.takes_labels,
             num_workers=config.data.num_workers,
             skip_broken=config.data.skip_broken_samples,
             training=training,
@@ -256,7 +241,7 @@ class TrainingRun:
         )
 
     def _should_exit(self) -> bool:
-        return _due(self.iteration, self.config.training.exit_interval) or self.engine.stop_votes > 0
+        return _due(self.iteration, self.config.training.exit_interval) or self.engine.distributed.stop_votes > 0
 
     def _wants_to_stop(self) -> bool:
         """After a signal to this rank; after so many minutes by the first rank's clock, since clocks differ."""
@@ -270,47 +255,23 @@ class TrainingRun:
             return 0
         # All ranks of a replica that read images come to the same choice.
         mine = skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
-        return int(self.engine.sum_over_ranks([float(mine)])[0])
-
-    @contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        """Inside, the model has the average of its weights, where one is kept."""
-        if self.step.average is None:
-            yield
-            return
-        self.saves.settle()
-        with self.step.average.in_place():
-            self.engine.refresh_copies()
-            yield
-        self.engine.refresh_copies()
+        return int(self.engine.distributed.sum_over_ranks([float(mine)])[0])
 
     @placed("while evaluating")
     def _evaluate_if(self, due: bool) -> None:
         if not due or self.datasets.valid is None:
             return
         assert self.reporter is not None
-        totals = [0.0, 0.0, 0.0, 0.0]
         statistics.enable(False)  # what is logged is the traffic of training
         limit, loader = self.config.logging.eval_iters, self._loader(training=False)
-        with self.reporter.pause(), self._averaged_weights(), closing(loader.batches(limit=limit)) as batches:
-            for batch in batches:
-                parts = self.engine.evaluate(self.step.inputs(batch))
-                totals = [a + b for a, b in zip(totals, parts, strict=True)]
-            loss, samples, top1, top5 = self.engine.total(totals)
+        if self.engine.average is not None:
+            self.saves.settle()  # its values take the weights' place
+        with self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
+            record = self.engine.evaluate_on(batches)
             skipped = self._over_replicas(loader.skipped)
         statistics.enable()
-        self.saves.found(self.iteration, top1 / samples)
-        self.reporter.evaluation(
-            EvaluationRecord(
-                self.iteration,
-                self.consumed_samples,
-                int(samples),
-                loss / samples,
-                top1 / samples,
-                top5 / samples,
-                skipped,
-            )
-        )
+        self.saves.found(self.iteration, record.top1)
+        self.reporter.evaluation(replace(record, skipped_samples=skipped))
 
     @placed("while saving")
     def _save_if(self, due: bool) -> None:
@@ -333,7 +294,7 @@ class TrainingRun:
             self.saves.finish()
             raise
         if mended:
-            self.engine.refresh_copies()
+            self.engine.distributed.refresh_copies()
             self.reporter.line(f"WARNING: {mended}")
             self.reporter.text("replicas", mended)
 

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.setup import window_count, wire_options
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, measure_memory, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
 from megasnn.telemetry.reporter import Reporter
-from megasnn.training.setup import wire_options
 
 TRIAL_SECONDS = 3.0
 
@@ -60,7 +60,7 @@ class MemoryForecast:
 
 def forecast_memory(
     config: PretrainConfig,
-    engine: Engine,
+    distributed: DistributedModel,
     optimizer: torch.optim.Optimizer,
     plan: PipelinePlan,
     state: ParallelState,
@@ -75,17 +75,20 @@ def forecast_memory(
     if costs is None:
         wires = wire_options(config.parallel)
         try:
-            costs = measure_memory(engine.model, size, engine.context, state.device, wires, state.world, TRIAL_SECONDS)
+            costs = measure_memory(
+                distributed.model, size, distributed.context, state.device, wires, state.world, TRIAL_SECONDS
+            )
         except NotMeasuredError as reason:
             reporter.line(f"memory is not predicted: {reason}")
             return []
     peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
-    parameters = [entry.tensor for entry in engine.tensors if entry.is_parameter and entry.tensor.requires_grad]
+    parameters = [entry.tensor for entry in distributed.tensors if entry.is_parameter and entry.tensor.requires_grad]
+    held = (*distributed.copies, *distributed.tensors)
     times = 1 if config.optimizer.ema_decay is None else 2
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
-    copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*engine.copies, *engine.tensors)}
-    weights = sum(copies.values()) + (times - 1) * sum(entry.tensor.nbytes for entry in engine.tensors)
-    gradients = sum(entry.tensor.nbytes for entry in (*engine.tensors, *engine.copies) if entry.tensor.requires_grad)
+    copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
+    weights = sum(copies.values()) + (times - 1) * sum(entry.tensor.nbytes for entry in distributed.tensors)
+    gradients = sum(entry.tensor.nbytes for entry in held if entry.tensor.requires_grad)
     moments = state_bytes(parameters, config.optimizer)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save and state.data.rank == 0
@@ -98,7 +101,7 @@ def forecast_memory(
         kept=1e-6 * peak.kept,
         working=1e-6 * peak.working,
         messages=1e-6 * peak.messages,
-        samples=1e-6 * _sample_bytes(config, engine, plan.micro_batches, on_host),
+        samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
         snapshot=1e-6 * (weights + moments) * snapshots,
     )
     of_ranks = [mine] * state.world.size
@@ -107,12 +110,12 @@ def forecast_memory(
     return of_ranks
 
 
-def _sample_bytes(config: PretrainConfig, engine: Engine, micro_batches: int, on_host: bool) -> int:
+def _sample_bytes(config: PretrainConfig, distributed: DistributedModel, micro_batches: int, on_host: bool) -> int:
     """Of the batch that is trained on, and on the host the one read ahead; stages behind the first see no samples."""
-    if not engine.takes_images:
+    if not distributed.takes_images:
         return 0
-    of_sample = engine.context.dtype.itemsize
-    for length in engine.model.input_shape:
+    of_sample = distributed.context.dtype.itemsize
+    for length in config.model.input_shape:
         of_sample *= length
     batches = 2 if on_host and config.data.num_workers else 1
     return of_sample * micro_batches * config.training.micro_batch_size * batches

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megasnn.comm.clocks import clock_offsets
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Schedule, Simulation
@@ -38,19 +38,19 @@ class PipelineProfiler:
         plan: with measured costs.
     """
 
-    def __init__(self, engine: Engine, plan: PipelinePlan, state: ParallelState) -> None:
-        self._engine, self._plan, self._state = engine, plan, state
+    def __init__(self, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState) -> None:
+        self._distributed, self._plan, self._state = distributed, plan, state
         self._times: list[tuple[float, float]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around one training step."""
         self._times.clear()
-        self._engine.executor.observer = self._observe
+        self._distributed.executor.observer = self._observe
         try:
             yield
         finally:
-            self._engine.executor.observer = None
+            self._distributed.executor.observer = None
 
     def _observe(self, action: Action, start: float, end: float) -> None:
         self._times.append((start, end))

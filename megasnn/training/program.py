@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -14,12 +15,13 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
 from megasnn.process.signals import StopSignals
 from megasnn.process.torchrun import tell_torchrun
+from megasnn.telemetry.callback import Callback
 from megasnn.training.loop import TrainingRun
 
 SAVE_FAILED = 3
 
 
-def run(config: PretrainConfig) -> int:
+def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     """A whole run as a program: the exit status, with the error named on this rank's standard error.
 
     0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
@@ -28,9 +30,10 @@ def run(config: PretrainConfig) -> int:
 
     Args:
         config: validated (megasnn.config.validate).
+        callbacks: are told what happens.
     """
     try:
-        return 0 if _train(config) else SAVE_FAILED
+        return 0 if _train(config, callbacks) else SAVE_FAILED
     except Exception as error:
         cause, _ = cause_and_place(error)
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
@@ -43,7 +46,7 @@ def run(config: PretrainConfig) -> int:
     return 1
 
 
-def _train(config: PretrainConfig) -> bool:
+def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
     """A whole run: joins the ranks, builds, loads, trains, evaluates, saves.
 
     Returns:
@@ -63,12 +66,12 @@ def _train(config: PretrainConfig) -> bool:
             )
         stage = f"pipeline stage {state.pipeline.rank}"
         with placed(f"on {stage}"):
-            run = TrainingRun(config, state, stop)
+            run = TrainingRun(config, state, stop, callbacks)
 
         def step() -> str:
             return f"{stage}, after iteration {run.iteration}"
 
-        watch.place = lambda: run.engine.executor.place() or f"rank {state.rank}, {step()}"
+        watch.place = lambda: run.engine.distributed.executor.place() or f"rank {state.rank}, {step()}"
         with placed(lambda: f"on {step()}"):
             run.start()
             run.train()

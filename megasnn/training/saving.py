@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megasnn import checkpoint
 from megasnn.checkpoint.compare import config_differences
 from megasnn.checkpoint.description import BESIDE
 from megasnn.comm.agreement import all_do
-from megasnn.config import PretrainConfig, to_dict
-from megasnn.config.checks import flag
-from megasnn.config.data import CHANGES
+from megasnn.config import PretrainConfig
+from megasnn.config.identity import Identity, identity, recipe
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
 from megasnn.layers import BuildContext, KeyedLayer
-from megasnn.losses import LOSSES
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
 from megasnn.optim import state_kinds
@@ -27,10 +24,6 @@ from megasnn.process.fault import is_ending, placed
 from megasnn.process.job import JobFolder
 from megasnn.random import GENERATOR
 from megasnn.sharding import ShardedTensor
-from megasnn.training.step import TrainingStep
-
-Identity = dict[str, dict[str, object]]
-"""What makes two models the same, as `_identity` gives it."""
 
 
 @dataclass(frozen=True)
@@ -72,25 +65,25 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
 
     Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
     """
-    options, model, identity = config.checkpoint, config.model.name, _identity(config)
+    options, model, mine = config.checkpoint, config.model.name, identity(config)
 
     def refuse() -> Identity:
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
-            return identity
+            return mine
         saved = saved_model_name(metadata)
         if saved not in (None, model):
             raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
         if metadata.config is not None and not options.finetune:
             title = f"the checkpoint of --load {options.load} does not fit this run:"
-            raise_problems(title, config_differences(metadata.config, identity))
-        return identity
+            raise_problems(title, config_differences(metadata.config, mine))
+        return mine
 
     if options.load:  # each rank has taken from it what no flag gives
         of_first = checkpoint.first_decides(state.world.handle, refuse)
 
         def compare() -> None:
-            raise_problems(f"rank {state.rank}", config_differences(of_first, identity))
+            raise_problems(f"rank {state.rank}", config_differences(of_first, mine))
 
         all_do(state.world.handle, compare, f"not all ranks see the same checkpoint in --load {options.load}:")
 
@@ -100,28 +93,26 @@ class Saves:
 
     Args:
         dataset: fingerprint of the training data.
-        layout: layers of each chunk, for people who read the checkpoint.
     """
 
     def __init__(
         self,
         config: PretrainConfig,
         engine: Engine,
-        step: TrainingStep,
         state: ParallelState,
         dataset: object,
-        layout: str,
     ) -> None:
         self._options, self._engine, self._state = config.checkpoint, engine, state
         self._model = config.model
-        self._optimizer, self._average, self._layout = step.optimizer, step.average, layout
+        self._optimizer, self._average = engine.optimizer, engine.average
+        self._tensors = engine.saved_tensors()
         self._state_kinds = state_kinds(config.optimizer)
-        if refused := [entry.name for entry in engine.tensors if entry.name.startswith(BESIDE)]:
+        if refused := [entry.name for entry in engine.distributed.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
-        self._identity = _identity(config)
+        self._identity = identity(config)
         self._data_identity = _data_identity(config, dataset)
-        self._recipe = _recipe(config)
-        self._draws = config.data.draws or _draws(engine.model)
+        self._recipe = recipe(config)
+        self._draws = config.data.draws or _draws(engine.distributed.model)
         self._job: JobFolder | None = None
         self._saver: checkpoint.Saver | None = None
         self._evaluates_only = config.training.evaluate_only
@@ -129,6 +120,7 @@ class Saves:
         self._best_before: _Best | None = None
         self._saves_best = False
         self.report: Callable[[str], None] = print
+        self.complete: Callable[[int, Path], None] = lambda iteration, path: None
 
     def load(self) -> StartingPoint:
         """Claims the folder to save in, and fills the engine with what the run starts from. Collective.
@@ -144,13 +136,13 @@ class Saves:
             elif options.load_spikingjelly:
                 theirs = checkpoint.read_state_dict(options.load_spikingjelly)
                 weights = self._model.from_spikingjelly(theirs)
-                checkpoint.load_globals_into(self._engine.tensors, weights, self._state.world.handle)
+                checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._state.world.handle)
                 begin = StartingPoint()
             elif options.load:
                 begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
             else:
                 begin = StartingPoint()
-        self._engine.refresh_copies()
+        self._engine.distributed.refresh_copies()
         if self._average is not None and not begin.averaged:
             self._average.restart()
         return replace(begin, notice="\n".join(filter(None, (notice, begin.notice))))
@@ -181,6 +173,7 @@ class Saves:
             background=options.async_save,
             retention=checkpoint.Retention(options.keep_last, options.keep_every, others),
             report=self._tell,
+            complete=lambda iteration, path: self.complete(iteration, path),
         )
         return resumes, notice
 
@@ -191,7 +184,7 @@ class Saves:
         try:
             loaded = checkpoint.load_checkpoint(
                 folder,
-                tensors=self._engine.tensors,
+                tensors=self._engine.distributed.tensors,
                 optimizer=None if leaves_optimizer else self._optimizer,
                 optimizer_state=self._state_kinds,
                 model=self._model.name,
@@ -242,10 +235,10 @@ class Saves:
 
     def _take_weights(self, folder: str) -> StartingPoint:
         """Only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
-        head = self._engine.model.layers[-1].name
+        head = self._engine.distributed.model.layers[-1].name
         loaded = checkpoint.load_checkpoint(
             folder,
-            tensors=self._engine.tensors,
+            tensors=self._engine.distributed.tensors,
             model=self._model.name,
             step=self._options.ckpt_step,
             process_group=self._state.world.handle,
@@ -276,33 +269,27 @@ class Saves:
 
     def entries(self) -> list[ShardedTensor]:
         """All tensors of this rank that a checkpoint holds: parameters, buffers, and the optimizer's state so far."""
-        return checkpoint.with_optimizer(self._tensors(), self._optimizer)
-
-    def _tensors(self) -> list[ShardedTensor]:
-        """Parameters and buffers, and their average where one is kept."""
-        return [*self._engine.tensors, *(self._average.tensors if self._average is not None else ())]
+        return checkpoint.with_optimizer(self._tensors, self._optimizer)
 
     def prepare(self) -> None:
         """After the first step, when the optimizer has its state: memory for saves in the background."""
         if self._saver is not None:
-            self._saver.prepare(self._tensors(), self._optimizer)
+            self._saver.prepare(self._tensors, self._optimizer)
 
     def save(self, iteration: int, consumed_samples: int) -> None:
         """Saves unless this iteration is saved already, or tells why it cannot be. Collective."""
         if self._saver is None:
             return
         self._settle_best()
-        grid = self._state.grid
-        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
-        layout = {**sizes, "virtual": len(self._engine.chunks), "bounds": self._layout}
         extra: dict[str, object] = {**self._data_identity, "recipe": self._recipe, "generator": GENERATOR}
         if self._best is not None:
             extra["best"] = asdict(self._best)
         progress = checkpoint.Progress(
-            iteration, consumed_samples, extra, self._identity, layout, self._model.name, self.at_best(iteration)
-        )
+            iteration, consumed_samples, extra, self._identity, self._engine.layout(), self._model.name,
+            self.at_best(iteration),
+        )  # fmt: skip
         self._saves_best = progress.best
-        self._saver.save(progress, self._tensors(), self._optimizer)
+        self._saver.save(progress, self._tensors, self._optimizer)
 
     def found(self, iteration: int, accuracy: float) -> None:
         """An evaluation of this iteration found this share of right answers, the same on every rank."""
@@ -351,39 +338,7 @@ def _data_identity(config: PretrainConfig, dataset: object) -> dict[str, object]
     return {"dataset": dataset, **order, "frames": frames}
 
 
-def _recipe(config: PretrainConfig) -> dict[str, object]:
-    """Flags that define what is computed and that a run may change on its way."""
-    training, optimizer = config.training, config.optimizer
-    flags: dict[str, object] = {
-        "--optimizer": optimizer.optimizer,
-        "--freeze": optimizer.freeze,
-        "--lr-scale-of": optimizer.lr_scale_of,
-        "--weight-decay-of": optimizer.weight_decay_of,
-        "--ema-decay": optimizer.ema_decay,
-        "--loss": training.loss,
-        "--label-smoothing": training.label_smoothing,
-        **{flag(name): getattr(config.data, name) for name in ("augment", *CHANGES)},
-        "--micro-batch-size": training.micro_batch_size,
-        "--global-batch-size": training.global_batch_size,
-        "--precision": training.precision,
-    }
-    return flags | {flag(name): getattr(training, name) for name in LOSSES[training.loss].flags}
-
-
 def _draws(model: ModelDescription) -> bool:
     """Whether any layer of the model, on whatever stage, draws random numbers in training."""
     modules = (module for layer in model.build(BuildContext()) for module in layer.modules())
     return any(isinstance(module, KeyedLayer) and module.draws for module in modules)
-
-
-def _identity(config: PretrainConfig) -> Identity:
-    """What makes two models the same: dimensions, whatever the variant is called or how it is cut over ranks, and
-    neuron, whatever its backend. What older checkpoints lack is left out where it has its default."""
-    dimensions: Any = config.model
-    model, neuron = to_dict(dimensions), to_dict(config.neuron)
-    for entry in fields(dimensions):
-        as_before = entry.metadata.get("added_later") and getattr(dimensions, entry.name) == entry.default
-        if as_before or entry.metadata.get("same_function"):
-            del model[entry.name]
-    del neuron["neuron_backend"]
-    return {"model": model, "neuron": neuron}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from megasnn.comm.statistics import statistics
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars
 from megasnn.telemetry.rasters import RasterRecorder
@@ -41,15 +40,13 @@ class Watch:
         timers: of the phases of a step.
     """
 
-    def __init__(self, engine: Engine, state: ParallelState) -> None:
-        self._engine, self._state = engine, state
+    def __init__(self, model: DistributedModel, state: ParallelState, timers: Timers) -> None:
+        self._distributed, self._state, self.timers = model, state, timers
         self._counted_from = 0
-        self._order = [layer.name for layer in engine.model.layers]
+        self._order = [layer.name for layer in model.model.layers]
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
-        for name, neuron in engine.neurons():
+        for name, neuron in model.neurons():
             neuron.observer = partial(self._observe, name)
-        waits = state.device.type == "cuda"
-        self.timers = Timers(partial(torch.cuda.synchronize, state.device)) if waits else Timers()
         # A group of one rank sends nothing.
         self._groups = [name for name in ("tensor", "data") if getattr(state, name).size > 1]
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
@@ -81,6 +78,6 @@ class Watch:
         if not self._groups:
             return {}, 0
         volumes = [float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine]
-        *sums, unfit = self._engine.sum_over_ranks([*volumes, unfit_here])
+        *sums, unfit = self._distributed.sum_over_ranks([*volumes, unfit_here])
         names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in self._groups]
         return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}, int(unfit)

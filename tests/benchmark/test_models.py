@@ -37,7 +37,7 @@ def test_a_step_of_each_library(name: str) -> None:
     try:
         works = (
             SpikingJellyStep(model, 4, "fp32", state.device),
-            megasnn_step(model, state, 4, 2, "fp32", "auto", "auto"),
+            megasnn_step(model, 4, 2, "fp32", "auto"),
         )
         for work in works:
             loss = work.forward_backward()

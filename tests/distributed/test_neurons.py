@@ -21,18 +21,18 @@ def sequence(channels: int = 8) -> torch.Tensor:
 def _carried_over_in_two_parts() -> tuple[torch.Tensor, tuple[int, ...], bool]:
     state = initialize_model_parallel(2)
     try:
-        layer = ParallelLIF(NeuronSpec(tau=1.7), BuildContext(state.tensor, torch.float64), carry_over=True)
+        layer = ParallelLIF(NeuronSpec(tau=1.7), BuildContext(state.tensor, torch.float64, carries=True))
         x = sequence().chunk(2, dim=2)[state.tensor.rank]
         spikes = torch.cat([layer(x[:4]), layer(x[4:])])
         assert layer.v is not None
         held = tuple(layer.v.shape)
-        layer.reset()
+        layer.forget()
         return spikes, held, layer.v is None
     finally:
         destroy_model_parallel()
 
 
-def test_state_is_local_and_carried_over_until_reset(ranks) -> None:
+def test_state_is_local_and_carried_over_until_forgotten(ranks) -> None:
     node = neuron.LIFNode(tau=1.7, surrogate_function=surrogate.Sigmoid(), detach_reset=True, step_mode="m")
     expected = node(sequence())
     parts = ranks(2, _carried_over_in_two_parts)
@@ -40,7 +40,7 @@ def test_state_is_local_and_carried_over_until_reset(ranks) -> None:
     assert all(held == (2, 4, 5) and forgotten for _, held, forgotten in parts)
 
 
-def test_without_carry_over_every_call_starts_at_rest() -> None:
+def test_otherwise_every_call_starts_at_rest() -> None:
     layer, node = ParallelIF(NeuronSpec(kind="if"), BuildContext(dtype=torch.float64)), neuron.IFNode(step_mode="m")
     for part in sequence().split(3):
         functional.reset_net(node)
@@ -55,13 +55,13 @@ def test_a_description_of_another_neuron_is_refused() -> None:
 
 def test_a_unit_takes_a_neuron_that_carries_its_potential_over() -> None:
     """One call on all steps gives what two calls on halves give, with the norm's statistics of evaluation."""
-    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
-    unit = ConvNormNeuron(8, 8, 1, context, neuron=ParallelLIF(NeuronSpec(), context, carry_over=True)).eval()
+    context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, carries=True)
+    unit = ConvNormNeuron(8, 8, 1, context).eval()
     materialise([("unit", unit)], torch.device("cpu"), 0)
     x = 4 * sequence().unsqueeze(-1)
     whole = unit(x)
-    unit.neuron.reset()
+    unit.neuron.forget()
     halves = torch.cat([unit(x[:3]), unit(x[3:])])
     assert torch.equal(halves, whole) and 0 < whole.mean() < 1
-    unit.neuron.reset()
+    unit.neuron.forget()
     assert not torch.equal(unit(x[3:]), whole[3:])

@@ -24,12 +24,13 @@ from megasnn.checkpoint.files import PieceWriter
 from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck
 from megasnn.data_parallel.checksum import in_memory_order
+from megasnn.engine import Engine
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
+from megasnn.telemetry.logline import StepResult
 from megasnn.training import program
 from megasnn.training.loop import TrainingRun
-from megasnn.training.step import StepResult, TrainingStep
 
 MICRO_BATCHES = 2  # of a step, on every rank
 PID_FILE = "MEGASNN_TEST_PID_FILE"
@@ -141,16 +142,16 @@ def raise_at_the_end() -> None:
 
 def nan_in_the_weights() -> None:
     """Before the third step, in the projection of the first attention."""
-    step = TrainingStep.__call__
+    step = Engine.train_on
 
-    def poisoned(self: TrainingStep, batch: GlobalBatch, iteration: int) -> StepResult:
-        if iteration == 2:
-            for entry in self._engine.tensors:
+    def poisoned(self: Engine, batch: GlobalBatch) -> StepResult:
+        if self.iteration == 2:
+            for entry in self.distributed.tensors:
                 if entry.name == "blocks.0.attention.projection.conv.weight":
                     entry.tensor.data.fill_(float("nan"))
-        return step(self, batch, iteration)
+        return step(self, batch)
 
-    mock.patch.object(TrainingStep, "__call__", poisoned).start()
+    mock.patch.object(Engine, "train_on", poisoned).start()
 
 
 def flip_in_a_weight() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import megasnn
 from megasnn.checkpoint import load_globals_into
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
@@ -257,7 +257,7 @@ def one_step(name: str, layout: Layout, weights: dict[str, Tensor]) -> RankStep:
         model = describe(MODELS[name][0])
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        engine = Engine(model, state, BuildContext(state.tensor, torch.float64, torch.float64), bounds, plan)
+        engine = DistributedModel(model, state, BuildContext(state.tensor, torch.float64, torch.float64), bounds, plan)
         load_globals_into(engine.tensors, weights, state.world.handle)
         return record_step(engine, state, *data(name), SIZES[0])
     finally:

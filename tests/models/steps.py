@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.model import Model
@@ -41,7 +41,9 @@ def one_step(model: Model, layout: Layout, dtype: torch.dtype = torch.float64) -
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
         context = BuildContext(state.tensor, dtype, dtype)
         x, labels = images(model)
-        return record_step(Engine(described, state, context, bounds, plan), state, x.to(dtype), labels, SIZES[0])
+        return record_step(
+            DistributedModel(described, state, context, bounds, plan), state, x.to(dtype), labels, SIZES[0]
+        )
     finally:
         destroy_model_parallel()
 

@@ -16,7 +16,7 @@ from megasnn.bundle import Bundle, entries_of, logits_of
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.building import describe
@@ -100,7 +100,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     state = initialize_model_parallel(1, 1)
     try:
         plan = plan_schedule("interleaved" if chunks > 1 else "1f1b", 1, chunks)
-        engine = Engine(model, state, BuildContext(), bounds, plan)
+        engine = DistributedModel(model, state, BuildContext(), bounds, plan)
         x, labels = images(Random())
         batches = [MicroBatchInput(x[i : i + 2].float(), labels[i : i + 2], 2, range(i, i + 2)) for i in (0, 2)]
         loss = engine.forward_backward(batches, 4)
@@ -126,7 +126,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
     statistics.enable()
     try:
         model = describe(Bundles())
-        engine = Engine(model, state, BuildContext(), [range(2), range(2, 6)], "1f1b")
+        engine = DistributedModel(model, state, BuildContext(), [range(2), range(2, 6)], "1f1b")
         x, labels = images(Bundles())
         first, last = engine.takes_images, engine.gives_logits
         micro = MicroBatchInput(x[:2].float() if first else None, labels[:2] if last else None, 2, range(2))
@@ -168,7 +168,7 @@ def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
     try:
         context = BuildContext(state.tensor, torch.float64, torch.float64)
         bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
-        engine = Engine(describe(Bundles()), state, context, bounds, "1f1b", loss=_bounded)
+        engine = DistributedModel(describe(Bundles()), state, context, bounds, "1f1b", loss=_bounded)
         x, labels = images(Bundles())
         micro = MicroBatchInput(x, labels, len(x), range(len(x)))
         return engine.forward_backward([micro], len(x)), engine.total(engine.evaluate([micro]))

@@ -18,7 +18,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.convert.opening import open_source
 from megasnn.convert.rank_files import reshard
 from megasnn.convert.target import Target
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.building import describe
@@ -80,7 +80,7 @@ def _one_micro_batch() -> dict[str, Tensor]:
     state = initialize_model_parallel(1, 1)
     try:
         context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
-        engine = Engine(describe(model), state, context, [range(9)], "1f1b", 5)
+        engine = DistributedModel(describe(model), state, context, [range(9)], "1f1b", 5)
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
         engine.forward_backward([MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))

@@ -10,7 +10,7 @@ from torch import Tensor
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.whole import load_globals_into
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
@@ -71,12 +71,12 @@ def build_engine(
     backend: str = "auto",
     spec: NeuronSpec | None = None,
     bounds: list[range] | None = None,
-) -> Engine:
+) -> DistributedModel:
     model = describe(model_config(), spec or NeuronSpec())
     context = BuildContext(state.tensor, dtype, dtype, backend)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-    return Engine(model, state, context, bounds, plan)
+    return DistributedModel(model, state, context, bounds, plan)
 
 
 def one_step(
@@ -103,7 +103,7 @@ def one_step(
 
 
 def record_step(
-    engine: Engine, state: ParallelState, images: Tensor, labels: Tensor, micro_batch_size: int
+    engine: DistributedModel, state: ParallelState, images: Tensor, labels: Tensor, micro_batch_size: int
 ) -> RankStep:
     """This rank's part of a step on the whole batch, and all that it came to."""
     sizes = micro_batch_sizes(len(labels), micro_batch_size)

@@ -216,14 +216,14 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
     seen = RecipeRun()
     try:
         run = TrainingRun(config, state)
-        step = run.engine.forward_backward
+        step = run.engine.distributed.forward_backward
 
         def watched(micro_batches, global_batch_size):
             seen.batches.append([(micro.images, micro.labels) for micro in micro_batches])
             seen.losses.append(step(micro_batches, global_batch_size))
             return seen.losses[-1]
 
-        run.engine.forward_backward = watched  # type: ignore[method-assign]
+        run.engine.distributed.forward_backward = watched  # type: ignore[method-assign]
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run.start()
         run.train()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.schedule import plan_schedule
@@ -46,7 +46,7 @@ def samples_of(micro_batches: int) -> int:
     return 2 * micro_batches - micro_batches % 2
 
 
-def micro_batches(engine: Engine, samples: int) -> list[MicroBatchInput]:
+def micro_batches(engine: DistributedModel, samples: int) -> list[MicroBatchInput]:
     images, labels = reference.data(2 * MOST, torch.float32)
     sizes = micro_batch_sizes(samples, min(2, samples))
     pieces = zip(images[:samples].split(sizes), labels[:samples].split(sizes), sizes, strict=True)
@@ -69,7 +69,7 @@ class Bits:
     tensors: dict[str, str]
 
 
-def step(engine: Engine, samples: int) -> Bits:
+def step(engine: DistributedModel, samples: int) -> Bits:
     """One training step and one evaluation. Nothing is left over for the next call."""
     before = [(e.tensor, e.tensor.clone()) for e in engine.tensors if not e.is_parameter]
     batches = micro_batches(engine, samples)

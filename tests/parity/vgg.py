@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint import load_globals_into
 from megasnn.comm.codec import Content
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
@@ -177,7 +177,7 @@ def one_step(
         context = BuildContext(state.tensor, dtype, dtype, backend, seed=SEED)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        engine = Engine(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
+        engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
         load_globals_into(engine.tensors, vgg_from_spikingjelly(weights, POOLS), state.world.handle)
         return record_step(engine, state, *data(dtype), SIZES[0])
     finally:

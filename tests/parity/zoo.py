@@ -13,7 +13,7 @@ from spikingjelly.activation_based import functional, neuron
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_globals_into
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
@@ -149,7 +149,7 @@ def one_step(
         context = BuildContext(state.tensor, dtype, dtype)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        engine = Engine(model, state, context, bounds, plan)
+        engine = DistributedModel(model, state, context, bounds, plan)
         if weights is not None:
             load_globals_into(engine.tensors, case.model.from_spikingjelly(weights), state.world.handle)
         return record_step(engine, state, *data(case.model, dtype), SIZES[0])

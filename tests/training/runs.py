@@ -21,6 +21,7 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline import plan
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.link import LinkCost
+from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
 
@@ -51,10 +52,10 @@ class Outcome:
     pieces: Pieces = field(default_factory=list)
 
 
-def train(cache: str, *flags: str, only_load: bool = False) -> Outcome:
+def train(cache: str, *flags: str, only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
     """On every rank of an initialised world, or in a process by itself."""
     os.environ["MEGASNN_CACHE"] = cache
-    return train_model("spikformer", [*TINY, *flags], only_load)
+    return train_model("spikformer", [*TINY, *flags], only_load, callbacks)
 
 
 def train_vgg(*flags: str) -> Outcome:
@@ -62,7 +63,7 @@ def train_vgg(*flags: str) -> Outcome:
     return train_model("vgg_dvs", [*TINY_VGG, *flags])
 
 
-def train_model(model: str, flags: list[str], only_load: bool = False) -> Outcome:
+def train_model(model: str, flags: list[str], only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
     """The same for any model of the table, without flags of its own."""
     config = parse(run_config(MODELS[model]), flags)
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -70,7 +71,7 @@ def train_model(model: str, flags: list[str], only_load: bool = False) -> Outcom
     parallel = config.parallel
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
-        run = TrainingRun(config, state)
+        run = TrainingRun(config, state, callbacks=callbacks)
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run.start()
         if not only_load:
@@ -88,7 +89,7 @@ def pieces_of(run: TrainingRun) -> Pieces:
             entry.shard.global_shape,
             [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()],
         )
-        for entry in run.engine.tensors
+        for entry in run.engine.distributed.tensors
     ]
 
 

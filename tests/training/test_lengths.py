@@ -10,9 +10,9 @@ import torch
 
 from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata, saver
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.training import loop
 from tests.training.runs import train, whole
 
 BEST = "best_checkpointed_iteration.txt"
@@ -98,9 +98,9 @@ def accuracies(monkeypatch, *values: float) -> None:
     """Evaluations find these shares of right answers, one after the other."""
     monkeypatch.undo()
     coming = iter(values)
-    total = loop.Engine.total
+    total = DistributedModel.total
     monkeypatch.setattr(
-        loop.Engine,
+        DistributedModel,
         "total",
         lambda engine, sums: [*(found := total(engine, sums))[:2], next(coming) * found[1], found[3]],
     )

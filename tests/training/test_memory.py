@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megasnn.config import parse
-from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
@@ -83,7 +83,7 @@ def test_what_lies_in_the_hosts_memory_is_no_part_of_a_gpus(monkeypatch, device,
     try:
         bounds = (range(len(model.layers)),)
         plan = PipelinePlan(bounds, plan_schedule("1f1b", 1, 1), 3)
-        engine = Engine(model, state, BuildContext(), bounds, plan.schedules)
+        engine = DistributedModel(model, state, BuildContext(), bounds, plan.schedules)
         optimizer = build_optimizer(engine.tensors, config.optimizer)
         monkeypatch.setattr(memory, "held_memory_mb", lambda _: 1000.0)
         reporter = Reporter(RunOutline(1, 1), is_writer=False)

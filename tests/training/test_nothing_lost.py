@@ -10,12 +10,12 @@ import torch
 from megasnn.checkpoint import CheckpointError, NoCheckpointError
 from megasnn.comm.codec import Content
 from megasnn.data import GlobalBatch
+from megasnn.engine.batches import Batches
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.sharding import materialise
 from megasnn.training import saving
-from megasnn.training.step import TrainingStep
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
 from tests.training.runs import train, whole
@@ -41,16 +41,16 @@ def test_a_step_that_is_not_merged_leaves_the_running_statistics_alone() -> None
 
 
 def test_a_run_with_a_broken_step_ends_with_finite_tensors(tmp_path_factory, monkeypatch) -> None:
-    inputs = TrainingStep.inputs
+    inputs = Batches.inputs
     batches = count()
 
-    def with_nan(step: TrainingStep, batch: GlobalBatch) -> list[MicroBatchInput]:
-        made = inputs(step, batch)
+    def with_nan(made_of: Batches, batch: GlobalBatch) -> list[MicroBatchInput]:
+        made = inputs(made_of, batch)
         if next(batches) == 1:
             made[0].images[0, 0, 0, 0] = float("nan")
         return made
 
-    monkeypatch.setattr(TrainingStep, "inputs", with_nan)
+    monkeypatch.setattr(Batches, "inputs", with_nan)
     outcome = train(str(tmp_path_factory.mktemp("cache")), "--train-iters", "3", "--eval-iters", "0")
     tensors = whole([outcome])
     assert all(torch.isfinite(value).all() for value in tensors.values())

@@ -12,7 +12,8 @@ from megasnn.checkpoint import list_checkpoints
 from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.data_parallel.checksum import in_memory_order
-from megasnn.training.step import StepResult, TrainingStep
+from megasnn.engine import Engine
+from megasnn.telemetry.logline import StepResult
 from tests.training.runs import train
 
 WEIGHT = "blocks.0.mlp.fc1.conv.weight"
@@ -23,21 +24,21 @@ FLAGS = ("--train-iters", "6", "--eval-iters", "0", "--neuron-backend", "torch")
 
 def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
     """The largest bit of the mantissa of a number flips before the fourth step. "" where nobody noticed."""
-    step, compare = TrainingStep.__call__, ReplicaCheck.__call__
+    step, compare = Engine.train_on, ReplicaCheck.__call__
     here = torch.distributed.get_rank() == faulty
     holds = []
 
-    def flipped(self: TrainingStep, batch: GlobalBatch, iteration: int) -> StepResult:
-        if iteration == 3 and here:
+    def flipped(self: Engine, batch: GlobalBatch) -> StepResult:
+        if self.iteration == 3 and here:
             (entry,) = [entry for entry in holds[0]._entries() if entry.name == name]
             in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1 << 22
-        return step(self, batch, iteration)
+        return step(self, batch)
 
     def kept(self: ReplicaCheck, iteration: int) -> str:
         holds[:] = [self]
         return compare(self, iteration)
 
-    with mock.patch.object(TrainingStep, "__call__", flipped), mock.patch.object(ReplicaCheck, "__call__", kept):
+    with mock.patch.object(Engine, "train_on", flipped), mock.patch.object(ReplicaCheck, "__call__", kept):
         try:
             train(cache, *FLAGS, *flags)
         except ReplicaError as error:

@@ -10,9 +10,9 @@ import torch
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn import engine
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import OptimizerConfig
+from megasnn.engine import distributed_model
 from megasnn.losses.sums import count_correct
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import learning_rate
@@ -129,7 +129,7 @@ def test_the_accuracy_of_training_is_that_of_its_logits(ranks, cache, tmp_path, 
         correct.append(sum(one == other for one, other in zip(best, labels.tolist(), strict=True)))
         return count_correct(logits, labels)
 
-    monkeypatch.setattr(engine, "count_correct", counted)
+    monkeypatch.setattr(distributed_model, "count_correct", counted)
     for layout in ((), ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2"), ("data",)):
         folder = tmp_path / f"run{len(found)}"
         flags = (*common, "--tensorboard-dir", str(folder), *(flag for flag in layout if flag != "data"))

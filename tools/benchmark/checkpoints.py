@@ -127,8 +127,8 @@ class _Run:
 
     def __init__(self, flags: CheckpointBenchmark, folder: Path, state: ParallelState) -> None:
         self._flags, self._folder = flags, folder
-        self._work = megasnn_step(flags.model(), state, 1, 1, "fp32", "auto", "auto")
-        self._engine, self._optimizer = self._work.engine, self._work.optimizer
+        self._work = megasnn_step(flags.model(), 1, 1, "fp32", "auto")
+        self._tensors, self._optimizer = self._work.engine.distributed.tensors, self._work.engine.optimizer
         self._identity = {"model": to_dict(flags.model()), "neuron": to_dict(NeuronConfig())}
         self._step()
         self._at_once, self._aside = (
@@ -140,7 +140,7 @@ class _Run:
             )
             for name in ("at_once", "aside")
         )
-        self._aside.prepare(self._engine.tensors, self._optimizer)
+        self._aside.prepare(self._tensors, self._optimizer)
 
     def round(self, number: int) -> dict[str, float]:
         """Seconds of each of FIGURES."""
@@ -210,12 +210,12 @@ class _Run:
         self._work.update()
 
     def _save(self, saver: Saver, number: int) -> None:
-        saver.save(Progress(number, number, {}, self._identity, {"bounds": ""}), self._engine.tensors, self._optimizer)
+        saver.save(Progress(number, number, {}, self._identity, {"bounds": ""}), self._tensors, self._optimizer)
         if saver.failed:
             raise OSError(f"the checkpoint could not be written to {self._folder}; give another --folder")
 
     def _load(self) -> None:
-        load_checkpoint(self.saved.parent, tensors=self._engine.tensors, optimizer=self._optimizer)
+        load_checkpoint(self.saved.parent, tensors=self._tensors, optimizer=self._optimizer)
 
 
 def _copy(files: list[Path], folder: Path, priority: tuple[str, ...] = ()) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.statistics import statistics
-from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 from tools.benchmark.layouts_figures import Memory, Preparation, Turn
 from tools.benchmark.layouts_flags import LayoutBenchmark
@@ -57,21 +57,23 @@ class LayoutRank:
         model, samples = flags.dimensions(), flags.samples(row)
         if row.library == SPIKINGJELLY:
             return SpikingJellyStep(model, samples, flags.precision, self._device)
+        self._join()
         return megasnn_step(
             model,
-            self._join(),
             samples,
             flags.micro_batch_size(row),
             flags.precision,
             flags.neuron_backend,
-            flags.pipeline_schedule,
+            tensor_model_parallel_size=row.tensor,
+            pipeline_model_parallel_size=row.pipeline,
+            pipeline_schedule=flags.pipeline_schedule,
         )
 
-    def _join(self) -> ParallelState:
+    def _join(self) -> None:
         task, row = self._task, self._row
         if task.ranks > 1:
             join_ranks(task.store, task.rank, task.ranks, "nccl" if self._device.type == "cuda" else "gloo")
-        return initialize_model_parallel(row.tensor, row.pipeline, self._device)
+        initialize_model_parallel(row.tensor, row.pipeline, self._device)
 
     def _steps(self, count: int) -> Turn:
         turn = Turn([self._now()], [], [])
@@ -105,10 +107,10 @@ def _device(task: LayoutTask) -> torch.device:
 def _warm_up(flags: LayoutBenchmark, device: torch.device) -> None:
     """A step of a tiny model in both libraries: lazy imports and compiled kernels belong to the baseline of memory."""
     model = tiny(flags.dimensions())
-    state = initialize_model_parallel(device=device)
+    initialize_model_parallel(device=device)
     works: list[TrainingStep] = [
         SpikingJellyStep(model, 2, flags.precision, device),
-        megasnn_step(model, state, 2, 2, flags.precision, flags.neuron_backend, "auto"),
+        megasnn_step(model, 2, 2, flags.precision, flags.neuron_backend),
     ]
     for work in works:
         work.forward_backward()

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megasnn.comm.statistics import statistics
+from megasnn.config import ParallelConfig, TrainingConfig
+from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
@@ -21,11 +23,10 @@ from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.evaluate import idle_share
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
-from megasnn.training.setup import build_context
-from tools.benchmark.models import IMAGE_SIZES, Dimensions
+from tools.benchmark.models import IMAGE_SIZES, Dimensions, configuration
 from tools.benchmark.pipeline_flags import ONE_BATCH, ModelName, PipelineBenchmark, PipelineTurn
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
-from tools.benchmark.training_steps import MegaSNNStep
+from tools.benchmark.training_steps import ENDLESS, OPTIMIZER, MegaSNNStep
 
 
 class PipelineRank:
@@ -38,7 +39,8 @@ class PipelineRank:
         if task.ranks > 1:
             join_ranks(task.store, task.rank, task.ranks)
         self._state = initialize_model_parallel(1, task.ranks, self._device)
-        self._model = describe(_dimensions(model))
+        self._dimensions = _dimensions(model)
+        self._model = describe(self._dimensions)
         self._context = build_context(self._state, "fp32", "auto")
         self._rows: dict[str, _Row] = {}
         self._costs: PipelineCosts | None = None
@@ -80,7 +82,13 @@ class PipelineRank:
         count, size = (1, flags.samples) if name == ONE_BATCH else (flags.micro_batches, flags.micro_batch_size)
         request = PipelineRequest(schedule, chunks_of_schedule(schedule), None, None, size, (count,))
         plan = plan_pipeline(self._model, request, self._context, state, WireOptions(), self._costs)
-        return _Row(plan, MegaSNNStep(self._model, state, self._context, plan, flags.samples, size), count)
+        config = configuration(
+            self._dimensions,
+            training=TrainingConfig(micro_batch_size=size, global_batch_size=flags.samples, train_iters=ENDLESS),
+            parallel=ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule),
+            optimizer=OPTIMIZER,
+        )
+        return _Row(plan, MegaSNNStep(config, plan), count)
 
     def _forward_ratio(self) -> float | None:
         """Bytes of activations that all stages send, as a part of what they take unpacked; None without stages."""
@@ -102,9 +110,8 @@ class _Row:
         """Seconds of a whole step, and of its schedule. All ranks begin together and end together."""
         _together()
         start = time.perf_counter()
-        self._work.run_schedule()
+        self._work.forward_backward()
         middle = time.perf_counter()
-        self._work.merge_statistics()
         self._work.update()
         _together()
         return time.perf_counter() - start, middle - start
@@ -114,7 +121,7 @@ class _Row:
         release_free_memory()
         reset_peak_memory(device)
         before = peak_memory_mb(device)
-        self._work.run_schedule()
+        self._work.forward_backward()
         return peak_memory_mb(device) - before
 
     def about(self, forward_ratio: float | None) -> dict[str, Any]:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from spikingjelly.activation_based import functional
 from torch import Tensor
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.config.optimizer import OptimizerConfig
-from megasnn.config.parallel import ParallelConfig, ScheduleName
+from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
+from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
-from megasnn.optim import build_optimizer
-from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
-from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.training.setup import build_context, plan_of
-from tools.benchmark.models import Dimensions, spikingjelly_model
+from tools.benchmark.models import Dimensions, configuration, spikingjelly_model
 
-OPTIMIZER = OptimizerConfig()
+OPTIMIZER = OptimizerConfig(lr_decay_style="constant")
+ENDLESS = 10**9  # steps
+Precision = Literal["fp32", "bf16", "fp64"]
 
 
 class TrainingStep(Protocol):
@@ -73,56 +70,52 @@ class SpikingJellyStep:
 
 
 class MegaSNNStep:
-    """As the training loop does it, gradient norm and clipping included, on this rank of a layout."""
+    """As the training loop does it, gradient norm and clipping included, on this rank of a layout.
 
-    def __init__(
-        self,
-        model: ModelDescription,
-        state: ParallelState,
-        context: BuildContext,
-        plan: PipelinePlan,
-        samples: int,
-        micro_batch_size: int,
-    ) -> None:
-        sizes = micro_batch_sizes(samples, micro_batch_size)
-        self._samples, self._most = samples, len(micro_batches_of(len(sizes), state.data.size, 0))
-        self.layout = layers_per_chunk(plan.bounds) if len(plan.bounds) > 1 else ""
-        self.engine = Engine(model, state, context, plan.bounds, plan.schedules)
-        self.optimizer = build_optimizer(self.engine.tensors, OPTIMIZER)
-        self._micro_batches = _local_micro_batches(model, self.engine, samples, sizes)
+    Args:
+        plan: of the pipeline; None: as training plans it.
+    """
+
+    def __init__(self, config: PretrainConfig, plan: PipelinePlan | None = None) -> None:
+        self.engine = Engine(config, length=Length(ENDLESS), plan=plan)
+        training, bounds = config.training, self.engine.plan.bounds
+        self.layout = layers_per_chunk(bounds) if len(bounds) > 1 else ""
+        self._samples = training.global_batch_size
+        images, labels = _random_batch(self.engine.distributed.model, self._samples)
+        batches = self.engine.batches
+        self._micro_batches = [
+            # Copies: a view would keep the whole batch in memory.
+            replace(micro, images=_copied(micro.images), labels=_copied(micro.labels))
+            for micro in batches.inputs(batches.share(images, labels, self._samples, 0))
+        ]
+        self._loss = 0.0
 
     def forward_backward(self) -> float:
-        loss = self.run_schedule()
-        self.merge_statistics()
-        return loss
-
-    def run_schedule(self) -> float:
         """From the first to the last action: up to the reduced gradients; returns the loss."""
-        return self.engine.forward_backward(self._micro_batches, self._samples)
-
-    def merge_statistics(self) -> None:
-        self.engine.merge_statistics(self._most)
+        self._loss = self.engine.distributed.forward_backward(self._micro_batches, self._samples)
+        return self._loss
 
     def update(self) -> None:
-        self.engine.gradient_norm.clip(self.engine.gradient_norm(), OPTIMIZER.clip_grad)
-        self.optimizer.step()
+        self.engine.update(self._loss, self._samples)
 
 
 def megasnn_step(
-    model: Dimensions,
-    state: ParallelState,
-    samples: int,
-    micro_batch_size: int,
-    precision: str,
-    neuron_backend: str,
-    schedule: ScheduleName,
+    model: Dimensions, samples: int, micro_batch_size: int, precision: Precision, neuron_backend: str, **parallel: Any
 ) -> MegaSNNStep:
-    """On a pipeline that is planned as training plans it. Collective."""
-    description, context = describe(model), build_context(state, precision, neuron_backend)
-    parallel = ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule)
-    most = len(micro_batches_of(len(micro_batch_sizes(samples, micro_batch_size)), state.data.size, 0))
-    plan = plan_of(description, parallel, micro_batch_size, [most], context, state)
-    return MegaSNNStep(description, state, context, plan, samples, micro_batch_size)
+    """On the grid of ranks that is there, with a pipeline that is planned as training plans it. Collective.
+
+    Args:
+        parallel: see ParallelConfig.
+    """
+    config = configuration(
+        model,
+        training=TrainingConfig(
+            micro_batch_size=micro_batch_size, global_batch_size=samples, train_iters=ENDLESS, precision=precision
+        ),
+        parallel=ParallelConfig(**parallel),
+        optimizer=OPTIMIZER,
+    )
+    return MegaSNNStep(replace(config, neuron=replace(config.neuron, neuron_backend=neuron_backend)))
 
 
 def _random_batch(model: ModelDescription, samples: int) -> tuple[Tensor, Tensor]:
@@ -133,21 +126,5 @@ def _random_batch(model: ModelDescription, samples: int) -> tuple[Tensor, Tensor
     return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
 
 
-def _local_micro_batches(
-    model: ModelDescription, engine: Engine, samples: int, sizes: list[int]
-) -> list[MicroBatchInput]:
-    images, labels = _random_batch(model, samples)
-    pieces = list(zip(images.split(sizes), labels.split(sizes), sizes, strict=True))
-    state = engine.state
-    mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    # Copies: a view would keep the whole batch in memory.
-    return [
-        MicroBatchInput(
-            x.clone().to(state.device) if engine.takes_images else None,
-            y.clone().to(state.device) if engine.gives_logits else None,
-            size,
-            range(starts[index], starts[index] + size),
-        )
-        for index, (x, y, size) in ((index, pieces[index]) for index in mine)
-    ]
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -9,15 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from megasnn.config import TrainingConfig
-from megasnn.config.training import Length
 from megasnn.data import BatchLoader, ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.engine import Engine
-from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.telemetry.timers import Timers
-from megasnn.training.setup import build_context
-from megasnn.training.step import TrainingStep
 from tools.benchmark.models import Dimensions, configuration
 
 _WARM_UP = 2
@@ -51,18 +46,15 @@ def one_rank_loader(dataset: ShardDataset[SampleFormat], augment: str, batch_siz
 def measure_waiting(dimensions: Dimensions, loader: BatchLoader, batch_size: int, steps: int) -> Waiting:
     """Trains for a few steps, each one batch of the loader, and takes the time until a batch is there."""
     training = TrainingConfig(micro_batch_size=batch_size, global_batch_size=batch_size, train_iters=_WARM_UP + steps)
-    config, model = configuration(dimensions, training=training), describe(dimensions)
-    state = initialize_model_parallel(device=torch.device("cpu"))
-    context = build_context(state, "fp32", config.neuron.neuron_backend)
-    engine = Engine(model, state, context, [range(len(model.layers))])
-    step = TrainingStep(config, engine, state, Timers(), Length(_WARM_UP + steps))
+    initialize_model_parallel(device=torch.device("cpu"))
+    engine = Engine(configuration(dimensions, training=training))
     waited = spent = 0.0
     with closing(loader.batches()) as batches:
         for number in range(_WARM_UP + steps):
             begin = time.perf_counter()
             batch = next(batches)
             came = time.perf_counter()
-            step(batch, number)
+            engine.train_on(batch)
             if number >= _WARM_UP:
                 waited += came - begin
                 spent += time.perf_counter() - begin

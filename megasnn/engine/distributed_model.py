@@ -1,4 +1,4 @@
-"""One distributed model: this rank's chunks with everything that a training or evaluation step needs.
+"""One distributed model: this rank's chunks, and what runs micro-batches through them, forward and backward.
 
 Data, tensor and pipeline parallelism are built together here, from a model description and the grid.
 """
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.bundle import Bundle, logits_of
+from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of, map_entries
+from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm
@@ -23,17 +24,17 @@ from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
-from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
+from megasnn.pipeline.executor import MicroBatchInput, OutputConsumer, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan, plan_schedule
-from megasnn.sharding import ShardedTensor, parameter_count
+from megasnn.sharding import Piece, ShardedTensor, parameter_count
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
 """(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
 
 
-class Engine:
+class DistributedModel:
     """
     Args:
         model: what to build; only this rank's chunks are.
@@ -44,12 +45,15 @@ class Engine:
         loss: the sum of the samples' losses; see SampleLoss.
         wires: how tensors travel between stages.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
+        windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
+            the mean over them; evaluation sees the logits of all time steps.
 
     Attributes:
         context: what the layers were built with.
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank. copies: those that another of the model's layers owns, and which
             are no parameters of the model by themselves.
+        described: the parameters and buffers of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
@@ -70,7 +74,9 @@ class Engine:
         loss: SampleLoss = cross_entropy_sum,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         is_frozen: Callable[[str], bool] = lambda name: False,
+        windows: int = 1,
     ) -> None:
+        self._windows, self._earlier_windows = windows, list[Bundle]()
         self.model, self.state, self.context, self.loss = model, state, context, loss
         self.plan = _planned(schedule, state.pipeline.size, len(bounds))
         placement = self.plan.placement
@@ -94,7 +100,7 @@ class Engine:
         self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
-        whole = describe_tensors(model, BuildContext())
+        self.described = whole = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(whole)
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
@@ -120,9 +126,28 @@ class Engine:
         return len(self.plan.placement) - 1 in self.chunks
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
-        loss = self.loss(output, labels) / self._global_batch_size
-        self._correct_here += count_correct(logits_of(output), labels)
+        loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
+        whole = self._of_all_windows(map_entries(Tensor.detach, output))
+        if whole is not None:
+            self._correct_here += count_correct(logits_of(whole), labels)
         return loss
+
+    def _of_all_windows(self, output: Bundle) -> Bundle | None:
+        """The model's output for all time steps, with the last window of the samples; None before."""
+        if self._windows == 1:
+            return output
+        self._earlier_windows.append(output)
+        if len(self._earlier_windows) < self._windows:
+            return None
+        windows, self._earlier_windows = [entries_of(each) for each in self._earlier_windows], []
+        whole: Bundle = bundle_of({key: torch.cat([each[key] for each in windows]) for key in windows[0]})
+        return whole
+
+    def _forget_windows(self) -> None:
+        """Between steps: what windows left for the next ones goes."""
+        self._earlier_windows = []
+        for chunk in self.chunks.values():
+            chunk.forget()
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -151,7 +176,9 @@ class Engine:
             norm.pending.clear()
         self._correct_here.zero_()
         self._set_mode(training=True)
+        self._forget_windows()
         loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
+        self._forget_windows()
         self._ties.sum_gradients()
         # Hits and vote travel with the loss: no step waits a second time for them.
         mine = torch.stack([loss, self._correct_here])
@@ -179,10 +206,22 @@ class Engine:
             for index, value in enumerate((float(self.loss(output, labels)), len(labels), *hits)):
                 totals[index] += value
 
+        self.predict(micro_batches, consume)
+        return totals
+
+    def predict(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
+        """Forward in evaluation; `consume` gets the output for all time steps and the labels, where the logits are."""
+
+        def consume_whole(output: Bundle, labels: Tensor) -> None:
+            whole = self._of_all_windows(output)
+            if whole is not None:
+                consume(whole, labels)
+
         self._set_mode(training=False)
         if micro_batches:
-            self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume)
-        return totals
+            self._forget_windows()
+            self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
+            self._forget_windows()
 
     def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> tuple[int, NonFinite] | None:
         """Runs the forward of a step again and returns this rank's first output with a nan or infinity in it.
@@ -216,18 +255,40 @@ class Engine:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over all replicas of the values where their logits are, on every rank."""
-        return self._over_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device))
+        return self.of_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device)).tolist()
+
+    def of_all_replicas(self, values: Tensor) -> Tensor:
+        """Sums over all replicas of a tensor that is where their logits are, on every rank. It may be changed."""
+        return all_reduce_sum(self._where_logits_are(values), self.state.world, "step")
 
     def _over_all_replicas(self, values: Tensor, of_every_rank: Sequence[float] = ()) -> list[float]:
-        counts = self.gives_logits and self.state.tensor.rank == 0
-        mine = torch.cat([values if counts else torch.zeros_like(values), values.new_tensor(of_every_rank)])
+        mine = torch.cat([self._where_logits_are(values), values.new_tensor(of_every_rank)])
         return all_reduce_sum(mine, self.state.world, "step").tolist()
+
+    def _where_logits_are(self, values: Tensor) -> Tensor:
+        """The values on one rank of each replica, and zeros on all others."""
+        return values if self.gives_logits and self.state.tensor.rank == 0 else torch.zeros_like(values)
 
     def _set_mode(self, training: bool) -> None:
         for chunk in self.chunks.values():
             chunk.train(training)
         for norm in self.norms:
             norm.recording = training
+
+
+def whole_tensors(distributed: DistributedModel) -> dict[str, Tensor]:
+    """All parameters and buffers of the model, whole, by name: copies on the CPU of every rank. Collective."""
+    mine = {entry.name: entry for entry in distributed.tensors if entry.shard.is_primary()}
+    whole = {}
+    for described in distributed.described:
+        held: list[tuple[Piece, Tensor]] = []
+        if (entry := mine.get(described.name)) is not None:
+            held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]
+        value = torch.empty(described.shard.global_shape, dtype=described.tensor.dtype)
+        for piece, part in (each for rank in gather(distributed.state.world.handle, held) for each in rank):
+            piece.of_global(value).copy_(part)
+        whole[described.name] = value
+    return whole
 
 
 def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:

@@ -1,0 +1,170 @@
+"""From whole batches to the micro-batches that this rank's chunks take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megasnn.augment.mixing import Mixing
+from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.comm.agreement import gather
+from megasnn.config import PretrainConfig
+from megasnn.data import GlobalBatch, MicroBatch
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.setup import window_count
+from megasnn.losses import LOSSES
+from megasnn.pipeline.executor import MicroBatchInput
+
+
+class Batches:
+    """Turns whole batches, which every rank is given alike, into what this rank's chunks take.
+
+    Args:
+        mixing: of the samples of each micro-batch in training; None where they stay as they are.
+    """
+
+    def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
+        self._config, self._mixing = config, mixing
+        self._state, self._dtype = distributed.state, distributed.context.dtype
+        self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
+
+    def checked(self, images: object, labels: object = None, *, trains: bool = False, predicts: bool = False) -> int:
+        """The number of samples. Collective.
+
+        Args:
+            predicts: there are no labels.
+        Raises:
+            ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
+        """
+        problem = _image_problem(images, self._config, self._takes_images)
+        samples = len(images) if problem is None else 0  # type: ignore[arg-type]
+        if problem is None and not predicts:
+            problem = _label_problem(labels, samples, self._config, self._takes_labels, trains)
+        if problem is None and trains:
+            problem = self._share_problem(samples)
+        # A rank that refused its batch alone would leave the others waiting.
+        found = gather(self._state.world.handle, (samples, problem))
+        problems = list(dict.fromkeys(each for _, each in found if each is not None))
+        if problems:
+            raise ValueError("; ".join(problems))
+        if len({given for given, _ in found}) > 1:
+            sizes = ", ".join(f"{given} on rank {rank}" for rank, (given, _) in enumerate(found))
+            raise ValueError(f"every rank is given the whole batch, but there are {sizes} samples")
+        return samples
+
+    def _share_problem(self, samples: int) -> str | None:
+        size, replicas = self._config.training.micro_batch_size, self._state.data.size
+        if -(-samples // size) >= replicas:
+            return None
+        return (
+            f"{samples} samples are {-(-samples // size)} micro-batch(es) of micro_batch_size {size}, and there are "
+            f"{replicas} data parallel replicas: give more samples, or lower micro_batch_size"
+        )
+
+    def share(
+        self, images: Tensor, labels: Tensor, samples: int, position: int, evaluates: bool = False
+    ) -> GlobalBatch:
+        """This replica's micro-batches of a global batch; in evaluation there may be none.
+
+        Args:
+            position: in the training, of the batch's first sample.
+        """
+        if self._takes_images and images.ndim == 4:
+            images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
+        sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
+        data, micro_batches = self._state.data, []
+        for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
+            start, size = sum(sizes[:index]), sizes[index]
+            span = slice(start, start + size)
+            x, y = images[span] if self._takes_images else None, labels[span] if self._takes_labels else None
+            places = torch.arange(position + start, position + start + size)
+            micro_batches.append(MicroBatch(index, start, size, places, x, y))
+        return GlobalBatch(micro_batches, samples, position + samples)
+
+    def evaluated(self, images: Tensor, labels: Tensor, samples: int) -> Iterator[GlobalBatch]:
+        """`share` of samples to evaluate, in parts of no more than a usual global batch."""
+        most = self._config.training.global_batch_size
+        for start in range(0, samples, most):
+            size = min(most, samples - start)
+            span = slice(start, start + size)
+            yield self.share(images[span], labels[span], size, start, evaluates=True)
+
+    def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
+        """The batch on this rank's device, in the type that the model computes in."""
+        device, dtype = self._state.device, self._dtype
+        begin = batch.consumed_samples - batch.size
+        return [
+            MicroBatchInput(
+                None if micro.images is None else micro.images.to(device, dtype, non_blocking=True),
+                None if micro.labels is None else micro.labels.to(device),
+                micro.size,
+                range(begin + micro.start, begin + micro.start + micro.size),
+            )
+            for micro in batch.micro_batches
+        ]
+
+    def training_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
+        """What a training step takes: samples are mixed where that is asked for, and shown in windows."""
+        return [window for micro in self.inputs(batch) for window in self._windows(self._mixed(micro))]
+
+    def evaluation_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
+        """What an evaluation takes."""
+        return [window for micro in self.inputs(batch) for window in self._windows(micro)]
+
+    def _windows(self, micro: MicroBatchInput) -> Iterator[MicroBatchInput]:
+        """A micro-batch for each window of the time steps: images stand for all of them, frames have theirs."""
+        model, count = self._config.model, window_count(self._config)
+        steps = model.time_steps // count
+        for number in range(count):
+            images = micro.images
+            if images is not None and len(model.input_shape) == 4:
+                images = images[:, number * steps : (number + 1) * steps]
+            yield replace(micro, images=images, goes_on=number > 0)
+
+    def _mixed(self, micro: MicroBatchInput) -> MicroBatchInput:
+        if self._mixing is None or micro.samples is None:
+            return micro
+        first = micro.samples.start
+        images = None if micro.images is None else self._mixing.images(micro.images, first)
+        labels = None if micro.labels is None else self._mixing.labels(micro.labels, first)
+        return replace(micro, images=images, labels=labels)
+
+
+def _image_problem(images: object, config: PretrainConfig, is_used: bool) -> str | None:
+    """What is wrong with a batch of images; only their number counts where they are not used."""
+    if not isinstance(images, Tensor) or images.ndim == 0 or len(images) == 0:
+        return f"images must be a tensor [N, ...] of one sample or more, got {_described(images)}"
+    wanted = config.model.input_shape
+    if is_used and tuple(images.shape[1:]) != wanted:
+        sizes = ", ".join(map(str, wanted))
+        return f"images must be [N, {sizes}], as the model's input_shape says, got {list(images.shape)}"
+    if is_used and (images.is_meta or not images.is_floating_point()):
+        return f"images must be floating-point values, got {_described(images)}; this rank has the first stage"
+    return None
+
+
+def _label_problem(labels: object, samples: int, config: PretrainConfig, is_used: bool, trains: bool) -> str | None:
+    """What is wrong with the labels of a batch of images; only their number counts where they are not used."""
+    classes, loss = config.model.num_classes, config.training.loss
+    if not isinstance(labels, Tensor) or labels.ndim == 0 or len(labels) != samples:
+        return f"labels must be a tensor with one for each of the {samples} images, got {_described(labels)}"
+    if not is_used:
+        return None
+    if labels.is_meta:
+        return "labels have no values; this rank has the last stage"
+    if labels.is_floating_point() and trains and LOSSES[loss].mixes and not config.data.mixes:
+        fits = tuple(labels.shape) == (samples, classes)
+        return None if fits else f"soft labels must be [{samples}, {classes}], got {list(labels.shape)}"
+    if labels.shape != (samples,) or labels.is_floating_point() or labels.dtype == torch.bool:
+        return f"labels must be class indices [{samples}], got {_described(labels)}"
+    lowest, highest = int(labels.min()), int(labels.max())
+    if not 0 <= lowest <= highest < classes:
+        return f"labels are from {lowest} to {highest}; with num_classes {classes} they must be from 0 to {classes - 1}"
+    return None
+
+
+def _described(value: object) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

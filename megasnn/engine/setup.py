@@ -1,0 +1,227 @@
+"""From the configuration to the grid of ranks, a model's neuron, its types, and its cut into chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasnn.augment.mixing import Mixing
+from megasnn.batching import micro_batches_of
+from megasnn.config import ConfigError, PretrainConfig, validate
+from megasnn.config.keywords import with_keywords
+from megasnn.config.parallel import ParallelConfig
+from megasnn.config.training import TrainingConfig
+from megasnn.engine.distributed_model import DistributedModel, SampleLoss
+from megasnn.layers import BuildContext
+from megasnn.losses import LOSSES
+from megasnn.models.building import building_problems, describe
+from megasnn.models.description import ModelDescription
+from megasnn.models.model import Model, run_config
+from megasnn.optim import is_frozen
+from megasnn.parallel_state import (
+    ParallelState,
+    destroy_model_parallel,
+    get_parallel_state,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+    start_process_group,
+)
+from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.precisions import PRECISIONS
+from megasnn.process.fault import placed
+from megasnn.schedule.partition import layout_to_bounds
+
+_ENDLESS = 10**12  # steps of a training whose learning rate does not decay
+
+
+def window_count(config: PretrainConfig) -> int:
+    """In how many windows each sample is shown; 1 without --bptt-steps."""
+    return config.training.windows(config.model.time_steps)
+
+
+def described_model(config: PretrainConfig) -> ModelDescription:
+    """What is built: the model, with the time steps of one window.
+
+    Raises:
+        ValueError: with --bptt-steps, a model that depends on the number of time steps otherwise, or has a module that
+            cannot keep its state.
+    """
+    spec, steps = config.neuron.spec, config.training.bptt_steps
+    whole = describe(config.model, spec)
+    if steps is None or steps == config.model.time_steps:
+        return whole
+    model: Any = config.model
+    of_window = describe(replace(model, time_steps=steps), spec)
+    of_window.build(BuildContext(carries=True))
+    shapes, expected = (
+        {entry.name: entry.shard.global_shape for entry in describe_tensors(each, BuildContext())}
+        for each in (of_window, whole)
+    )
+    if different := [name for name, shape in expected.items() if shapes.get(name) != shape]:
+        raise ValueError(
+            f"{different[0]} depends on --time-steps {config.model.time_steps}: the model cannot be shown windows of "
+            f"--bptt-steps {steps}"
+        )
+    return of_window
+
+
+def parameter_names(model: ModelDescription) -> list[str]:
+    """The global names of a model's parameters, in order; nothing is built for that."""
+    return [entry.name for entry in describe_tensors(model, BuildContext()) if entry.is_parameter]
+
+
+def sample_loss(training: TrainingConfig) -> SampleLoss:
+    """(logits, labels) -> the sum of the samples' losses."""
+    loss = LOSSES[training.loss]
+    own = {argument: getattr(training, name) for name, argument in loss.flags.items()}
+    return partial(loss.sum, label_smoothing=training.label_smoothing, **own)
+
+
+def mixing_of(config: PretrainConfig, model: ModelDescription, epoch: int) -> Mixing | None:
+    """How samples are mixed with each other; None where they are not. Args: epoch: samples of one."""
+    data = config.data
+    if not data.mixes:
+        return None
+    until = None if data.mixup_off_epoch is None else data.mixup_off_epoch * epoch
+    height, width = model.input_shape[-2:]
+    seed = config.training.seed
+    return Mixing(seed, data.mixup_alpha, data.cutmix_alpha, model.num_classes, (height, width), until)
+
+
+def build_context(
+    state: ParallelState, precision: str, neuron_backend: str, seed: int = 0, carries: bool = False
+) -> BuildContext:
+    """What layers are built with.
+
+    Args:
+        state: whose groups the layers are cut over, or held again by.
+        precision: as in `--precision`.
+        neuron_backend: as in `--neuron-backend`.
+        seed: of dropout.
+        carries: whether neurons go on from one micro-batch to the next.
+    """
+    types = PRECISIONS[precision]
+    weights, products = getattr(torch, types.weights), getattr(torch, types.products)
+    return BuildContext(state.tensor, weights, products, neuron_backend, seed, data=state.data, carries=carries)
+
+
+def wire_options(parallel: ParallelConfig) -> WireOptions:
+    """How tensors travel between stages."""
+    asked = parallel.pipeline_gradient_dtype
+    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
+
+
+def plan_of(
+    model: ModelDescription,
+    parallel: ParallelConfig,
+    micro_batch_size: int,
+    micro_batches: Sequence[int],
+    context: BuildContext,
+    state: ParallelState,
+    predicts: bool = False,
+) -> PipelinePlan:
+    """The layers and the place of each chunk, and the schedules. Collective.
+
+    Args:
+        micro_batches: the numbers of them that replicas have in a step, the largest first.
+        predicts: whether the plan is to be simulated, and needs measured costs even with a fixed cut and order.
+    Raises:
+        ValueError: the schedule cannot keep `--pipeline-memory-limit`.
+    """
+    layout, units = parallel.layout, [layer.unit for layer in model.layers]
+    request = PipelineRequest(
+        schedule=parallel.pipeline_schedule,
+        chunks_per_rank=parallel.chunks_per_rank,
+        memory_limit=parallel.pipeline_memory_limit,
+        bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
+        micro_batch_size=micro_batch_size,
+        micro_batches=tuple(micro_batches),
+        predicts=predicts,
+    )
+    return plan_pipeline(model, request, context, state, wire_options(parallel))
+
+
+def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
+    """How many of a global batch's micro-batches a replica may have, the largest number first."""
+    counts = {len(micro_batches_of(micro_batches, replicas, replica)) for replica in (0, replicas - 1)}
+    return tuple(sorted(counts, reverse=True))
+
+
+def built(
+    config: PretrainConfig, model: ModelDescription, state: ParallelState, plan: PipelinePlan | None = None
+) -> tuple[PipelinePlan, DistributedModel]:
+    """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective."""
+    training, parallel, windows = config.training, config.parallel, window_count(config)
+    backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
+    context = build_context(state, training.precision, backend, seed, carries=windows > 1)
+    counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
+    with placed("while planning the pipeline"):
+        profiles = config.logging.profile_pipeline
+        plan = plan or plan_of(model, parallel, training.micro_batch_size, counts, context, state, predicts=profiles)
+    with placed("while building the model"):
+        wires, frozen = wire_options(parallel), partial(is_frozen, config.optimizer)
+        return plan, DistributedModel(
+            model, state, context, plan.bounds, plan.schedules, seed, loss, wires, frozen, windows
+        )
+
+
+def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> PretrainConfig:
+    """The whole configuration of a model's training, validated; one that is given stays as it is.
+
+    Raises:
+        ConfigError: flags that do not go together, or a model that cannot be built.
+        ValueError: flags beside a whole configuration, or what is no model.
+    """
+    if isinstance(model, PretrainConfig):
+        if flags:
+            raise ValueError(f"{', '.join(flags)} beside a whole configuration: put them into that")
+        return model
+    if not isinstance(model, Model):
+        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}")
+    config = with_keywords(run_config(type(model))(model=model), flags)
+    if config.training.iterations is None:
+        if config.optimizer.lr_decay_style != "constant":
+            raise ConfigError(["give train_iters: the learning rate decays until then; or lr_decay_style='constant'"])
+        config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    validate(config, ranks)
+    problems = building_problems(config.model, config.neuron.spec, config.parallel.tensor_model_parallel_size)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def joined(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None]]:
+    """The grid of ranks that is there, or one that is made of the ranks that torchrun has started; and what frees it.
+
+    Raises:
+        ValueError: the grid that is there has other sizes.
+    """
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if model_parallel_is_initialized():
+        state = get_parallel_state()
+        if (state.grid.tensor, state.grid.pipeline) != (tensor, pipeline):
+            raise ValueError(
+                f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} are asked "
+                f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
+            )
+        return state, lambda: None
+    was_joined = dist.is_initialized()
+    with placed("while joining the other ranks"):
+        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
+    joins = dist.is_initialized() and not was_joined
+
+    def leave() -> None:
+        destroy_model_parallel()
+        if joins:
+            dist.destroy_process_group()
+
+    return initialize_model_parallel(tensor, pipeline, device), leave

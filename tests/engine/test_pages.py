@@ -1,0 +1,65 @@
+"""The programs in README.md and docs/python.md, as a reader would run them."""
+
+from __future__ import annotations
+
+import csv
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--train-iters 2 --micro-batch-size 4 --global-batch-size 8 --image-size 8 --in-channels 1 --num-classes 10 "
+    "--patch-size 4 --embed-dim 32 --depth 1 --num-heads 4 --time-steps 2 --num-workers 0 --log-interval 1 --save saved"
+).split()
+
+
+def program(page: str, heading: str, folder: Path) -> Path:
+    """The first Python block below a heading, as a file."""
+    code = (ROOT / page).read_text().split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
+    path = folder / "program.py"
+    path.write_text(code)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """Where the programs run, in this process."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_loop_of_the_page_learns(folder: Path, capsys) -> None:
+    runpy.run_path(str(program("docs/python.md", "A loop of your own", folder)))
+    accuracy = float(capsys.readouterr().out.split("accuracy ")[1].split("%")[0])
+    assert accuracy > 80 and (folder / "checkpoints" / "iter_0000060").is_dir()
+    assert "head.weight" in torch.load(folder / "weights.pt")
+
+
+def test_the_loop_of_the_readme(folder: Path, capsys) -> None:
+    runpy.run_path(str(program("README.md", "From Python", folder)))
+    assert "torch.Size([8, 10])" in capsys.readouterr().out and (folder / "checkpoints" / "iter_0000002").is_dir()
+
+
+def test_the_tracker_of_the_page_keeps_what_a_run_tells(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, program("docs/python.md", "Callbacks", tmp_path), *TINY],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    with open(tmp_path / "run.csv", newline="") as file:
+        rows = list(csv.reader(file))
+    kept = {(name, int(iteration)): value for name, iteration, value in rows}
+    assert kept["iterations", 0] == "2" and float(kept["lr", 0]) == 1e-3
+    assert 0 < float(kept["training/loss", 1]) and 0 < float(kept["training/loss", 2])
+    assert 0 <= float(kept["validation/accuracy_top1", 2]) <= 1
+    assert kept["checkpoint", 2] == str(Path("saved/iter_0000002"))

@@ -1,0 +1,67 @@
+"""What a run tells callbacks, and that none of them can end it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import megasnn
+from tests.training.runs import train, without_trial
+
+FLAGS = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "2")
+
+
+class Kept(megasnn.Callback):
+    """Keeps the name of each method that was called, with what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in vars(megasnn.Callback) or name.startswith("_"):
+            return super().__getattribute__(name)
+        return lambda *values: self.calls.append((name, values))
+
+
+class Failing(megasnn.Callback):
+    def step(self, iteration: int, result: Any) -> None:
+        if iteration != 3:
+            raise OSError("no tracker there")
+
+
+def test_callbacks_are_told_what_the_log_has(tmp_path, capfd) -> None:
+    kept = Kept()
+    with without_trial():
+        train(str(tmp_path / "cache"), *FLAGS, "--save", str(tmp_path / "run"), callbacks=[Failing(), kept])
+    names = [name for name, _ in kept.calls]
+    first, second = ["step", "step", "log", "evaluation"], ["step", "step", "log", "evaluation", "save", "end"]
+    assert names == ["start", *first, *second]
+    told = [values for _, values in kept.calls]
+    outline, flags = told[0]
+    assert outline.iterations == 4 and flags["lr"] == 1e-2 and flags["data_parallel_size"] == 1
+    (iteration, step), (record, scalars), (evaluation,) = told[2:5]
+    assert iteration == 2 == record.iteration == evaluation.iteration
+    assert record.loss == scalars["training/loss"] == (told[1][1].loss + step.loss) / 2
+    assert "spikes/firing_rate" in scalars and 0 <= evaluation.top1 <= 1
+    assert told[-2] == (4, tmp_path / "run" / "iter_0000004") and told[-1] == (4,)
+    told_of_failing = [line for line in capfd.readouterr().out.splitlines() if "Failing.step" in line]
+    assert len(told_of_failing) == 3  # it fails, works again, and fails again
+    assert "WARNING: Failing.step failed (OSError: no tracker there); training goes on" in told_of_failing[0]
+
+
+def callbacks_called(cache: str) -> list[str]:
+    kept = Kept()
+    with without_trial():
+        train(cache, "--train-iters", "1", "--eval-iters", "0", "--pipeline-model-parallel-size", "2", callbacks=[kept])
+    return [name for name, _ in kept.calls]
+
+
+def test_they_are_called_on_the_first_rank_only(ranks, tmp_path_factory) -> None:
+    first, second = ranks(2, callbacks_called, str(tmp_path_factory.getbasetemp() / "cache"))
+    assert first == ["start", "step", "log", "end"] and second == []
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(ValueError, match="instances of subclasses of megasnn.Callback, not <class"):
+        megasnn.pretrain("spikformer", ["--train-iters", "1"], callbacks=[Kept])  # type: ignore[list-item]
