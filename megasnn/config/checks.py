@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -40,6 +41,17 @@ def above(config: object, bound: float, *names: str) -> list[str]:
         f"{flag(name)} must be greater than {bound}, got {value}"
         for name, value in _given(config, names)
         if not (math.isfinite(value) and value > bound)
+    ]
+
+
+def not_a_choice(config: object) -> list[str]:
+    """Fields of a Literal type that have another value, which a flag cannot have and an argument in Python can."""
+    hints = get_type_hints(type(config))
+    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    return [
+        f"{flag(name)} must be {' or '.join(map(str, allowed))}, got {getattr(config, name)}"
+        for name, allowed in choices.items()
+        if getattr(config, name) not in allowed
     ]
 
 

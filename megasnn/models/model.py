@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from megasnn.config.checks import at_least, not_a_choice
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.pretrain import PretrainConfig
 
@@ -74,8 +75,8 @@ class Model(ABC):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         """What is wrong with the dimensions, with value and flag; what does not divide by the tensor parallel ranks is
-        found out when layers are built."""
-        return []
+        found out when layers are built. A model with more to say adds it to this."""
+        return not_a_choice(self) + at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
 
     @classmethod
     def recipes(cls) -> dict[str, Path]:

@@ -59,15 +59,12 @@ class QKFormer(Model):
         return layers_of(self)
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        sizes = ("embed_dim", "image_size", "in_channels", "time_steps", "num_classes")
-        wrong = at_least(self, 1, *sizes) + above(self, 0, "mlp_ratio")
+        wrong = super().problems(tensor_parallel) + at_least(self, 1, "embed_dim") + above(self, 0, "mlp_ratio")
         for name in ("depths", "num_heads"):
             try:
                 self.of_stages(name)
             except ValueError as error:
                 wrong.append(str(error))
-        if self.patch_embedding not in ("imagenet", "cifar"):
-            wrong.append(f"--patch-embedding must be imagenet or cifar, got {self.patch_embedding}")
         if not wrong and self.embed_dim % 8:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
         return wrong

@@ -40,10 +40,7 @@ class SewResNet(Model):
         return layers_of(self)
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        wrong = at_least(self, 1, "width", "image_size", "in_channels", "time_steps", "num_classes")
-        if self.depth not in BLOCKS:
-            wrong.append(f"--depth must be one of {', '.join(map(str, BLOCKS))}, got {self.depth}")
-        return wrong
+        return super().problems(tensor_parallel) + at_least(self, 1, "width")
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from megasnn.models.names import prefix_dialect
+from megasnn.models.names import prefix_dialect, unit_prefixes
+
+_BLOCK = {
+    "first": ("conv1", "bn1", "sn1"),
+    "second": ("conv2", "bn2", "sn2"),
+    "shortcut": ("downsample.0", "downsample.1", "downsample_sn"),
+}
 
 SPIKINGJELLY = prefix_dialect(
     "spikingjelly",
@@ -12,15 +18,7 @@ SPIKINGJELLY = prefix_dialect(
         "stem.conv": "conv1",
         "stem.norm": "bn1",
         "stem.neuron": "sn1",
-        "layer{}.{}.first.conv": "layer{}.{}.conv1",
-        "layer{}.{}.first.norm": "layer{}.{}.bn1",
-        "layer{}.{}.first.neuron": "layer{}.{}.sn1",
-        "layer{}.{}.second.conv": "layer{}.{}.conv2",
-        "layer{}.{}.second.norm": "layer{}.{}.bn2",
-        "layer{}.{}.second.neuron": "layer{}.{}.sn2",
-        "layer{}.{}.shortcut.conv": "layer{}.{}.downsample.0",
-        "layer{}.{}.shortcut.norm": "layer{}.{}.downsample.1",
-        "layer{}.{}.shortcut.neuron": "layer{}.{}.downsample_sn",
+        **unit_prefixes({f"layer{{}}.{{}}.{ours}": ("layer{}.{}", theirs) for ours, theirs in _BLOCK.items()}),
         "head": "fc",
     },
 )

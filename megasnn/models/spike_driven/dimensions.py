@@ -42,8 +42,8 @@ class SpikeDrivenTransformer(Model):
         return layers_of(self)
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        sizes = ("embed_dim", "depth", "image_size", "in_channels", "time_steps", "num_classes")
-        wrong = at_least(self, 1, *sizes) + above(self, 0, "mlp_ratio")
+        wrong = super().problems(tensor_parallel)
+        wrong += at_least(self, 1, "embed_dim", "depth") + above(self, 0, "mlp_ratio")
         if len(self.pooled_stages) != STEM_STAGES or set(self.pooled_stages) - set("01"):
             wrong.append(f'--pooled-stages "{self.pooled_stages}" must be four digits, each 0 or 1')
         if self.embed_dim % 2 ** (STEM_STAGES - 1):

@@ -97,12 +97,10 @@ class Spikformer(Model):
         return from_spikingjelly(state_dict, self.depth)
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        sizes = ("embed_dim", "depth", "num_heads", "image_size", "in_channels", "time_steps", "num_classes")
-        wrong = at_least(self, 1, *sizes) + above(self, 0, "mlp_ratio")
+        wrong = super().problems(tensor_parallel)
+        wrong += at_least(self, 1, "embed_dim", "depth", "num_heads") + above(self, 0, "mlp_ratio")
         if self.mlp_dim == _TOO_MANY:
             wrong.append(f"--mlp-ratio {self.mlp_ratio} of --embed-dim {self.embed_dim}: too many hidden channels")
-        if self.patch_size not in (4, 16):
-            wrong.append(f"--patch-size must be 4 or 16, got {self.patch_size}")
         if wrong:
             return wrong
         return self._dimension_problems() + self._tensor_parallel_problems(tensor_parallel)

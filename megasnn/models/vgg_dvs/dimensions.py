@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megasnn.config.checks import at_least, from_zero_to_below_one, refusal
+from megasnn.config.checks import from_zero_to_below_one, refusal
 from megasnn.config.neuron import NeuronConfig, Surrogate
 from megasnn.config.pretrain import LISTED_LAST, SAME_FUNCTION
 from megasnn.models.model import Model
@@ -125,7 +125,7 @@ class VggDvs(Model):
         return vgg_from_spikingjelly(state_dict, [block.pool for block in self.blocks])
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
+        wrong = super().problems(tensor_parallel)
         wrong += from_zero_to_below_one(self, "dropout") + refusal(parse_channels, self.channels)
         if wrong:
             return wrong
