@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -90,8 +92,13 @@ class Model(ABC):
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:
-        """The names that other programs have for the model's tensors."""
-        return ()
+        """The names that other programs have for the model's tensors: SPIKINGJELLY of the module `spikingjelly_names`
+        beside that of the class, where there is one."""
+        package = cls.__module__.rpartition(".")[0]
+        if not package or find_spec(f"{package}.spikingjelly_names") is None:
+            return ()
+        dialect: Dialect = import_module(f"{package}.spikingjelly_names").SPIKINGJELLY
+        return (dialect,)
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A state_dict of SpikingJelly's model under our global names. The tensors are not copied.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +12,6 @@ from megasnn.models.model import Model
 
 if TYPE_CHECKING:
     from megasnn.models.layer import Layer
-    from megasnn.models.names import Dialect
 
 STAGES = 3
 
@@ -68,9 +67,3 @@ class QKFormer(Model):
         if not wrong and self.embed_dim % 8:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
         return wrong
-
-    @classmethod
-    def dialects(cls) -> Sequence[Dialect]:
-        from megasnn.models.qkformer.spikingjelly_names import SPIKINGJELLY
-
-        return (SPIKINGJELLY,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +11,6 @@ from megasnn.models.model import Model
 
 if TYPE_CHECKING:
     from megasnn.models.layer import Layer
-    from megasnn.models.names import Dialect
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage
 
@@ -41,9 +40,3 @@ class SewResNet(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         return super().problems(tensor_parallel) + at_least(self, 1, "width")
-
-    @classmethod
-    def dialects(cls) -> Sequence[Dialect]:
-        from megasnn.models.sew_resnet.spikingjelly_names import SPIKINGJELLY
-
-        return (SPIKINGJELLY,)

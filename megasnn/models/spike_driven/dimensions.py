@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from megasnn.models.model import Model
 
 if TYPE_CHECKING:
     from megasnn.models.layer import Layer
-    from megasnn.models.names import Dialect
 
 STEM_STAGES = 4
 
@@ -49,9 +48,3 @@ class SpikeDrivenTransformer(Model):
         if self.embed_dim % 2 ** (STEM_STAGES - 1):
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage of the stem")
         return wrong
-
-    @classmethod
-    def dialects(cls) -> Sequence[Dialect]:
-        from megasnn.models.spike_driven.spikingjelly_names import SPIKINGJELLY
-
-        return (SPIKINGJELLY,)

@@ -33,8 +33,7 @@ def layers_of(model: SpikeDrivenTransformer) -> Iterable[Layer]:
         unit = (PooledUnit if pools else ConvNormNeuron)(channels[stage], channels[stage + 1], 3, bias=True)
         yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
     yield layer(f"{stem}.last", Potential(channels[-2], dim, last), unit=stem)
-    positional = Residual(NeuronConvNorm(dim, dim, 3))
-    yield layer(f"{stem}.positional_encoding", positional, unit=stem)
+    yield layer(f"{stem}.positional_encoding", Residual(NeuronConvNorm(dim, dim, 3)), unit=stem)
     for block in range(model.depth):
         name = f"blocks.{block}"
         yield layer(f"{name}.attention", Residual(SpikeDrivenAttention(dim)), unit=name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megasnn.models.layer import Layer
-    from megasnn.models.names import Dialect
 
 POOL = "P"
 CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
@@ -112,12 +111,6 @@ class VggDvs(Model):
         from megasnn.models.vgg_dvs.model import layers_of
 
         return layers_of(self)
-
-    @classmethod
-    def dialects(cls) -> Sequence[Dialect]:
-        from megasnn.models.vgg_dvs.spikingjelly_names import SPIKINGJELLY
-
-        return (SPIKINGJELLY,)
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
