@@ -82,11 +82,10 @@ class Ties:
         """Adds the copies' gradients, which are reduced over the replicas, to those of their owners."""
         with torch.no_grad():
             for pair in self._pairs:
-                owned = [tensor.grad for tensor in pair.owned if tensor.grad is not None]
-                given = [tensor.grad for tensor in pair.copies if tensor.grad is not None]
-                moved = self._moved(given, owned, pair.copy, pair.owner)
-                for total, part in zip(owned, moved, strict=True):
-                    total += part
+                owned = [tensor for tensor in pair.owned if tensor.requires_grad]
+                given = [_gradient(tensor) for tensor in pair.copies if tensor.requires_grad]
+                for tensor, part in zip(owned, self._moved(given, owned, pair.copy, pair.owner), strict=True):
+                    tensor.grad = part.clone() if tensor.grad is None else tensor.grad.add_(part)
 
     def refresh(self) -> None:
         """Gives the copies the values of their owners."""
@@ -128,6 +127,11 @@ class Ties:
             parts = message.split([tensors[place].numel() for place in places])
             moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
         return [moved[place] for place in sorted(moved)]
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    """Its gradient; zeros where nothing has given it one, so that both ranks of a message know its size."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:

@@ -256,6 +256,41 @@ def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
         described.build(BuildContext(Group("tensor", (0, 1))))
 
 
+def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
+    """Gradients of a model whose second layer has the weights of the first, which another stage may have."""
+
+    def tied() -> list[nn.Module]:
+        first, second = ConvNormNeuron(4, 4), ConvNormNeuron(4, 4)
+        second.conv.weight, second.norm.weight = first.conv.weight, first.norm.weight
+        return [first, second]
+
+    size = torch.distributed.get_world_size()
+    state = initialize_model_parallel(1, size)
+    try:
+        bounds = [range(4)] if size == 1 else [range(2), range(2, 4)]
+        model, context = describe(_model(tied)), BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
+        engine = DistributedModel(model, state, context, bounds, "1f1b", 5, is_frozen=frozen.__contains__)
+        x, labels = images(_model(tied))
+        lost = [e for e in engine.copies if unused and e.name == "made.0.conv.weight" and e.tensor.requires_grad]
+        for entry in lost:
+            entry.tensor.register_post_accumulate_grad_hook(lambda tensor: setattr(tensor, "grad", None))
+        engine.forward_backward([MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
+        return {e.name: e.tensor.grad.clone() for e in engine.tensors if e.tensor.grad is not None}
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("frozen", [(), ("made.0.conv.weight",), ("made.0.norm.weight",)])
+def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen: tuple[str, ...], unused: bool) -> None:
+    (one,) = ranks(1, _two_stages, frozen, unused)
+    two: dict[str, Tensor] = {}
+    for found in ranks(2, _two_stages, frozen, unused):
+        two |= found
+    assert one.keys() == two.keys() and not set(frozen) & one.keys()
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
     names = [entry.name for entry in describe_tensors(describe(_model(lambda: [Two()])), BuildContext())]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
