@@ -28,6 +28,12 @@ class Table(dict[str, Entry]):
         """What the flag takes."""
         return (*self.also, *self)
 
+    def of_argument(self, argument: str, name: str) -> Entry:
+        """The entry of a name that code gives as `argument`. Raises ValueError for a name that the table lacks."""
+        if name not in self:
+            raise ValueError(f"unknown {argument}={name!r}; it is one of {', '.join(self)}")
+        return self[name]
+
     def __missing__(self, name: str) -> Entry:
         """Raises ValueError: `table[name]` refuses a name that it lacks."""
         raise ValueError(f"unknown {self.flag} {name!r}; {self.flag} takes one of {', '.join(self.choices)}")

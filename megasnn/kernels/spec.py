@@ -119,7 +119,8 @@ class NeuronSpec:
     alpha: float | None = None
 
     def __post_init__(self) -> None:
-        neuron, surrogate = NEURONS[self.kind], SURROGATES[self.surrogate]
+        neuron = NEURONS.of_argument("kind", self.kind)
+        surrogate = SURROGATES.of_argument("surrogate", self.surrogate)
         if neuron.leaks and not self.tau > 1.0:
             raise ValueError(f"a {self.kind} neuron needs tau > 1, got {self.tau}; set --tau")
         if self.alpha is None:

@@ -63,7 +63,8 @@ class SpikingNeuron(NeuronLayer):
         self._context, self.channels, self.largest = context, channels, largest
         self._local_channels = channels // context.tensor.size
         self.left: State | None = None  # by the last call, where neurons carry
-        self._fire = surrogate_function(surrogate, SURROGATES[surrogate].alpha if alpha is None else alpha)
+        sharpness = SURROGATES.of_argument("surrogate", surrogate).alpha if alpha is None else alpha
+        self._fire = surrogate_function(surrogate, sharpness)
 
     def per_channel(self, name: str, initial: float | Initialiser) -> None:
         """Declares a learned parameter with a value for each channel."""

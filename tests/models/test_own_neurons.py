@@ -182,5 +182,7 @@ def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_n
 
 
 def test_an_unknown_surrogate_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown --surrogate 'triangle'; .*triangular"):
+    with pytest.raises(ValueError, match="unknown surrogate='triangle'; it is one of .*triangular"):
+        NeuronSpec(surrogate="triangle")
+    with pytest.raises(ValueError, match="unknown surrogate='triangle'; it is one of .*triangular"):
         type("Wrong", (PlainLIF,), {"__init__": lambda self: SpikingNeuron.__init__(self, 4, surrogate="triangle")})()
