@@ -163,9 +163,11 @@ class Sender:
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, key: Hashable, tensor: Tensor, content: Content) -> None:
+    def send(self, key: Hashable, tensor: Tensor, content: Content) -> bool:
         """Starts sending. A tensor with values that its format cannot carry exactly goes dense.
 
+        Returns:
+            whether the values fitted.
         Raises:
             ValueError: before anything is sent, for a tensor that changed its shape, order or type under its key, one
                 that a descriptor cannot describe, and with strict wires, one whose values do not fit.
@@ -184,6 +186,7 @@ class Sender:
             dense = tensor.nbytes if operation == "send" else 0
             statistics.record(self._group.name, operation, self._direction, message.nbytes, dense)
             self._start(message)
+        return len(messages) == 1
 
     def _start(self, payload: Tensor) -> None:
         work = dist.isend(payload, self._peer, group=self._group.handle)

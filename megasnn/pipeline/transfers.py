@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 
@@ -36,6 +37,7 @@ class Transfers:
         self._upcoming: dict[Link, deque[Action]] = {}
         self._gradients: dict[int, int] = {}  # by boundary, how many gradients come back over it, once it is known
         self._sizes: Sequence[int] = ()
+        self._unfit: set[str] = set()  # what did not fit its format so far
 
     def begin(self, actions: Sequence[Action], sizes: Sequence[int]) -> None:
         """Before a step: posts the first receive of each link, so that data can arrive while this rank computes.
@@ -69,9 +71,18 @@ class Transfers:
         for index, tensor in enumerate(tensors):
             content = carried[index].content if carried else Content.DENSE
             try:
-                self._senders[link].send(self._key(action, index), tensor, content)
+                if not self._senders[link].send(self._key(action, index), tensor, content):
+                    self._warn_once(carried[index])
             except ValueError as error:
                 raise ValueError(f"{error}: {carried[index].name if carried else f'gradient {index}'}") from error
+
+    def _warn_once(self, unfit: Carried) -> None:
+        if unfit.name not in self._unfit:
+            self._unfit.add(unfit.name)
+            sys.stderr.write(
+                f"WARNING: {unfit.name} was said to hold {unfit.content.value}, has other values, and travels dense "
+                "where it has; a neuron of one's own says so by SpikingNeuron(..., largest=None), a layer by holds=\n"
+            )
 
     def receive(self, action: Action, count: int) -> list[Tensor]:
         """Waits for so many tensors, and posts the next receive on their link."""
