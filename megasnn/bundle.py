@@ -17,10 +17,10 @@ def entries_of(output: Any) -> dict[Key, Tensor]:
     if isinstance(output, Tensor):
         return {None: output}
     entries: dict[Any, Any] = {}
-    if type(output) is tuple:
+    if isinstance(output, tuple):
         entries = dict(enumerate(output))
-    elif type(output) is dict and all(isinstance(key, str) for key in output):
-        entries = output
+    elif isinstance(output, Mapping) and all(isinstance(key, str) for key in output):
+        entries = dict(output)
     else:
         raise ValueError(f"a layer gives a tensor, or a tuple or a dict (by name) of tensors, not a {_kind(output)}")
     if not entries:
@@ -29,6 +29,13 @@ def entries_of(output: Any) -> dict[Key, Tensor]:
         if not isinstance(entry, Tensor):
             raise ValueError(f"entry {key!r} is of type {_kind(entry)}, where a layer gives tensors")
     return entries
+
+
+def plain_bundle(output: Any) -> Any:
+    """A tuple or dict of a class of its own as a plain one, which is what other stages get; anything else as it is."""
+    if isinstance(output, tuple):
+        return tuple(output)
+    return dict(output) if isinstance(output, Mapping) else output
 
 
 def bundle_of(entries: Mapping[Any, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from megasnn.bundle import Bundle, entries_of, map_entries
+from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
@@ -32,7 +32,7 @@ from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm
-from megasnn.layers.own_values import ModuleInitialiser, has_values, own_tensors, own_values, take_numbers
+from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values, take_numbers, where_values_are
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
 from megasnn.sharding import describe_tensor, is_described
 
@@ -172,9 +172,11 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
         goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
     """
     if "_call" in vars(layer):
-        return call_plain(layer, samples, x, *more, goes_on=goes_on)
-    output: Bundle = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
-    return output
+        output = call_plain(layer, samples, x, *more, goes_on=goes_on)
+    else:
+        output = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
+    plain: Bundle = plain_bundle(output)
+    return plain
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,8 @@ def _begins_with_weights(module: nn.Module) -> bool:
 
 def refuse_what_differs(module: nn.Module) -> None:
     """Raises ValueError for what cannot be computed alike on every layout."""
-    if has_values(module):
-        raise ValueError(
-            f"this {type(module).__name__} has values already: make modules in `layers`, as they are yielded"
-        )
+    if where := where_values_are(module):
+        raise ValueError(where)
     for path, each in module.named_modules():
         what = f"{path or type(each).__name__} ({type(each).__name__})"
         _refuse_dropout(what, each)
@@ -293,14 +293,20 @@ def refuse_plain_parts(module: nn.Module) -> None:
 
 
 def _refuse_dropout(what: str, module: nn.Module) -> None:
-    if is_dropout(module):
-        raise ValueError(f"{what} draws random numbers that depend on the layout: use megasnn.ParallelDropout(p, name)")
+    if instead := instead_of_drawing(module):
+        raise ValueError(f"{what} draws random numbers that depend on the layout: {instead}")
 
 
-def is_dropout(module: nn.Module) -> bool:
-    """Whether a plain module draws."""
-    named = type(module).__name__ in ("Dropout", "Dropout2d")
-    return bool((isinstance(module, _DropoutNd) or named) and module.p)
+def instead_of_drawing(module: nn.Module) -> str | None:
+    """What to do in place of a plain module that draws random numbers; None where it draws none."""
+    named = type(module).__name__ in ("Dropout", "Dropout2d", "DropConnectLinear")
+    if (isinstance(module, _DropoutNd) or named) and module.p:
+        return "use megasnn.ParallelDropout(p, name)"
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout:
+        return "give it dropout=0"
+    if isinstance(module, nn.RReLU):
+        return "use LeakyReLU"
+    return "use MaxPool" if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)) else None
 
 
 def folds(module: nn.Module) -> bool:

@@ -38,6 +38,15 @@ class Layer:
     takes: tuple[str, ...] | None = None
 
 
+def require_module(what: str, module: object) -> nn.Module:
+    """The module that is given to `what`. Raises ValueError for anything else."""
+    if isinstance(module, type):
+        raise ValueError(f"{what} is given the class {module.__name__}: give it a module, {module.__name__}(...)")
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{what} is given {module!r}, where it takes a torch.nn.Module")
+    return module
+
+
 def layer(
     name: str,
     module: nn.Module | Sharded,
@@ -49,11 +58,15 @@ def layer(
 ) -> Layer:
     """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
 
-    Raises ValueError for `initialise` where `megasnn.shard` is to be given it, and as that.
+    Raises ValueError for `initialise` where `megasnn.shard` is to be given it, as that, and for what is no module.
     """
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) and hasattr(type(module), "as_layer"):
         if initialise is not None:
             raise ValueError(f"{name}: give initialise=... to megasnn.shard, which describes the initial values")
-        module, initialise = module.as_layer()
+        try:
+            module, initialise = module.as_layer()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    made = require_module(f"layer {name!r}", module)
     names = (takes,) if isinstance(takes, str) else takes
-    return Layer(name, module, unit or name, holds, initialise, None if names is None else tuple(names))
+    return Layer(name, made, unit or name, holds, initialise, None if names is None else tuple(names))

@@ -18,17 +18,18 @@ from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.gathered import gather_inside
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.own_values import ModuleInitialiser, has_values, own_tensors, tensors_of, without_values
-from megasnn.layers.swapped import SWAPS, class_name, is_multi_step, spec_of
+from megasnn.layers.own_values import ModuleInitialiser, own_tensors, tensors_of, where_values_are, without_values
+from megasnn.layers.swapped import SWAPS, SwappedTemporalBatchNorm, class_name, is_multi_step, spec_of
 from megasnn.layers.whole import (
     SHARDED,
     call_as_sharded,
     folds,
+    instead_of_drawing,
     is_channelwise,
-    is_dropout,
     refuse_alone,
+    refuse_what_differs,
 )
-from megasnn.models.layer import Layer
+from megasnn.models.layer import Layer, require_module
 
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "SeqToANNContainer")
 
@@ -60,7 +61,10 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
 
     Args:
         initialise: sets initial values of a plain layer, after its own `reset_parameters`; called with every one.
+    Raises:
+        ValueError: something else than a module.
     """
+    require_module("megasnn.shard", module)
     return Sharded(module, initialise)
 
 
@@ -106,11 +110,8 @@ class Sharded:
         return "\n".join(f"{row[0]:{name}}  {row[1]:{kind}}  {row[2]}" for row in rows)
 
     def _copy(self) -> nn.Module:
-        if is_building() and has_values(self._network):
-            raise ValueError(
-                f"{type(self._network).__name__} has values, which no rank would start from: make it in `layers`, and "
-                "load weights with --load"
-            )
+        if is_building() and (where := where_values_are(self._network)):
+            raise ValueError(f"{where}; weights are loaded with --load")
         for name, parameter in self._network.named_parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ValueError(f"{name} has a hook, which would not see the gradient: put it on a module")
@@ -129,7 +130,8 @@ class Sharded:
     def _walk(self) -> _Walk:
         context = context_for(None)
         if not is_building():  # a report alone: of the number of time steps that the network has
-            norms: list[Any] = [each for each in self._network.modules() if "Temporal" in (class_name(each) or "")]
+            modules: list[Any] = list(self._network.modules())
+            norms = [each for each in modules if SWAPS.get(class_name(each) or "") is SwappedTemporalBatchNorm]
             context = replace(context, time_steps=max((len(each.scale) for each in norms), default=1))
         return _Walk(context, self._initialise)
 
@@ -177,7 +179,11 @@ class _Walk:
             return module, None
         folded, why = folds(module), self._why_whole(module)
         if why is not None:
-            self._tell(path, module, f"whole on every rank: {why}")
+            try:
+                refuse_what_differs(module)
+                self._tell(path, module, f"whole on every rank: {why}")
+            except ValueError as error:
+                self._tell(path, module, str(error), refused=True)
             return module, self._initialise
         return call_as_sharded(self._converted(module, path), self._context, folded=folded), None
 
@@ -247,8 +253,8 @@ class _Walk:
                     raise ValueError(f"its {name} is that of {first}: weights at two places are not supported")
             if getattr(module, "return_indices", False):
                 raise ValueError("it returns indices besides its output")
-            if is_dropout(module) and self._swap(module) is None:
-                raise ValueError("it draws random numbers that depend on the layout: use megasnn.ParallelDropout")
+            if self._swap(module) is None and (instead := instead_of_drawing(module)):
+                raise ValueError(f"it draws random numbers that depend on the layout: {instead}")
             has_state = callable(getattr(module, "reset", None)) and hasattr(module, "step_mode")
             if has_state and not is_multi_step(module):
                 raise ValueError("it is in step mode 's': layers take all time steps at once, so give step_mode='m'")
@@ -275,7 +281,7 @@ class _Walk:
 
 
 def _how_cut(ours: nn.Module) -> str:
-    kind = next(each for each in type(ours).__mro__ if each.__name__.startswith(("Parallel", "Temporal")))
+    kind = next(each for each in type(ours).__mro__ if each.__module__ != swapped.__name__)
     if isinstance(ours, ParallelConv):
         style = "row" if ours.plan.scatter else "column" if ours.plan.gather else "by groups"
     else:

@@ -145,7 +145,7 @@ class Cache(nn.Module):
         (Cache, r"a buffer 'table' that is not saved"),
         (lambda: nn.LazyConv2d(8, 1), r"does not say its sizes"),
         (lambda: nn.Conv2d(4, 8, 1), r"plain\.0, given \[2, 2, 8, 8, 8\]: Invalid channel dimensions"),
-        (lambda: MADE, r"plain\.0: this Conv2d has values already: make modules in `layers`"),
+        (lambda: MADE, r"plain\.0: weight of Conv2d has values: make modules in `layers`"),
     ],
 )
 def test_what_cannot_be_computed_alike_everywhere_is_refused_with_the_layers_name(make, message: str) -> None:

@@ -199,12 +199,59 @@ def test_a_network_with_values_is_refused_in_layers_and_one_in_two_layers_too() 
             yield layer("a", megasnn.shard(conv))
             yield layer("b", megasnn.shard(nn.Sequential(conv)))
 
-    with pytest.raises(ValueError, match="Sequential has values, .* make it in `layers`"):
+    with pytest.raises(ValueError, match="0.weight of Conv2d has values: make modules in `layers`.*--load"):
         describe(Wrong())
     with pytest.raises(
         ValueError, match="b and a are made of the same SwappedConv by megasnn.shard; give it to shard once"
     ):
         describe(Wrong(made=False))
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1)
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(3, 3, 1), nn.Parameter(torch.Tensor(1, 3, 1, 1))
+
+
+def test_what_draws_is_refused_in_the_report_too() -> None:
+    lines = str(megasnn.shard(nn.Sequential(nn.RReLU(), nn.Sequential(Attends()), Filled()))).splitlines()
+    assert "refused: it draws random numbers that depend on the layout: use LeakyReLU" in lines[0]
+    assert any(line.startswith("1.0.attention") and "refused" in line and "dropout=0" in line for line in lines)
+    assert "refused: self_attn (MultiheadAttention) draws" in str(megasnn.shard(nn.TransformerEncoderLayer(4, 2)))
+    with pytest.raises(
+        ValueError, match=r"megasnn\.shard is given the class Conv2d: give it a module, Conv2d\(\.\.\.\)"
+    ):
+        megasnn.shard(nn.Conv2d)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_tensor_made_by_the_class_tensor_is_named(sharded: bool) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Model):
+        def layers(self) -> Iterable[Layer]:
+            net = nn.Sequential(Filled())
+            yield layer("stem", megasnn.shard(net) if sharded else net)
+
+    with pytest.raises(ValueError, match=r"stem: 0\.scale of Filled has values: .*torch\.empty, because torch\.Tensor"):
+        describe(Wrong())
+
+
+class OwnConv(nn.Conv3d):
+    """A swap for what the table lacks; of another name than ours."""
+
+    def __init__(self, conv: nn.Conv3d, context: BuildContext, initialise: object) -> None:
+        super().__init__(conv.in_channels, conv.out_channels, 1)
+
+
+def test_a_swap_of_the_users_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SWAPS, "Conv3d", OwnConv)
+    assert "OwnConv, cut by channel" in str(megasnn.shard(nn.Sequential(nn.Conv3d(3, 4, 1))))
 
 
 def test_the_table_knows_classes_that_exist() -> None:
