@@ -40,6 +40,7 @@ from megasnn.models.description import (
     frames_of,
     sources,
 )
+from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
 from megasnn.models.ties import separate, tie_all
 from megasnn.sharding import copied_tensors, sharded_tensors
@@ -251,7 +252,8 @@ def dry_run(
                 if _versions(shared) != before:
                     raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")
             except Exception as error:
-                raise ValueError(f"{name}, given {shapes_text(*inputs)}: {error}") from error
+                where = f"{name}, given {shapes_text(*inputs)}"
+                raise ValueError(f"{where}: {explained(error, layer, len(inputs))}") from error
             outputs.append(output)
     return outputs
 

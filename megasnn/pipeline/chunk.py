@@ -123,9 +123,11 @@ class PipelineChunk(nn.Module):
         for key, expected in description.entries.items():
             shape = expected.shape
             if samples is not None and shape is not None and not self._fits(entries[key], shape, len(samples)):
+                wanted = [len(samples) if dim == 1 and side == DRY_SAMPLES else side for dim, side in enumerate(shape)]
                 raise ValueError(
-                    f"entry {key!r} of the output of {description.name} is {list(entries[key].shape)} for "
-                    f"{len(samples)} sample(s), and was {list(shape)} in the dry run, for {DRY_SAMPLES}"
+                    f"entry {key!r} of the output of {description.name} is {list(entries[key].shape)}, and by the dry "
+                    f"run it is {wanted} for {len(samples)} sample(s) of one rank: let the layer give shapes that "
+                    "follow from those of its inputs alone, not from values or steps"
                 )
 
     def _fits(self, entry: Tensor, shape: tuple[int, ...], samples: int) -> bool:

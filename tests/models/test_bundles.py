@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -226,7 +228,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "a list": lambda y: list(y.values()),
 }
 MESSAGES = {
-    "another shape": r"entry 'dense' of the output of two is \[2, 3, 4, 4, 1\] for 3 sample\(s\), and was \[2, 2, 4, 4",
+    "another shape": r"entry 'dense' of the output of two is \[2, 3, 4, 4, 1\], and by .* is \[2, 3, 4, 4, 4\] for 3",
     "an entry less": r"two gives the entries \['spikes'\], and gave the entries \['spikes', 'dense'\] in the dry run",
     "a tuple": r"two gives the entries \[0, 1\], and gave",
     "a tensor": r"two gives a tensor, and gave the entries",
@@ -242,7 +244,7 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
         chunk(torch.zeros(3, 3, 4, 4), range(3))
 
 
-def test_strict_wires_name_the_entry() -> None:
+def test_strict_wires_name_the_entry_and_others_warn_once(capsys) -> None:
     pair = Group("pipeline", (0, 1))
     state = SimpleNamespace(pipeline=pair, pipeline_down=pair, backward=pair, backward_up=pair, device=CPU)
     transfers = Transfers((0, 1), state, WireOptions(strict=True))  # type: ignore[arg-type]
@@ -251,6 +253,14 @@ def test_strict_wires_name_the_entry() -> None:
     values = [torch.full((2, 2), 0.5), torch.full((2, 2), 2.0), torch.ones(2, 2)]
     with mock.patch.object(p2p.dist, "isend"), pytest.raises(ValueError) as raised:
         transfers.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
+    lenient = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
+    lenient.begin([], [2])
+    with mock.patch.object(p2p.dist, "isend"):
+        for _ in range(2):
+            lenient.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("WARNING: entry 'spikes' of the output of block.0 was said to hold spikes")
+    assert "largest=None" in warning
     assert "--strict-wire" in str(raised.value)
     assert str(raised.value).endswith("entry 'spikes' of the output of block.0")
 
@@ -325,6 +335,58 @@ def sum_of() -> Layer:
 def test_what_cannot_be_put_together_is_refused_before_anything_is_built(layers, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe(_model(*layers))
+
+
+class Pair(NamedTuple):
+    spikes: Tensor
+    dense: Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, lambda a, b: OrderedDict(spikes=a, dense=b)])
+def test_the_next_layer_gets_a_plain_tuple_or_dict_of_a_class_of_its_own(kind: Callable[..., Bundle]) -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Bundle) -> Tensor:
+            assert type(x) in (tuple, dict)
+            return sum(entries_of(x).values())
+
+    makes = [lambda: layer("two", Gives(lambda y: kind(y, 0.5 * y))), lambda: layer("one", Takes())]
+    model = describe(_model(*makes))
+    assert [entry.content.name for entry in model.layers[1].entries.values()] == ["SPIKES", "DENSE"]
+    chunk = build_chunk(model, [range(4)], 0, BuildContext(), CPU, 0)
+    assert chunk(torch.zeros(3, 3, 4, 4), range(3)).shape == (2, 3, CLASSES)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Gives(lambda y: y * y.max().item())
+
+    def forward(self, x: Tensor) -> object:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: layer("a", Reads()),
+            r"a, given .*: in inner: .*test_bundles.py, line \d+\); layers run once on the meta",
+        ),
+        (
+            lambda: layer("a", Gives(ConvNormNeuron(5, 4))),
+            r"a, .*: in make.conv: a convolution of 5 .* given 4 .*_bundles",
+        ),
+        (lambda: layer("a", ConvNormNeuron(4, 4), takes=("stem", "stem")), r"called with 2 input\(s\), which `takes`"),
+        (
+            lambda: layer("a", ConvNormNeuron),
+            r"layer 'a' is given the class ConvNormNeuron: .* ConvNormNeuron\(\.\.\.\)",
+        ),
+        (lambda: layer("a", torch.relu), r"layer 'a' is given <.*relu.*>, where it takes a torch.nn.Module"),
+    ],
+)
+def test_what_goes_wrong_in_a_layer_is_told_with_its_place(make: Callable[[], Layer], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(_model(make))
 
 
 def test_entries_of_plain_modules_have_channels_to_share_out() -> None:
