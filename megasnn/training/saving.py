@@ -247,6 +247,9 @@ class Saves:
 
     def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
         """Where the data or its order is not what the checkpoint's place in it refers to."""
+        if not saved.extra.keys() & self._data_identity.keys():
+            yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
+            return
         for name, value in self._data_identity.items():
             if saved.extra.get(name) != value:
                 before = in_message(saved.extra.get(name))

@@ -276,3 +276,12 @@ def test_a_refused_evaluation_leaves_everything_as_it_was(ranks) -> None:
     quiet, _ = ranks(2, around_refusals, False)
     assert first == second and [first[0], first[-1]] == quiet
     assert "labels are from" in first[1] and "8 on rank 1" in first[2] and "must be a tensor" in first[3]
+
+
+def test_a_run_cannot_go_on_from_an_engine(tmp_path_factory, tmp_path: Path) -> None:
+    with Engine(MODEL, **SIZES) as engine:
+        engine.train_step(images(), torch.arange(10))
+        engine.save(tmp_path)
+    cache = str(tmp_path_factory.getbasetemp() / "cache")
+    with without_trial(), pytest.raises(megasnn.CheckpointError, match="no place in the data, as a megasnn.Engine"):
+        train(cache, "--train-iters", "3", "--eval-iters", "0", "--load", str(tmp_path))
