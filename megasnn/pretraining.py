@@ -27,12 +27,15 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
             that a script needs no more than this call.
         callbacks: are told what happens in the run.
     Raises:
-        ValueError: the table does not know the name, or knows another model by it; a callback that is none.
+        ValueError: the table does not know the name, or knows another model by it; callbacks of another type.
         SystemExit: after the help, and without `argv` always.
     """
     chosen = _in_table(model)
-    if others := [each for each in callbacks if not isinstance(each, Callback)]:
-        raise ValueError(f"callbacks are instances of subclasses of megasnn.Callback, not {others[0]!r}")
+    listed = isinstance(callbacks, Sequence)
+    if others := [
+        each for each in (callbacks if listed else [callbacks]) if not (listed and isinstance(each, Callback))
+    ]:
+        raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {others[0]!r}")
     flags = sys.argv[1:] if argv is None else argv
 
     def read(speaks: bool) -> PretrainConfig:

@@ -131,6 +131,10 @@ def _mismatches(entries: Iterable[ShardedTensor], values: Mapping[str, Tensor]) 
         value = values.get(entry.name)
         if value is None:
             yield f"{entry.name}: missing"
+        elif not isinstance(value, Tensor):
+            yield f"{entry.name}: is a {type(value).__name__}, not a tensor"
+        elif entry.tensor.is_floating_point() and not value.is_floating_point():
+            yield f"{entry.name}: has values of {value.dtype}, this model needs {entry.tensor.dtype}"
         elif tuple(value.shape) != entry.shard.global_shape:
             needed = list(entry.shard.global_shape)
             yield f"{entry.name}: has shape {list(value.shape)}, this model needs {needed}"

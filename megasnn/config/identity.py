@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -9,6 +10,7 @@ from megasnn.config.checks import flag
 from megasnn.config.data import CHANGES
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.serialise import to_dict
+from megasnn.files.described import in_message
 from megasnn.losses import LOSSES
 
 Identity = dict[str, dict[str, object]]
@@ -26,6 +28,24 @@ def identity(config: PretrainConfig) -> Identity:
             del model[entry.name]
     del neuron["neuron_backend"]
     return {"model": model, "neuron": neuron}
+
+
+def changed_recipe(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """What a user is told of flags that differ from those of the run that saved, which is allowed.
+
+    Args:
+        saved: what the run kept beside its tensors. now: as `recipe` gives it.
+    """
+    before = saved.get("recipe")
+    if not isinstance(before, Mapping):  # weights from elsewhere
+        return []
+    before = {"--optimizer": "adamw", **before}  # the only one, when it was not told yet
+    changed = [
+        f"{name} from {in_message(before.get(name))} to {value}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    return ["changed since the checkpoint was saved: " + ", ".join(changed)] if changed else []
 
 
 def recipe(config: PretrainConfig) -> dict[str, object]:

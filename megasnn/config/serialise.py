@@ -56,13 +56,29 @@ def _build(config_class: type[Config], values: Any, place: str, problems: list[s
         elif _fits(hints[name], value):
             known[name] = float(value) if type(value) is int and float in _members(hints[name]) else value
         else:
-            problems.append(f"{place}{name} ({flag(name)}) cannot be {reprlib.repr(value)}")
+            wanted = " or ".join(dict.fromkeys(_wanted(hints[name])))
+            problems.append(f"{place}{name} ({flag(name)}) cannot be {reprlib.repr(value)}; give {wanted}")
     return config_class(**known)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """The types that a union allows; of another type, the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _wanted(hint: Any) -> list[str]:
+    """What `_fits` takes, in words."""
+    table = table_of(hint)
+    if table is not None:
+        return [str(choice) for choice in table.choices]
+    if get_origin(hint) is Annotated:
+        return _wanted(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return [word for member in _members(hint) for word in _wanted(member)]
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in get_args(hint)]
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
+    return [words.get(hint, getattr(hint, "__name__", str(hint)))]
 
 
 def _fits(hint: Any, value: Any) -> bool:

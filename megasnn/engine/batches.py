@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,11 @@ class Batches:
             problem = _label_problem(labels, samples, self._config, self._takes_labels, trains)
         if problem is None and trains:
             problem = self._share_problem(samples)
-        # A rank that refused its batch alone would leave the others waiting.
+        self._agree(samples, problem)
+        return samples
+
+    def _agree(self, samples: int, problem: str | None = None) -> None:
+        """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting."""
         found = gather(self._state.world.handle, (samples, problem))
         problems = list(dict.fromkeys(each for _, each in found if each is not None))
         if problems:
@@ -53,7 +58,6 @@ class Batches:
         if len({given for given, _ in found}) > 1:
             sizes = ", ".join(f"{given} on rank {rank}" for rank, (given, _) in enumerate(found))
             raise ValueError(f"every rank is given the whole batch, but there are {sizes} samples")
-        return samples
 
     def _share_problem(self, samples: int) -> str | None:
         size, replicas = self._config.training.micro_batch_size, self._state.data.size
@@ -79,7 +83,9 @@ class Batches:
         for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
             start, size = sum(sizes[:index]), sizes[index]
             span = slice(start, start + size)
-            x, y = images[span] if self._takes_images else None, labels[span] if self._takes_labels else None
+            x, y = images[span] if self._takes_images else None, None
+            if self._takes_labels:
+                y = labels[span] if labels.is_floating_point() else labels[span].long()
             places = torch.arange(position + start, position + start + size)
             micro_batches.append(MicroBatch(index, start, size, places, x, y))
         return GlobalBatch(micro_batches, samples, position + samples)
@@ -91,6 +97,16 @@ class Batches:
             size = min(most, samples - start)
             span = slice(start, start + size)
             yield self.share(images[span], labels[span], size, start, evaluates=True)
+
+    def evaluated_pairs(self, pairs: Iterable[object]) -> Iterator[GlobalBatch]:
+        """`evaluated` of (images, labels), one after the other. Raises what `checked` raises, also where one rank has
+        fewer of them than another."""
+        for pair in pairs:
+            images: Any
+            labels: Any
+            images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+            yield from self.evaluated(images, labels, self.checked(images, labels))
+        self._agree(0)
 
     def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """The batch on this rank's device, in the type that the model computes in."""

@@ -18,13 +18,24 @@ from torch import Tensor
 from megasnn import checkpoint
 from megasnn.batching import micro_batches_of
 from megasnn.bundle import Bundle, logits_of
+from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import identity, recipe
+from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
 from megasnn.engine.distributed_model import whole_tensors
-from megasnn.engine.setup import built, configuration, described_model, joined, mixing_of, parameter_names, window_count
+from megasnn.engine.setup import (
+    built,
+    configuration,
+    described_model,
+    joined,
+    mixing_of,
+    parameter_names,
+    require_alike,
+    window_count,
+)
+from megasnn.files.problems import CheckpointError
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.model import Model
 from megasnn.non_finite import earliest
@@ -83,8 +94,8 @@ class Engine:
         timers: of the phases of a step.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
-        ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, or ranks that are
-            laid out otherwise already.
+        ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, ranks that are laid
+            out otherwise already, or that are given different flags.
     """
 
     def __init__(
@@ -105,15 +116,17 @@ class Engine:
         self._closed = False
         with ExitStack() as undo:
             undo.callback(self._leave)
+            if config is not model:
+                require_alike(config, self.state.world)
             self.plan, self.distributed = built(config, described, self.state, plan)
+            self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
+            groups = {axis: self.state.group(axis) for axis in HOLDING_AXES}
+            self.optimizer = build_optimizer(self.distributed.tensors, config.optimizer, groups)
+            decay = config.optimizer.ema_decay
+            self.average = None if decay is None else WeightAverage(self.distributed.tensors, decay)
             undo.pop_all()
         waits = self.state.device.type == "cuda"
         self.timers = Timers(partial(torch.cuda.synchronize, self.state.device)) if waits else Timers()
-        self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
-        groups = {axis: self.state.group(axis) for axis in HOLDING_AXES}
-        self.optimizer = build_optimizer(self.distributed.tensors, config.optimizer, groups)
-        decay = config.optimizer.ema_decay
-        self.average = None if decay is None else WeightAverage(self.distributed.tensors, decay)
         self.iteration = self.consumed_samples = 0
 
     @property
@@ -208,7 +221,8 @@ class Engine:
     def evaluate(
         self, images: Tensor | Iterable[tuple[Tensor, Tensor]], labels: Tensor | None = None
     ) -> EvaluationRecord:
-        """Loss and accuracies over samples: images and labels, or an iterable of pairs of them, the same on every rank.
+        """Loss and accuracies over samples: images and labels, or an iterable of pairs of them, the same on every rank
+        and as many.
 
         With `ema_decay` it is the average of the weights that is evaluated. Any number of samples is legal.
 
@@ -216,12 +230,8 @@ class Engine:
             ValueError: on every rank, as `train_step`; or there are no samples.
         """
         self._require_open()
-        if isinstance(images, Tensor):
-            if labels is None:
-                raise ValueError("evaluate takes images and labels, or an iterable of pairs of them")
-            images = [(images, labels)]
-        batches = self.batches
-        return self.evaluate_on(share for x, y in images for share in batches.evaluated(x, y, batches.checked(x, y)))
+        by_itself = labels is not None or isinstance(images, Tensor) or not isinstance(images, Iterable)
+        return self.evaluate_on(self.batches.evaluated_pairs([(images, labels)] if by_itself else images))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
@@ -261,10 +271,16 @@ class Engine:
         if self.average is None:
             yield
             return
-        with self.average.in_place():
-            self.distributed.refresh_copies()
-            yield
-        self.distributed.refresh_copies()
+        copies = [entry.tensor for entry in self.distributed.copies]
+        kept = [copy.detach().clone() for copy in copies]
+        try:
+            with self.average.in_place():
+                self.distributed.refresh_copies()
+                yield
+        finally:  # an error on one rank leaves nobody waiting for another rank's values
+            with torch.no_grad():
+                for copy, value in zip(copies, kept, strict=True):
+                    copy.copy_(value)
 
     # --- weights and checkpoints
 
@@ -279,9 +295,11 @@ class Engine:
         The optimizer's state and the iteration stay; an average of the weights begins again.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed: names or shapes are not those of the model.
+            CheckpointError: on every rank, before anything is changed: names, shapes or types are not
+                those of the model.
         """
         self._require_open()
+        all_do(self.state.world.handle, partial(_require_weights, values), "load_state_dict:")
         checkpoint.load_globals_into(self.distributed.tensors, values, self.state.world.handle)
         self.distributed.refresh_copies()
         if self.average is not None:
@@ -291,7 +309,7 @@ class Engine:
         """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout.
 
         It is a checkpoint as runs write them. A run takes its weights by `--load` with `--finetune`: it knows nothing
-        of the order of one's own data.
+        of the order of one's own data. The first rank's folder counts.
 
         Raises:
             CheckpointError: on every rank, when it cannot be written.
@@ -310,31 +328,43 @@ class Engine:
             process_group=self.state.world.handle,
         )
 
-    def load(self, folder: str | os.PathLike[str], step: int | None = None) -> None:
+    def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
         """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
-        that of iteration `step`.
+        that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were.
 
+        Args:
+            weights_only: takes weights and buffers, and begins anew with them: of a checkpoint with another optimizer,
+                for another task.
         Raises:
             CheckpointError: on every rank, when there is none, or it is of another model.
         """
         self._require_open()
+        continued: dict[str, Any] = (
+            {}
+            if weights_only
+            else {
+                "optimizer": self.optimizer,
+                "optimizer_state": state_kinds(self.config.optimizer),
+                "config": identity(self.config),
+                "averages": None if self.average is None else self.average.tensors,
+            }
+        )
         loaded = checkpoint.load_checkpoint(
             folder,
             tensors=self.distributed.tensors,
-            optimizer=self.optimizer,
-            optimizer_state=state_kinds(self.config.optimizer),
             model=self.config.model.name,
-            config=identity(self.config),
             step=step,
             process_group=self.state.world.handle,
-            averages=None if self.average is None else self.average.tensors,
+            **continued,
         )
         self.distributed.refresh_copies()
-        if self.average is not None and not loaded.averaged:
+        if self.average is not None and (weights_only or not loaded.averaged):
             self.average.restart()
-        for remark in loaded.remarks:
+        changed = [] if weights_only else changed_recipe(loaded.extra, recipe(self.config))
+        for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
-        self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
+        if not weights_only:
+            self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
 
     def saved_tensors(self) -> list[ShardedTensor]:
         """Parameters and buffers, and their average where one is kept."""
@@ -365,3 +395,8 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("this Engine is closed; make another one")
+
+
+def _require_weights(values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"it takes a dict of tensors by their names, got {type(values).__name__}")

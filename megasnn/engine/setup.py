@@ -13,9 +13,12 @@ import torch.distributed as dist
 
 from megasnn.augment.mixing import Mixing
 from megasnn.batching import micro_batches_of
+from megasnn.comm.agreement import gather
+from megasnn.comm.group import Group
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.keywords import with_keywords
 from megasnn.config.parallel import ParallelConfig
+from megasnn.config.serialise import to_dict
 from megasnn.config.training import TrainingConfig
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.layers import BuildContext
@@ -199,8 +202,48 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
     return config
 
 
+def require_alike(config: PretrainConfig, world: Group) -> None:
+    """Raises ValueError on every rank where one is given another model or other flags than the first. Collective."""
+    flags = {f"{part}.{name}": value for part, values in to_dict(config).items() for name, value in values.items()}
+    first, *others = gather(world.handle, {"model": config.model.name, **flags})
+    for rank, given in enumerate(others, start=1):
+        names = [name for name in {**first, **given} if first.get(name) != given.get(name)]
+        if names:
+            raise ValueError(
+                f"every rank is to be given the same model and flags, but those of rank {rank} differ from rank 0's: "
+                f"{', '.join(names)}"
+            )
+
+
+class _Membership:
+    """The Engines on a grid that the first of them has made; the last one to leave frees it.
+
+    Attributes:
+        count: how many Engines there are; 0 where the grid was made by somebody else.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._joined_here = False
+
+    def begin(self, joined_here: bool) -> None:
+        """Args: joined_here: whether the ranks have joined each other for the first Engine."""
+        self.count, self._joined_here = 1, joined_here
+
+    def leave(self) -> None:
+        self.count -= 1
+        if not self.count:
+            destroy_model_parallel()
+            if self._joined_here:
+                dist.destroy_process_group()
+
+
+_membership = _Membership()
+
+
 def joined(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None]]:
-    """The grid of ranks that is there, or one that is made of the ranks that torchrun has started; and what frees it.
+    """The grid of ranks that is there, or one that is made of the ranks that torchrun has started; and what leaves it,
+    and frees one that was made here when no other Engine is on it.
 
     Raises:
         ValueError: the grid that is there has other sizes.
@@ -213,15 +256,13 @@ def joined(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None]]
                 f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} are asked "
                 f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
             )
-        return state, lambda: None
+        if not _membership.count:
+            return state, lambda: None
+        _membership.count += 1
+        return state, _membership.leave
     was_joined = dist.is_initialized()
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    joins = dist.is_initialized() and not was_joined
-
-    def leave() -> None:
-        destroy_model_parallel()
-        if joins:
-            dist.destroy_process_group()
-
-    return initialize_model_parallel(tensor, pipeline, device), leave
+    state = initialize_model_parallel(tensor, pipeline, device)
+    _membership.begin(dist.is_initialized() and not was_joined)
+    return state, _membership.leave

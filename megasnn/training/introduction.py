@@ -112,9 +112,15 @@ def _summary(
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {epoch_samples} samples"
     )
+    data = (
+        "scikit-learn's digits, because there is no --data-path"
+        if config.data.data_path == "sample"
+        else config.data.data_path
+    )
     return [
         f"{name} with {engine.parameters:,} parameters{frozen} in {len(engine.model.layers)} layers on {where}",
         what,
+        f"data: {data}",
     ]
 
 

@@ -11,7 +11,7 @@ from megasnn.checkpoint.compare import config_differences
 from megasnn.checkpoint.description import BESIDE
 from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import Identity, identity, recipe
+from megasnn.config.identity import Identity, changed_recipe, identity, recipe
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
@@ -216,16 +216,9 @@ class Saves:
 
     def _changes(self, saved: Mapping[str, object]) -> list[str]:
         """Flags that differ from those of the run that saved: that is allowed, and the user is told."""
-        before = saved.get("recipe")
-        if not isinstance(before, Mapping):  # weights from elsewhere
+        if not isinstance(saved.get("recipe"), Mapping):  # weights from elsewhere
             return []
-        before = {"--optimizer": "adamw", **before}  # the only one, when it was not told yet
-        changed = [
-            f"{name} from {in_message(before.get(name))} to {now}"
-            for name, now in self._recipe.items()
-            if before.get(name) != now
-        ]
-        remarks = ["changed since the checkpoint was saved: " + ", ".join(changed)] if changed else []
+        remarks = changed_recipe(saved, self._recipe)
         if self._draws and saved.get("generator") != GENERATOR:
             remarks.append(
                 f"the checkpoint was saved by a program that drew from other random numbers than {GENERATOR}: what "
@@ -254,6 +247,9 @@ class Saves:
 
     def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
         """Where the data or its order is not what the checkpoint's place in it refers to."""
+        if not saved.extra.keys() & self._data_identity.keys():
+            yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
+            return
         for name, value in self._data_identity.items():
             if saved.extra.get(name) != value:
                 before = in_message(saved.extra.get(name))

@@ -63,10 +63,10 @@ def test_what_is_unknown_or_of_a_wrong_type_is_refused_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         from_dict(run_config(Spikformer), values)
     assert sorted(error.value.problems) == [
-        "data.shuffle (--shuffle) cannot be 1",
-        "model.depth (--depth) cannot be '4'",
-        "model.patch_size (--patch-size) cannot be 8",
-        "parallel.tensor_model_parallel_size (--tensor-model-parallel-size) cannot be True",
+        "data.shuffle (--shuffle) cannot be 1; give true or false",
+        "model.depth (--depth) cannot be '4'; give a whole number",
+        "model.patch_size (--patch-size) cannot be 8; give 4 or 16",
+        "parallel.tensor_model_parallel_size (--tensor-model-parallel-size) cannot be True; give a whole number",
         "training must be a dictionary, got 3",
         "unknown name model.wings",
     ]

@@ -21,6 +21,7 @@ from megasnn.data import BatchLoader, open_datasets
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import model_parallel_is_initialized
 from megasnn.preprocess.sample import shards_of_sample
+from tests.models.networks import Tied
 from tests.training.runs import train, without_trial
 
 MODEL = Spikformer(
@@ -140,8 +141,32 @@ def test_a_saved_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
         weights = engine.state_dict()
         engine.load_state_dict({name: torch.zeros_like(value) for name, value in weights.items()})
         assert not any(value.any() for value in engine.state_dict().values())
-        with pytest.raises(megasnn.CheckpointError, match="head.weight: missing"):
-            engine.load_state_dict({name: value for name, value in weights.items() if name != "head.weight"})
+        for wrong, problem in (
+            ({name: value for name, value in weights.items() if name != "head.weight"}, "head.weight: missing"),
+            ({name: value.long() for name, value in weights.items()}, "head.weight: has values of torch.int64"),
+            (weights | {"head.weight": "w"}, "head.weight: is a str, not a tensor"),
+            ("weights.pt", "a dict of tensors by their names, got str"),
+        ):
+            with pytest.raises(megasnn.CheckpointError, match=problem):
+                engine.load_state_dict(wrong)
+        assert not any(value.any() for value in engine.state_dict().values())
+
+
+def test_flags_that_changed_are_told_and_weights_alone_are_taken(tmp_path: Path) -> None:
+    with Engine(MODEL, **SIZES) as engine:
+        engine.train_step(images(), torch.arange(10))
+        engine.save(tmp_path)
+        weights = engine.state_dict()
+    with Engine(MODEL, **{**SIZES, "micro_batch_size": 5}) as engine:
+        with pytest.warns(UserWarning, match="--micro-batch-size from 4 to 5"):
+            engine.load(tmp_path)
+    with Engine(MODEL, **SIZES, optimizer="sgd", ema_decay=0.5) as engine:
+        with pytest.raises(megasnn.CheckpointError, match="AdamW"):
+            engine.load(tmp_path)
+        engine.load(tmp_path, weights_only=True)
+        assert engine.iteration == 0
+        assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
+        assert engine.train_step(images(), torch.arange(10).int()).loss > 0
 
 
 @pytest.mark.parametrize(
@@ -154,7 +179,7 @@ def test_a_saved_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
         ({"save": "there"}, "save is for whole runs"),
         ({"augment": "crop"}, "augment is for whole runs"),
         ({"lr": "fast"}, r"optimizer.lr \(--lr\) cannot be 'fast'"),
-        ({"loss": "l1"}, r"training.loss \(--loss\) cannot be 'l1'"),
+        ({"loss": "l1"}, r"training.loss \(--loss\) cannot be 'l1'; give cross-entropy or tet or mse"),
         ({"train_iters": None}, "give train_iters"),
         ({"micro_batch_size": 128}, "--micro-batch-size 128 is larger than --global-batch-size 10"),
         ({"tensor_model_parallel_size": 2}, "world size 1"),
@@ -184,8 +209,12 @@ def test_batches_that_cannot_work_are_refused() -> None:
         assert engine.iteration == 0
         with pytest.raises(ValueError, match="class indices"):
             engine.evaluate(x, torch.rand(10, 10))
-        with pytest.raises(ValueError, match="an iterable of pairs"):
-            engine.evaluate(x)
+        for wrong in (x, [(x,)], [x], [3]):
+            with pytest.raises(ValueError, match="must be a tensor"):
+                engine.evaluate(wrong)
+        for wrong, labels in ((x.numpy(), y), (None, None), (3, None)):
+            with pytest.raises(ValueError, match="images must be a tensor"):
+                engine.evaluate(wrong, labels)
         with pytest.raises(ValueError, match="no samples"):
             engine.evaluate([])
         engine.train_step(x, torch.rand(10, 10))
@@ -216,3 +245,43 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(ranks) -> None:
     assert first == second and len(first) == 3
     assert "10 on rank 0, 9 on rank 1" in first[0] and "3 samples are 1 micro-batch(es)" in first[1]
     assert "labels are from 11 to 11" in first[2]
+
+
+def around_refusals(evaluates: bool) -> list[Any]:
+    """Two steps of a network with a layer on several stages; between them evaluations that are refused."""
+    model = Tied()
+    x = torch.rand(8, *model.input_shape, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(8) % model.num_classes
+    told: list[Any] = []
+    flags = {"pipeline_model_parallel_size": 2, "ema_decay": 0.9, "precision": "fp64"}
+    sizes = {"micro_batch_size": 2, "global_batch_size": 8, "lr": 1e-1, "train_iters": 9}
+    with Engine(model, **sizes, **flags) as engine, Engine(model, **sizes, **flags) as other:
+        rank = engine.state.rank
+        told.append(engine.train_step(x, y).loss)
+        other.close()  # leaves the ranks to the first one
+        if evaluates:
+            for pairs in ([(x, y + 100)], [(x, y)] * (2 + rank), [(x.numpy() if rank else x, y)]):
+                with pytest.raises(ValueError) as refused:
+                    engine.evaluate(pairs)
+                told.append(str(refused.value))
+        told.append(engine.train_step(x, y).loss)
+        with pytest.raises(ValueError, match="those of rank 1 differ from rank 0's: training.seed"):
+            Engine(model, **sizes, **flags, seed=rank)
+    assert not model_parallel_is_initialized()
+    return told
+
+
+def test_a_refused_evaluation_leaves_everything_as_it_was(ranks) -> None:
+    first, second = ranks(2, around_refusals, True)
+    quiet, _ = ranks(2, around_refusals, False)
+    assert first == second and [first[0], first[-1]] == quiet
+    assert "labels are from" in first[1] and "8 on rank 1" in first[2] and "must be a tensor" in first[3]
+
+
+def test_a_run_cannot_go_on_from_an_engine(tmp_path_factory, tmp_path: Path) -> None:
+    with Engine(MODEL, **SIZES) as engine:
+        engine.train_step(images(), torch.arange(10))
+        engine.save(tmp_path)
+    cache = str(tmp_path_factory.getbasetemp() / "cache")
+    with without_trial(), pytest.raises(megasnn.CheckpointError, match="no place in the data, as a megasnn.Engine"):
+        train(cache, "--train-iters", "3", "--eval-iters", "0", "--load", str(tmp_path))
