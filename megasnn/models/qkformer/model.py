@@ -8,6 +8,7 @@ the authors' CIFAR model, which SpikingJelly lacks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -20,10 +21,10 @@ from megasnn.models.qkformer.dimensions import STAGES, QKFormer
 def layers_of(model: QKFormer) -> Iterable[Layer]:
     """Of each stage its patch embedding and the halves of its blocks; the head."""
     inputs = model.in_channels
-    embedding = PatchEmbedding if model.patch_embedding == "imagenet" else SmallPatchEmbedding
+    small = model.patch_embedding == "cifar"
     stages = zip(model.dims, model.of_stages("depths"), model.of_stages("num_heads"), strict=True)
     for number, (dim, depth, heads) in enumerate(stages, start=1):
-        yield layer(f"patch_embed{number}", embedding(inputs, dim, begins=number == 1))
+        yield layer(f"patch_embed{number}", PatchEmbedding(inputs, dim, begins=number == 1, small=small))
         attention = SpikingSelfAttention if number == STAGES else TokenAttention
         for block in range(depth):
             name = f"stage{number}.{block}"
@@ -34,32 +35,22 @@ def layers_of(model: QKFormer) -> Iterable[Layer]:
 
 
 class PatchEmbedding(nn.Module):
-    """Units that halve height and width, beside a shortcut that does it at once; the first stage halves twice."""
+    """Units that halve height and width, beside a shortcut that does it at once; the first stage halves twice.
 
-    def __init__(self, inputs: int, outputs: int, begins: bool) -> None:
+    Args:
+        begins: whether it is the first stage's, which has a unit more.
+        small: for small images: without biases, the first stage keeps height and width, the others halve them in their
+            last unit.
+    """
+
+    def __init__(self, inputs: int, outputs: int, begins: bool, small: bool) -> None:
         super().__init__()
-        self.begin = ConvNormNeuron(inputs, outputs // 2, 3, bias=True, max_pool=True) if begins else None
+        unit = partial(ConvNormNeuron, kernel_size=3, bias=not small)
         middle = outputs // 2 if begins else inputs
-        self.down = ConvNormNeuron(middle, outputs, 3, bias=True, max_pool=True)
-        self.last = ConvNormNeuron(outputs, outputs, 3, bias=True)
-        self.shortcut = ConvNormNeuron(middle, outputs, bias=True, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.begin is None else self.begin(x)
-        return self.last(self.down(x)) + self.shortcut(x)
-
-
-class SmallPatchEmbedding(nn.Module):
-    """Units beside a shortcut, without biases: the first stage keeps height and width, the others halve them in their
-    last unit. Attributes have the names of PatchEmbedding's, by which weights are known."""
-
-    def __init__(self, inputs: int, outputs: int, begins: bool) -> None:
-        super().__init__()
-        self.begin = ConvNormNeuron(inputs, outputs // 2, 3) if begins else None
-        middle = outputs // 2 if begins else inputs
-        self.down = ConvNormNeuron(middle, outputs, 3)
-        self.last = None if begins else ConvNormNeuron(outputs, outputs, 3, max_pool=True)
-        self.shortcut = ConvNormNeuron(middle, outputs, stride=1 if begins else 2)
+        self.begin = unit(inputs, middle, max_pool=not small) if begins else None
+        self.down = unit(middle, outputs, max_pool=not small)
+        self.last = None if begins and small else unit(outputs, outputs, max_pool=small)
+        self.shortcut = ConvNormNeuron(middle, outputs, bias=not small, stride=1 if begins and small else 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.begin is None else self.begin(x)
