@@ -191,8 +191,8 @@ def test_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"kind": "izhikevich"}, "--neuron"),
-        ({"surrogate": "relu"}, "--surrogate"),
+        ({"kind": "izhikevich"}, "unknown kind='izhikevich'; it is one of lif, if, plif"),
+        ({"surrogate": "relu"}, "unknown surrogate='relu'; it is one of sigmoid, atan"),
         ({"tau": 1.0}, "--tau"),
         ({"tau": float("nan")}, "--tau"),
     ],

@@ -117,7 +117,7 @@ def test_attributes_and_hooks_of_modules_stay(cut: bool) -> None:
 def test_hooks_of_whole_parameters_see_the_gradient_and_cut_ones_refuse_them() -> None:
     chunk = forward_backward(Around(kind="hooked"))
     assert KEPT == [float(chunk[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
-    with pytest.raises(ValueError, match=r"the layer behind stem: 0\.weight has a hook, .* put it on a module"):
+    with pytest.raises(ValueError, match=r"part: 0\.weight has a hook, .* put it on a module"):
         describe(Around(kind="hooked", cut=True))
 
 
