@@ -130,7 +130,7 @@ class Ties:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """Its gradient; zeros where nothing has given it one, so that both ranks of a message know its size."""
+    """The gradient of a tensor; zeros where nothing has given it one, so that both ranks of a message know its size."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
