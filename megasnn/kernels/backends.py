@@ -1,6 +1,6 @@
 """What can compute a neuron: plain PyTorch, which is the reference, and faster backends that must equal it.
 
-The table needs neither torch nor numba: a command line is checked by it before they are imported.
+The table needs neither torch nor numba nor triton: a command line is checked by it before they are imported.
 """
 
 from __future__ import annotations
@@ -87,6 +87,14 @@ BACKENDS: Table[NeuronBackend] = Table(
             later("megasnn.kernels.fused:neuron_multi_step"),
             later("megasnn.kernels.fused:norm_pool_neuron"),
             _refused_by_fused,
+        ),
+        "triton": NeuronBackend(
+            "kernels compiled for NVIDIA GPUs",
+            FUSED_CHARGES,
+            FUSED_SURROGATES,
+            later("megasnn.kernels.triton.alone:neuron_multi_step"),
+            later("megasnn.kernels.triton.calls:norm_pool_neuron"),
+            later("megasnn.kernels.triton.available:refuses"),
         ),
     },
     also=(AUTO,),

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels import compiled
-from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
+from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.layout import empty_array, memory_order
 from megasnn.kernels.runtime import run
-from megasnn.kernels.spec import NEURONS, NeuronSpec
+from megasnn.kernels.spec import NeuronSpec
 
 _TORCH_TYPES = {"float32": torch.float32, "float64": torch.float64}
 REDUCED = (torch.bfloat16, torch.float16)
@@ -78,29 +78,22 @@ def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> compiled
 
 
 def _constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: bool) -> compiled.Constants:
-    number = dtype.type
-    charge, surrogate = FUSED_CHARGES[spec.kind](spec, learned_leak), FUSED_SURROGATES[spec.surrogate]
-    into = charge.leak if NEURONS[spec.kind].leaks and spec.decay_input else 1.0
-    hard = spec.v_reset is not None
-    jump, slide = (spec.rest, 1.0) if hard else (-spec.v_threshold, 0.0)
-    if spec.detach_reset:
-        jump = slide = 0.0
-    alpha = spec.surrogate_alpha
+    number, n = dtype.type, numbers(spec, learned_leak)
     return compiled.Constants(
-        charge=getattr(compiled, charge.code),
-        surrogate=getattr(compiled, surrogate.code),
-        hard=hard,
+        charge=getattr(compiled, n.charge),
+        surrogate=getattr(compiled, n.surrogate),
+        hard=n.hard,
         learn=learn,
-        rest=number(spec.rest),
-        threshold=number(spec.v_threshold),
-        factor=number(charge.factor),
-        kept=number(0.0 if hard else 1.0),
-        jump=number(jump),
-        slide=number(slide),
-        into=number(into),
-        through=number(1.0 - charge.leak),
-        slope=number(alpha * surrogate.slope),
-        amplitude=number(alpha * surrogate.amplitude),
+        rest=number(n.rest),
+        threshold=number(n.threshold),
+        factor=number(n.factor),
+        kept=number(n.kept),
+        jump=number(n.jump),
+        slide=number(n.slide),
+        into=number(n.into),
+        through=number(n.through),
+        slope=number(n.slope),
+        amplitude=number(n.amplitude),
         zero=number(0),
         one=number(1),
     )

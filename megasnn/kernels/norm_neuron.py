@@ -1,0 +1,138 @@
+"""Batch norm, optional max pooling and neurons as four calls of a backend, and the function that autograd sees.
+
+Between the calls stand sums over the samples and pixels that one rank has: whoever shares a sample between ranks
+exchanges them there. For backward the input is kept, and the statistics; all else is computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megasnn.kernels.spec import NeuronSpec
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a unit computes, besides its tensors; arguments as in `megasnn.kernels.unit.norm_pool_neuron`."""
+
+    spec: NeuronSpec
+    eps: float
+    pool: bool
+    time_steps: int
+
+
+class Norm(NamedTuple):
+    """Tensors [C]: mean and biased variance to normalise with, in double precision; scale and shift, or None."""
+
+    mean: Tensor
+    variance: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class UnitCalls(Protocol):
+    """The four calls. Inputs `[X, N, C, ...]`, X = T or 1, and spikes are channels-last in memory; w as in `unit`."""
+
+    def statistics(self, x: Tensor) -> Tensor:
+        """Mean and biased variance of each channel, `[2, C]` in double precision."""
+
+    def fire(
+        self, x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Spikes `[T, N, C, ...]` in the type of x; if asked for, also as `codec.pack_bits` packs them."""
+
+    def backward_sums(
+        self, x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+    ) -> tuple[Tensor, Any]:
+        """Sums `[3, C]` in double precision, g being the gradient of the normalised input: of g, of g (x - mean), and
+        with `learn` of what the gradient of w needs (`gradient_of_w`). And what `input_gradient` takes as carried."""
+
+    def input_gradient(
+        self,
+        x: Tensor,
+        g_spikes: Tensor,
+        norm: Norm,
+        w: Tensor | None,
+        unit: Unit,
+        sums: Tensor | None,
+        count: int,
+        carried: Any,
+    ) -> Tensor:
+        """The gradient of x.
+
+        Args:
+            sums: the first two, over `count` values a channel; None where statistics did not depend on x.
+        """
+
+
+def norm_pool_neuron_by(
+    calls: UnitCalls,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    w: Tensor | None,
+    unit: Unit,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The calls back to back; see `megasnn.kernels.unit.norm_pool_neuron`. running: as in `NeuronBackend`."""
+    x = x.movedim(2, -1).contiguous().movedim(-1, 2)
+    return _NormPoolNeuron.apply(x, weight, bias, w, running, unit, calls)
+
+
+def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
+    """The gradient of a learned time constant's w from what kernels sum, which lacks a factor; q = sigmoid(w)."""
+    q = w.detach().double().sigmoid()
+    factor = (1 - q) / q if spec.decay_input else q * (1 - q)
+    return (total * factor).view(w.shape).to(w.dtype)
+
+
+class _NormPoolNeuron(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        w: Tensor | None,
+        running: tuple[Tensor, Tensor] | None,
+        unit: Unit,
+        calls: UnitCalls,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, variance = calls.statistics(x) if running is None else (each.detach().double() for each in running)
+        spikes, _ = calls.fire(x, Norm(mean, variance, weight, bias), w, unit)
+        ctx.set_materialize_grads(False)
+        ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
+        ctx.save_for_backward(x, weight, bias, w, mean, variance)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        means = mean.to(dtype), variance.to(dtype)
+        ctx.mark_non_differentiable(*means)
+        return spikes, *means
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_spikes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if g_spikes is None:
+            return (None,) * 7
+        x, weight, bias, w, mean, variance = ctx.saved_tensors
+        need_x, need_weight, need_bias, need_w = ctx.needs_input_grad[:4]
+        unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
+        g_spikes = g_spikes.movedim(2, -1).contiguous().movedim(-1, 2)
+        sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
+        g_x = None
+        if need_x:
+            means = sums if ctx.batch else None
+            g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, x.numel() // x.shape[2], carried)
+        return (
+            g_x,
+            (sums[1] * (variance + unit.eps).rsqrt()).to(weight.dtype) if need_weight else None,
+            sums[0].to(bias.dtype) if need_bias else None,
+            gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
+            None,
+            None,
+            None,
+        )

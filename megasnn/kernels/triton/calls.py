@@ -1,0 +1,178 @@
+"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.norm_neuron`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasnn.kernels.codec import pack_bits
+from megasnn.kernels.fused_constants import numbers
+from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
+from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, THREADS, TILES, compute_type, lanes, launch
+from megasnn.kernels.triton.sums import (
+    backward_sums_kernel,
+    coefficients_kernel,
+    fold_statistics_kernel,
+    statistics_kernel,
+)
+from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel, pooled_gradient_kernel
+
+_PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
+_FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16
+
+
+def norm_pool_neuron(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    eps: float,
+    spec: NeuronSpec,
+    w: Tensor | None,
+    pool: bool,
+    time_steps: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`megasnn.kernels.unit.norm_pool_neuron`. running: mean and variance, if not the batch's."""
+    calls = sys.modules[__name__]
+    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, time_steps))
+
+
+def statistics(x: Tensor) -> Tensor:
+    number, channels = compute_type(x.dtype), x.shape[2]
+    cut = _cut(x.numel(), channels, lanes(x.dtype))
+    partial = x.new_empty((3, cut.programs, cut.row), dtype=torch.float64)
+    launch(
+        statistics_kernel, cut.programs * (cut.row // COLUMNS),
+        x, partial, x.numel(), cut.row, cut.programs, cut.tiles,
+        D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
+    )  # fmt: skip
+    found = x.new_empty((2, channels), dtype=torch.float64)
+    launch(
+        fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
+        partial, found, partial[0].numel() // channels, channels, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
+    )  # fmt: skip
+    return found
+
+
+def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+    sizes, number = _sizes(x, unit.pool), compute_type(x.dtype)
+    spikes = x.new_empty((unit.time_steps, *sizes.step))
+    whole_bytes = packed and sizes.size % 8 == 0
+    bits = x.new_empty((unit.time_steps * sizes.size // 8,), dtype=torch.uint8) if whole_bytes else None
+    block = THREADS * lanes(x.dtype)
+    launch(
+        fire_kernel, -(-sizes.size // block),
+        x, _coefficients(x, norm, unit.eps), None, factor(w, number), spikes, bits, None,
+        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width,
+        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, POOL=unit.pool, N=numbers(unit.spec), D=NUMBERS[number],
+        BLOCK=block,
+    )  # fmt: skip
+    spikes = spikes.movedim(-1, 2)
+    return spikes, pack_bits(spikes) if packed and bits is None else bits
+
+
+def backward_sums(
+    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    sizes, number = _sizes(x, unit.pool), compute_type(x.dtype)
+    cut = _cut(sizes.size, sizes.channels, lanes(x.dtype, unit.time_steps, 2 if unit.pool else 1))
+    g_pooled = taps = None
+    if unit.pool:
+        g_pooled = x.new_empty((len(x), sizes.size), dtype=number)
+        taps = x.new_empty((len(x), sizes.size), dtype=torch.uint8)
+    partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=torch.float64)
+    launch(
+        backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
+        x, g_spikes, _coefficients(x, norm, unit.eps), factor(w, number), g_pooled, taps, partial,
+        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, cut.row, cut.programs, cut.tiles,
+        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, POOL=unit.pool, LEARN=learn,
+        N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
+    )  # fmt: skip
+    sums = partial.view(len(partial), -1, sizes.channels).sum(dim=1)
+    return sums, None if g_pooled is None or taps is None else (g_pooled, taps)
+
+
+def input_gradient(
+    x: Tensor,
+    g_spikes: Tensor,
+    norm: Norm,
+    w: Tensor | None,
+    unit: Unit,
+    sums: Tensor | None,
+    count: int,
+    carried: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    sizes, number = _sizes(x, unit.pool), compute_type(x.dtype)
+    coefficients = _coefficients(x, norm, unit.eps, sums, count)
+    g_x = torch.empty_like(x)  # as dense as x, and in its order
+    if carried is not None:
+        block = THREADS * lanes(x.dtype)
+        launch(
+            pooled_gradient_kernel, -(-sizes.in_size // block),
+            x, *carried, g_x, coefficients, sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width,
+            X=len(x), BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
+        )  # fmt: skip
+        return g_x
+    block = THREADS * lanes(x.dtype, unit.time_steps, 1)
+    launch(
+        gradient_kernel, -(-sizes.size // block),
+        x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None, sizes.size, sizes.channels,
+        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, BATCH=sums is not None, N=numbers(unit.spec),
+        D=NUMBERS[number], BLOCK=block,
+    )  # fmt: skip
+    return g_x
+
+
+def factor(w: Tensor | None, number: torch.dtype) -> Tensor | None:
+    """What the charge multiplies by where it is learned; it stays on the device."""
+    return None if w is None else w.detach().to(number).sigmoid()
+
+
+class _Sizes(NamedTuple):
+    """Values of a time step of the neurons and of the input, the input's channels and sides, a step's shape of spikes
+    in memory."""
+
+    size: int
+    in_size: int
+    channels: int
+    height: int
+    width: int
+    step: tuple[int, ...]
+
+
+def _sizes(x: Tensor, pool: bool) -> _Sizes:
+    samples, channels, *space = x.shape[1:]
+    height, width = space if pool else (0, 0)
+    step = (samples, *((side + 1) // 2 if pool else side for side in space), channels)
+    return _Sizes(math.prod(step), x[0].numel(), channels, height, width, step)
+
+
+class _Cut(NamedTuple):
+    """How values are cut for a kernel that sums: the length of a row, rows of a tile, tiles of a program, programs."""
+
+    row: int
+    rows: int
+    tiles: int
+    programs: int
+
+
+def _cut(values: int, channels: int, lanes: int) -> _Cut:
+    row, rows = math.lcm(channels, COLUMNS), THREADS * lanes // COLUMNS
+    tiles = -(-values // (row * rows))
+    together = max(1, min(TILES, tiles * (row // COLUMNS) // _PROGRAMS))
+    return _Cut(row, rows, together, -(-tiles // together))
+
+
+def _coefficients(x: Tensor, norm: Norm, eps: float, sums: Tensor | None = None, count: int = 0) -> Tensor:
+    channels = x.shape[2]
+    rows = x.new_empty((3 if sums is None else 5, channels), dtype=compute_type(x.dtype))
+    launch(
+        coefficients_kernel, -(-channels // COLUMNS),
+        norm.mean, norm.variance, norm.weight, norm.bias, sums, rows, count, channels, EPS=eps, COLUMNS=COLUMNS,
+    )  # fmt: skip
+    return rows

@@ -1,0 +1,57 @@
+"""How kernels are compiled and started: one set of options, and sizes from a rule instead of a search.
+
+Multiplications and additions are never fused into one rounding: a spike could flip against the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WARPS = 4
+THREADS = 32 * WARPS
+COLUMNS = 128  # of a tile of a kernel that sums over rows
+TILES = 16  # that one program sums: few partial sums to fold, and enough programs for a large GPU
+_REGISTERS = 128  # of a thread, for what a backward keeps of all time steps
+_LOAD = 16  # bytes, the widest
+
+NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
+"""What kernels compute in, by the type of torch; inputs of 16 bits are computed in float32."""
+
+
+def compute_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def lanes(dtype: torch.dtype, steps: int = 1, kept: int = 0) -> int:
+    """Elements of a thread, a power of two: as many as one load brings, or as registers hold.
+
+    Args:
+        kept: values that a thread keeps of each element for each of the time steps.
+    """
+    words = compute_type(dtype).itemsize // 4
+    hold = _REGISTERS // max(1, steps * kept * words)
+    return max(1, min(_LOAD // dtype.itemsize, 1 << hold.bit_length() - 1 if hold else 1))
+
+
+def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """Starts so many programs of a kernel on the device of its first tensor."""
+    tensor = next(each for each in args if isinstance(each, Tensor))
+    on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    with on_device:
+        kernel[(programs,)](*args, **constants, num_warps=WARPS, enable_fp_fusion=False)
+
+
+@triton.jit
+def _nothing(x):
+    tl.store(x, 1.0)
+
+
+def try_out(device: torch.device) -> None:
+    """Compiles and starts the smallest kernel. Raises whatever keeps it from that."""
+    launch(_nothing, 1, torch.zeros(1, device=device))

@@ -1,0 +1,108 @@
+"""One time step of a neuron, forward and backward: what the kernels are made of.
+
+The operations and their order are those of `reference.py`. `N` is a `megasnn.kernels.fused_constants.Numbers`, fixed
+when a kernel is compiled; `q` is what the charge divides or multiplies by, which may be learned. All work on blocks of
+any shape, in the type `q` has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def charging_factor(q, N: tl.constexpr, D: tl.constexpr):
+    """The factor in the type D: learned and in memory, or a constant."""
+    if q is None:
+        factor = tl.full((), N.factor, D)
+    else:
+        factor = tl.load(q).to(D)
+    return factor
+
+
+@triton.jit
+def divided(x, y):
+    """Rounded correctly: the operator divides float32 approximately."""
+    if x.dtype == tl.float32:
+        z = tl.math.div_rn(x, y)
+    else:
+        z = x / y
+    return z
+
+
+@triton.jit
+def charge(y, v, q, N: tl.constexpr):
+    """The potential before firing."""
+    rest = tl.full((), N.rest, q.dtype)
+    if N.charge == "CHARGE_ADD":
+        h = v + y
+    elif N.charge == "CHARGE_DIVIDE":
+        h = v + divided(y - (v - rest), q)
+    elif N.charge == "CHARGE_SCALE":
+        h = v + (y - (v - rest)) * q
+    elif N.charge == "LEAK_DIVIDE":
+        h = v - divided(v - rest, q) + y
+    else:
+        tl.static_assert(N.charge == "LEAK_SCALE")
+        h = v - (v - rest) * q + y
+    return h
+
+
+@triton.jit
+def fires(h, N: tl.constexpr):
+    return h >= tl.full((), N.threshold, h.dtype)
+
+
+@triton.jit
+def reset(h, N: tl.constexpr):
+    """The potential after firing."""
+    if N.hard:
+        v = tl.where(fires(h, N), tl.full((), N.rest, h.dtype), h)
+    else:
+        v = tl.where(fires(h, N), h - tl.full((), N.threshold, h.dtype), h)
+    return v
+
+
+@triton.jit
+def surrogate(h, N: tl.constexpr):
+    """The derivative that stands for that of the step."""
+    one = tl.full((), 1.0, h.dtype)
+    amplitude = tl.full((), N.amplitude, h.dtype)
+    u = (h - tl.full((), N.threshold, h.dtype)) * tl.full((), N.slope, h.dtype)
+    if N.surrogate == "SIGMOID":
+        e = tl.exp(-tl.abs(u))
+        s = amplitude * e / ((one + e) * (one + e))
+    else:
+        tl.static_assert(N.surrogate == "ATAN")
+        s = amplitude / (one + u * u)
+    return s
+
+
+@triton.jit
+def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
+    """From the gradients of spike and potential after a step to those of its input and the potential before it."""
+    one = tl.full((), 1.0, h.dtype)
+    direct = tl.where(fires(h, N), tl.full((), N.kept, h.dtype), one)
+    through_spike = tl.full((), N.jump, h.dtype) - tl.full((), N.slide, h.dtype) * h
+    g_h = (g_spike + g_v * through_spike) * surrogate(h, N) + g_v * direct
+    if N.learned:
+        g_x = g_h * q if N.charge == "CHARGE_SCALE" else g_h
+        g_v = g_h * (one - q)
+    else:
+        g_x = g_h * tl.full((), N.into, h.dtype)
+        g_v = g_h * tl.full((), N.through, h.dtype)
+    return g_x, g_v
+
+
+@triton.jit
+def factor_backward(h, v, g_x, N: tl.constexpr):
+    """What the gradient of a learned factor adds up, v being the potential before the step.
+
+    With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. The caller divides by q^2.
+    """
+    if N.charge == "CHARGE_SCALE":
+        part = g_x * (h - v)
+    else:
+        part = -g_x * (v - tl.full((), N.rest, h.dtype))
+    return part

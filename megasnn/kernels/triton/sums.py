@@ -1,0 +1,171 @@
+"""Sums over time, samples and space for each channel: statistics of the norm, and what its backward needs.
+
+Memory `[..., C]` is cut into rows of k C values, a multiple of the columns of a tile, so that lanes are idle only at the
+very end, whatever C is. A program adds up some tiles of one block of columns; its sums are a row of `[programs, k C]`,
+which is `[programs k, C]` as well. They are folded in double precision, in an order that depends on nothing but sizes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megasnn.kernels.triton.neuron import charging_factor, factor_backward, reset, step_backward
+from megasnn.kernels.triton.steps import first_potential, of_channel, recomputed
+
+
+@triton.jit
+def statistics_kernel(x, partial, size, row, programs, tiles,
+                      D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """`partial [3, programs, row]`: the number of values, their mean, their squared deviations from it.
+
+    Deviations are taken from the mean of the first tile: that is near enough, since it is part of what is summed.
+    """
+    blocks = row // COLUMNS
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    program = (tl.program_id(0) // blocks).to(tl.int64)
+    start = program * (tiles * ROWS) * row
+    x += start
+    left = size - start
+    place = tl.arange(0, ROWS)[:, None] * row + column[None, :]
+    inside = place < left
+    count = tl.maximum(tl.sum(inside.to(D), axis=0), 1)
+    pivot = tl.sum(tl.load(x + place, mask=inside, other=0).to(D), axis=0) / count
+    number, total, squares = tl.zeros(place.shape, D), tl.zeros(place.shape, D), tl.zeros(place.shape, D)
+    for _ in range(tiles):
+        inside = place < left
+        deviation = tl.load(x + place, mask=inside, other=0).to(D) - pivot[None, :]
+        deviation = tl.where(inside, deviation, 0)
+        number += inside.to(D)
+        total += deviation
+        squares += deviation * deviation
+        x += ROWS * row
+        left -= ROWS * row
+    n = tl.sum(number.to(tl.float64), axis=0)
+    s = tl.sum(total.to(tl.float64), axis=0)
+    squared = tl.sum(squares.to(tl.float64), axis=0)
+    least = tl.maximum(n, 1)
+    out = partial + program * row + column
+    tl.store(out, n)
+    tl.store(out + tl.cast(programs, tl.int64) * row, pivot.to(tl.float64) + s / least)
+    tl.store(out + 2 * tl.cast(programs, tl.int64) * row, squared - s * s / least)
+
+
+@triton.jit
+def fold_statistics_kernel(partial, out, rows, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`partial [3, rows, C]` -> `out [2, C]`: mean and biased variance."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.zeros([ROWS, COLUMNS], tl.float64)
+    weighted = tl.zeros([ROWS, COLUMNS], tl.float64)
+    step = tl.cast(rows, tl.int64) * channels
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        place = row[:, None] * channels + channel[None, :]
+        inside = (row[:, None] < rows) & (channel[None, :] < channels)
+        n = tl.load(partial + place, mask=inside, other=0)
+        count += n
+        weighted += n * tl.load(partial + step + place, mask=inside, other=0)
+    n_all = tl.maximum(tl.sum(count, axis=0), 1)
+    mean = tl.sum(weighted, axis=0) / n_all
+    squares = tl.zeros([ROWS, COLUMNS], tl.float64)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        place = row[:, None] * channels + channel[None, :]
+        inside = (row[:, None] < rows) & (channel[None, :] < channels)
+        n = tl.load(partial + place, mask=inside, other=0)
+        away = tl.load(partial + step + place, mask=inside, other=0) - mean[None, :]
+        squares += tl.load(partial + 2 * step + place, mask=inside, other=0) + n * away * away
+    tl.store(out + channel, mean, mask=channel < channels)
+    tl.store(out + channels + channel, tl.sum(squares, axis=0) / n_all, mask=channel < channels)
+
+
+@triton.jit
+def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels,
+                        EPS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """The rows of `norm` in `steps` and `unit`, computed in double precision.
+
+    Args:
+        sums: `[>= 2, C]` of g and of g (x - mean), over `count` values a channel, for a backward; None for a forward.
+    """
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < channels
+    mu = tl.load(mean + channel, mask=inside, other=0).to(tl.float64)
+    var = tl.load(variance + channel, mask=inside, other=1).to(tl.float64)
+    one = tl.full((), 1.0, tl.float64)
+    inverse = one / tl.sqrt(var + tl.full((), EPS, tl.float64))
+    scale = inverse
+    if weight is not None:
+        scale = inverse * tl.load(weight + channel, mask=inside, other=0).to(tl.float64)
+    shift = -mu * scale
+    if bias is not None:
+        shift = tl.load(bias + channel, mask=inside, other=0).to(tl.float64) - mu * scale
+    number = out.dtype.element_ty
+    tl.store(out + channel, scale.to(number), mask=inside)
+    tl.store(out + channels + channel, shift.to(number), mask=inside)
+    tl.store(out + 2 * channels + channel, mu.to(number), mask=inside)
+    if sums is not None:
+        per_value = one / tl.cast(count, tl.float64)
+        g = tl.load(sums + channel, mask=inside, other=0) * per_value
+        gx = tl.load(sums + channels + channel, mask=inside, other=0) * per_value
+        tl.store(out + 3 * channels + channel, g.to(number), mask=inside)
+        tl.store(out + 4 * channels + channel, (gx * inverse * inverse).to(number), mask=inside)
+
+
+@triton.jit
+def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
+                         size, in_size, channels, height, width, row, programs, tiles,
+                         T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, LEARN: tl.constexpr,
+                         N: tl.constexpr, D: tl.constexpr,
+                         ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """`partial [3, programs, row]`: sums of g, the gradient of the normalised input, of g (x - mean), and of what
+    `factor_backward` gives. With pooling the gradient of the pooled values, and the places that have won, are stored.
+    """
+    blocks = row // COLUMNS
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    program = tl.program_id(0) // blocks
+    q = charging_factor(q, N, D)
+    mean = of_channel(norm, 2, column, column < row, channels)
+    place = (program * (tiles * ROWS) + tl.arange(0, ROWS))[:, None] * row + column[None, :]
+    sum_g, sum_gx, total = tl.zeros(place.shape, D), tl.zeros(place.shape, D), tl.zeros(place.shape, D)
+    for _ in range(tiles):
+        inside = place < size
+        first = first_potential(None, place, inside, N, D)
+        h, winners = recomputed(
+            x, place, inside, norm, first, q, taps, size, in_size, channels, height, width, T, REPEATED, POOL, N, D
+        )
+        g_v = tl.zeros(place.shape, D)
+        summed = tl.zeros(place.shape, D)
+        x_t, g_t, pooled_t = x, g_spikes, g_pooled
+        last = tl.full((), T - 1, tl.int64)
+        g_t += last * size
+        if not REPEATED:
+            x_t += last * in_size
+            if POOL:
+                pooled_t += last * size
+        for i in tl.static_range(T):
+            g_spike = tl.load(g_t + place, mask=inside, other=0).to(D)
+            g, g_v = step_backward(h[T - 1 - i], g_spike, g_v, q, N)
+            if LEARN:
+                before = reset(h[T - 2 - i], N) if i < T - 1 else first
+                total += tl.where(inside, factor_backward(h[T - 1 - i], before, g, N), 0)
+            if REPEATED:
+                summed += g
+            if i == T - 1 or not REPEATED:
+                g = summed if REPEATED else g
+                if POOL:
+                    value = winners[0] if REPEATED else winners[T - 1 - i]
+                    tl.store(pooled_t + place, g, mask=inside)
+                    pooled_t -= size
+                else:
+                    value = tl.load(x_t + place, mask=inside, other=0).to(D)
+                sum_g += tl.where(inside, g, 0)
+                sum_gx += tl.where(inside, g * (value - mean[None, :]), 0)
+                x_t -= in_size
+            g_t -= size
+        place += ROWS * row
+    out = partial + program.to(tl.int64) * row + column
+    step = tl.cast(programs, tl.int64) * row
+    tl.store(out, tl.sum(sum_g.to(tl.float64), axis=0))
+    tl.store(out + step, tl.sum(sum_gx.to(tl.float64), axis=0))
+    if LEARN:
+        tl.store(out + 2 * step, tl.sum(total.to(tl.float64), axis=0))

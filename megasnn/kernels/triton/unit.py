@@ -1,0 +1,121 @@
+"""Normalise, charge and fire, and the gradient of the input: a pass over memory each.
+
+`x [X, in_size]` with X = T, or 1 for an input that is repeated; `size` is the number of neurons, and `[T, size]` are
+their spikes. Without `norm` a kernel computes the neurons alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megasnn.kernels.triton.neuron import charge, charging_factor, factor_backward, fires, reset, step_backward
+from megasnn.kernels.triton.pool import gradient_of_windows
+from megasnn.kernels.triton.steps import current, first_potential, of_channel, recomputed
+
+
+@triton.jit
+def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width,
+                T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.codec` does it, or None."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    q = charging_factor(q, N, D)
+    v = first_potential(v_first, place, inside, N, D)
+    for t in tl.static_range(T):
+        if t == 0 or not REPEATED:
+            y, _, _ = current(x, place, inside, norm, channels, height, width, POOL, D)
+            x += in_size
+        h = charge(y, v, q, N)
+        fired = fires(h, N)
+        tl.store(spikes + place, fired.to(spikes.dtype.element_ty), mask=inside)
+        spikes += size
+        if bits is not None:
+            eight = tl.reshape((fired & inside).to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
+            tl.store(bits + byte, tl.sum(eight, axis=1).to(tl.uint8), mask=byte < size // 8)
+            bits += size // 8
+        v = reset(h, N)
+    if v_last is not None:
+        tl.store(v_last + place, v, mask=inside)
+
+
+@triton.jit
+def norm_backward(g, value, norm, place, inside, channels, BATCH: tl.constexpr):
+    """From the gradient of the norm's output to that of its input; BATCH where that shaped the statistics."""
+    if BATCH:
+        g = g - of_channel(norm, 3, place, inside, channels)
+        deviation = value - of_channel(norm, 2, place, inside, channels)
+        g = g - deviation * of_channel(norm, 4, place, inside, channels)
+    return of_channel(norm, 0, place, inside, channels) * g
+
+
+@triton.jit
+def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, size, channels,
+                    T: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """The gradient of the input, through the norm or of the neurons alone, without pooling.
+
+    Args:
+        norm: rows for each channel; the fourth and fifth are what `norm_backward` subtracts.
+        g_last, g_first: gradients of the potentials after and before all steps, or None.
+        totals: what each program's learned factor adds up, or None.
+    """
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    q = charging_factor(q, N, D)
+    first = first_potential(v_first, place, inside, N, D)
+    h, _ = recomputed(
+        x, place, inside, norm, first, q, None, size, size, channels, 0, 0, T, REPEATED, False, N, D
+    )  # fmt: skip
+    g_v = tl.zeros(place.shape, D)
+    if g_last is not None:
+        g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
+    summed = tl.zeros(place.shape, D)
+    total = tl.zeros(place.shape, D)
+    last = tl.full((), T - 1, tl.int64) * size
+    g_spikes += last
+    if not REPEATED:
+        x += last
+        g_x += last
+    for i in tl.static_range(T):
+        g_spike = tl.load(g_spikes + place, mask=inside, other=0).to(D)
+        g, g_v = step_backward(h[T - 1 - i], g_spike, g_v, q, N)
+        if totals is not None:
+            if i < T - 1:
+                total += factor_backward(h[T - 1 - i], reset(h[T - 2 - i], N), g, N)
+            else:
+                total += factor_backward(h[0], first, g, N)
+        if REPEATED:
+            summed += g
+        if i == T - 1 or not REPEATED:
+            g = summed if REPEATED else g
+            if norm is not None:
+                value = tl.load(x + place, mask=inside, other=0).to(D)
+                g = norm_backward(g, value, norm, place, inside, channels, BATCH)
+            tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
+            x -= size
+            g_x -= size
+        g_spikes -= size
+    if g_first is not None:
+        tl.store(g_first + place, g_v, mask=inside)
+    if totals is not None:
+        tl.store(totals + tl.program_id(0), tl.sum(tl.where(inside, total, 0).to(tl.float64), axis=0))
+
+
+@triton.jit
+def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, channels, height, width,
+                           X: tl.constexpr, BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The gradient of a unit's input from that of the pooled values, `[X, size]`, and the places that have won."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < in_size
+    for _ in tl.static_range(X):
+        g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, D)
+        value = tl.load(x + place, mask=inside, other=0).to(D)
+        g = norm_backward(g, value, norm, place, inside, channels, BATCH)
+        tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
+        x += in_size
+        g_x += in_size
+        g_pooled += size
+        taps += size
