@@ -32,7 +32,8 @@ class _Neuron(torch.autograd.Function):
         launch(
             fire_kernel, -(-size // block),
             data, None, first, factor(w, number), spikes, None, last, size, size, size, 0, 0,
-            T=len(x), REPEATED=False, POOL=False, N=numbers(spec), D=NUMBERS[number], BLOCK=block,
+            T=len(x), REPEATED=False, POOL=False, N=numbers(spec), D=NUMBERS[number],
+            AT_ONCE=len(x), BLOCK=block,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.spec = spec
@@ -48,7 +49,7 @@ class _Neuron(torch.autograd.Function):
         data, first = order.take(x), None if v0 is None else order.take_step(v0)
         g = torch.zeros_like(data) if g_spikes is None else order.take(g_spikes)
         g_after = None if g_last is None else order.take_step(g_last)
-        block, size = THREADS * lanes(x.dtype, len(x), 1), data[0].numel()
+        block, size = THREADS * lanes(x.dtype, len(x)), data[0].numel()
         programs = -(-size // block)
         g_x = torch.empty_like(data)
         g_before = torch.empty_like(data[0], dtype=number) if need_v else None

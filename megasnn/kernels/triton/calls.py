@@ -14,13 +14,14 @@ from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
 from megasnn.kernels.spec import NeuronSpec
 from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, THREADS, TILES, compute_type, lanes, launch
+from megasnn.kernels.triton.pool import pooled_gradient_kernel, winners_kernel
 from megasnn.kernels.triton.sums import (
     backward_sums_kernel,
     coefficients_kernel,
     fold_statistics_kernel,
     statistics_kernel,
 )
-from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel, pooled_gradient_kernel
+from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
 _PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
 _FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16
@@ -64,13 +65,13 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
     spikes = x.new_empty((unit.time_steps, *sizes.step))
     whole_bytes = packed and sizes.size % 8 == 0
     bits = x.new_empty((unit.time_steps * sizes.size // 8,), dtype=torch.uint8) if whole_bytes else None
-    block = THREADS * lanes(x.dtype)
+    block, repeated = THREADS * lanes(x.dtype), len(x) < unit.time_steps
     launch(
         fire_kernel, -(-sizes.size // block),
         x, _coefficients(x, norm, unit.eps), None, factor(w, number), spikes, bits, None,
         sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width,
-        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, POOL=unit.pool, N=numbers(unit.spec), D=NUMBERS[number],
-        BLOCK=block,
+        T=unit.time_steps, REPEATED=repeated, POOL=unit.pool, N=numbers(unit.spec), D=NUMBERS[number],
+        AT_ONCE=1 if unit.pool and not repeated else unit.time_steps, BLOCK=block,
     )  # fmt: skip
     spikes = spikes.movedim(-1, 2)
     return spikes, pack_bits(spikes) if packed and bits is None else bits
@@ -80,21 +81,34 @@ def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     sizes, number = _sizes(x, unit.pool), compute_type(x.dtype)
-    cut = _cut(sizes.size, sizes.channels, lanes(x.dtype, unit.time_steps, 2 if unit.pool else 1))
-    g_pooled = taps = None
-    if unit.pool:
-        g_pooled = x.new_empty((len(x), sizes.size), dtype=number)
-        taps = x.new_empty((len(x), sizes.size), dtype=torch.uint8)
+    coefficients = _coefficients(x, norm, unit.eps)
+    fed, taps = _winners(x, coefficients, sizes) if unit.pool else (x, None)
+    g_pooled = torch.empty_like(fed, dtype=number) if unit.pool else None
+    cut = _cut(sizes.size, sizes.channels, lanes(x.dtype, unit.time_steps))
     partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=torch.float64)
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
-        x, g_spikes, _coefficients(x, norm, unit.eps), factor(w, number), g_pooled, taps, partial,
-        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, cut.row, cut.programs, cut.tiles,
-        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, POOL=unit.pool, LEARN=learn,
+        fed, g_spikes, coefficients, factor(w, number), g_pooled, partial,
+        sizes.size, sizes.channels, cut.row, cut.programs, cut.tiles,
+        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, LEARN=learn,
         N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
     sums = partial.view(len(partial), -1, sizes.channels).sum(dim=1)
     return sums, None if g_pooled is None or taps is None else (g_pooled, taps)
+
+
+def _winners(x: Tensor, coefficients: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor]:
+    """The input values that max pooling takes, `[X, size]`, and their places in the windows."""
+    winners = x.new_empty((len(x), sizes.size))
+    taps = torch.empty_like(winners, dtype=torch.uint8)
+    block = THREADS * lanes(x.dtype)
+    blocks = -(-sizes.size // block)
+    launch(
+        winners_kernel, len(x) * blocks,
+        x, coefficients, winners, taps, sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width,
+        D=NUMBERS[compute_type(x.dtype)], BLOCK=block,
+    )  # fmt: skip
+    return winners, taps
 
 
 def input_gradient(
@@ -112,13 +126,15 @@ def input_gradient(
     g_x = torch.empty_like(x)  # as dense as x, and in its order
     if carried is not None:
         block = THREADS * lanes(x.dtype)
+        blocks = -(-sizes.in_size // block)
         launch(
-            pooled_gradient_kernel, -(-sizes.in_size // block),
-            x, *carried, g_x, coefficients, sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width,
-            X=len(x), BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
+            pooled_gradient_kernel, len(x) * blocks,
+            x, *carried, g_x, coefficients,
+            sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width,
+            BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
         )  # fmt: skip
         return g_x
-    block = THREADS * lanes(x.dtype, unit.time_steps, 1)
+    block = THREADS * lanes(x.dtype, unit.time_steps)
     launch(
         gradient_kernel, -(-sizes.size // block),
         x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None, sizes.size, sizes.channels,

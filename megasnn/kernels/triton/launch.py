@@ -17,7 +17,7 @@ WARPS = 4
 THREADS = 32 * WARPS
 COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 16  # that one program sums: few partial sums to fold, and enough programs for a large GPU
-_REGISTERS = 128  # of a thread, for what a backward keeps of all time steps
+_REGISTERS = 64  # of a thread, for the potentials of all time steps that a backward keeps: more leave too few threads
 _LOAD = 16  # bytes, the widest
 
 NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -28,15 +28,14 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def lanes(dtype: torch.dtype, steps: int = 1, kept: int = 0) -> int:
+def lanes(dtype: torch.dtype, kept_steps: int = 1) -> int:
     """Elements of a thread, a power of two: as many as one load brings, or as registers hold.
 
     Args:
-        kept: values that a thread keeps of each element for each of the time steps.
+        kept_steps: time steps of each element that a thread keeps a potential of, up to the end of the kernel.
     """
-    words = compute_type(dtype).itemsize // 4
-    hold = _REGISTERS // max(1, steps * kept * words)
-    return max(1, min(_LOAD // dtype.itemsize, 1 << hold.bit_length() - 1 if hold else 1))
+    held = _REGISTERS * 4 // (kept_steps * compute_type(dtype).itemsize)
+    return max(1, min(_LOAD // dtype.itemsize, 1 << max(held, 1).bit_length() - 1))
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:

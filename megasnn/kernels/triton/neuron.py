@@ -7,8 +7,12 @@ any shape, in the type `q` has.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -69,12 +73,13 @@ def surrogate(h, N: tl.constexpr):
     """The derivative that stands for that of the step."""
     one = tl.full((), 1.0, h.dtype)
     amplitude = tl.full((), N.amplitude, h.dtype)
-    u = (h - tl.full((), N.threshold, h.dtype)) * tl.full((), N.slope, h.dtype)
+    above = h - tl.full((), N.threshold, h.dtype)
     if N.surrogate == "SIGMOID":
-        e = tl.exp(-tl.abs(u))
+        e = tl.exp2(tl.abs(above) * tl.full((), -LOG2_E * N.slope, h.dtype))
         s = amplitude * e / ((one + e) * (one + e))
     else:
         tl.static_assert(N.surrogate == "ATAN")
+        u = above * tl.full((), N.slope, h.dtype)
         s = amplitude / (one + u * u)
     return s
 
@@ -83,9 +88,10 @@ def surrogate(h, N: tl.constexpr):
 def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
     """From the gradients of spike and potential after a step to those of its input and the potential before it."""
     one = tl.full((), 1.0, h.dtype)
-    direct = tl.where(fires(h, N), tl.full((), N.kept, h.dtype), one)
-    through_spike = tl.full((), N.jump, h.dtype) - tl.full((), N.slide, h.dtype) * h
-    g_h = (g_spike + g_v * through_spike) * surrogate(h, N) + g_v * direct
+    if N.jump != 0 or N.slide != 0:  # the reset is not detached
+        g_spike += g_v * (tl.full((), N.jump, h.dtype) - tl.full((), N.slide, h.dtype) * h)
+    direct = tl.where(fires(h, N), tl.full((), 0.0, h.dtype), g_v) if N.hard else g_v
+    g_h = g_spike * surrogate(h, N) + direct
     if N.learned:
         g_x = g_h * q if N.charge == "CHARGE_SCALE" else g_h
         g_v = g_h * (one - q)

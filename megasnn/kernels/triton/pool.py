@@ -1,4 +1,7 @@
-"""Max pooling (3 x 3 pixels, stride 2, padding 1) of normalised images, inside the kernels of the unit.
+"""Max pooling (3 x 3 pixels, stride 2, padding 1) of normalised images.
+
+In the forward pass it is a part of the kernel that fires. A backward first finds again which values have won, goes on
+with those as if there were no pooling, and brings their gradients back to where they came from.
 
 Images are `[N, H, W, C]` in memory, pooled ones `[N, Ho, Wo, C]`. A place in a window is 0 to 8, row after row.
 """
@@ -8,27 +11,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def window_of(place, channels, height, width):
-    """Of places in a pooled time step: row and column of the window's first pixel, and its place in the input."""
-    out_height, out_width = (height + 1) // 2, (width + 1) // 2
-    channel, pixel = place % channels, place // channels
-    column, line = pixel % out_width, pixel // out_width
-    row, sample = line % out_height, line // out_height
-    row, column = 2 * row - 1, 2 * column - 1
-    return row, column, ((sample * height + row) * width + column) * channels + channel
+from megasnn.kernels.triton.steps import norm_backward, of_channel
 
 
 @triton.jit
-def pooled(x, inside, row, column, start, scale, shift, channels, height, width, D: tl.constexpr):
-    """The largest normalised value of each window, the input value it comes from, and its place in the window.
+def pooled(x, place, inside, scale, shift, channels, height, width, D: tl.constexpr):
+    """The largest normalised value of each window of a time step, the input value it comes from, and where that is.
 
     The first of equal ones, and a NaN before any number, as in PyTorch.
     """
-    best = tl.full(start.shape, float("-inf"), D)
-    winner = tl.zeros(start.shape, D)
-    tap = tl.full(start.shape, 4, tl.int32)
+    out_height, out_width = (height + 1) // 2, (width + 1) // 2
+    channel, pixel = place % channels, place // channels
+    column, line = 2 * (pixel % out_width) - 1, pixel // out_width
+    row, sample = 2 * (line % out_height) - 1, line // out_height
+    start = ((sample * height + row) * width + column) * channels + channel
+    best = tl.where(inside, tl.full((), float("-inf"), D), tl.full((), 0.0, D))
+    winner = tl.zeros(place.shape, D)
+    tap = tl.full(place.shape, 4, tl.int32)
     for i in tl.static_range(3):
         for j in tl.static_range(3):
             valid = inside & (row + i >= 0) & (row + i < height) & (column + j >= 0) & (column + j < width)
@@ -69,3 +68,34 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, D: tl.co
             won = tl.load(tap + window, mask=there, other=9).to(tl.int32) == mine
             total += tl.where(won, tl.load(g + window, mask=there, other=0), 0)
     return total
+
+
+@triton.jit
+def winners_kernel(x, norm, winners, taps, size, in_size, blocks, channels, height, width,
+                   D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The input values `[X, size]` that have won, and their places in the windows; a program has a block of a step."""
+    step = (tl.program_id(0) // blocks).to(tl.int64)
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
+    _, winner, tap = pooled(x + step * in_size, place, inside, scale, shift, channels, height, width, D)
+    tl.store(winners + step * size + place, winner.to(winners.dtype.element_ty), mask=inside)
+    tl.store(taps + step * size + place, tap.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, channels, height, width,
+                           BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The gradient of the norm's input from that of the pooled values, `[X, size]`, and the places that have won."""
+    step = (tl.program_id(0) // blocks).to(tl.int64)
+    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = place < in_size
+    scale, mean, mean_g, mean_gx = of_channel(norm, 0, place, inside, channels), None, None, None
+    if BATCH:
+        mean = of_channel(norm, 2, place, inside, channels)
+        mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
+    g_pooled, taps = g_pooled + step * size, taps + step * size
+    g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, D)
+    value = tl.load(x + step * in_size + place, mask=inside, other=0).to(D)
+    g = norm_backward(g, value, scale, mean, mean_g, mean_gx)
+    tl.store(g_x + step * in_size + place, g.to(g_x.dtype.element_ty), mask=inside)

@@ -1,7 +1,9 @@
 """What a block of neurons is fed in a time step, and all its steps again for a backward.
 
 A block is a tensor of places in one time step of the output, `[N, ..., C]` in memory, with the channels fastest.
-`norm` points to rows of C numbers: what the input is multiplied by, what is then added, and the mean.
+`norm` points to rows of C numbers: what the input is multiplied by, what is then added, and the mean. They are loaded
+once for all time steps: between stores the compiler would load them again. For a backward there are two rows more, what
+`norm_backward` subtracts.
 """
 
 from __future__ import annotations
@@ -10,35 +12,12 @@ import triton
 import triton.language as tl
 
 from megasnn.kernels.triton.neuron import charge, reset
-from megasnn.kernels.triton.pool import pooled, window_of
 
 
 @triton.jit
 def of_channel(norm, row: tl.constexpr, place, inside, channels):
     """That row's number for the channel of each place."""
     return tl.load(norm + row * channels + place % channels, mask=inside, other=0)
-
-
-@triton.jit
-def current(x, place, inside, norm, channels, height, width, POOL: tl.constexpr, D: tl.constexpr):
-    """What one time step feeds into the neurons; the input value it comes from; and the place of that in its window.
-
-    Args:
-        x: that time step. norm: None where the input is fed as it is.
-    """
-    tap = 0
-    if norm is None:
-        value = tl.load(x + place, mask=inside, other=0).to(D)
-        y = value
-    else:
-        scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
-        if POOL:
-            row, column, start = window_of(place, channels, height, width)
-            y, value, tap = pooled(x, inside, row, column, start, scale, shift, channels, height, width, D)
-        else:
-            value = tl.load(x + place, mask=inside, other=0).to(D)
-            y = value * scale + shift
-    return y, value, tap
 
 
 @triton.jit
@@ -51,20 +30,32 @@ def first_potential(v_first, place, inside, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def recomputed(x, place, inside, norm, v, q, taps, size, in_size, channels, height, width,
-               T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Of all steps the potential before firing, and of pooled input the values that won; their places go to `taps`."""
+def fed(x, place, inside, scale, shift, D: tl.constexpr):
+    """What one time step of the input, `x`, feeds into the neurons; without `scale` the input as it is."""
+    y = tl.load(x + place, mask=inside, other=0).to(D)
+    if scale is not None:
+        y = y * scale + shift
+    return y
+
+
+@triton.jit
+def recomputed(x, place, inside, scale, shift, v, q, size,
+               T: tl.constexpr, REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The potentials before firing, of all steps."""
     h = ()
-    winners = ()
     for t in tl.static_range(T):
         if t == 0 or not REPEATED:
-            y, value, tap = current(x, place, inside, norm, channels, height, width, POOL, D)
-            if POOL:
-                tl.store(taps + place, tap.to(tl.uint8), mask=inside)
-                winners = winners + (value,)
-                taps += size
-            x += in_size
+            y = fed(x, place, inside, scale, shift, D)
+            x += size
         h_t = charge(y, v, q, N)
         v = reset(h_t, N)
         h = h + (h_t,)
-    return h, winners
+    return h
+
+
+@triton.jit
+def norm_backward(g, value, scale, mean, mean_g, mean_gx):
+    """From the gradient of the norm's output to that of its input; without `mean` that did not shape the statistics."""
+    if mean is not None:
+        g = g - mean_g - (value - mean) * mean_gx
+    return scale * g

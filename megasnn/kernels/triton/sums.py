@@ -112,55 +112,50 @@ def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels
 
 
 @triton.jit
-def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
-                         size, in_size, channels, height, width, row, programs, tiles,
-                         T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, LEARN: tl.constexpr,
-                         N: tl.constexpr, D: tl.constexpr,
-                         ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def backward_sums_kernel(x, g_spikes, norm, q, g_y, partial, size, channels, row, programs, tiles,
+                         T: tl.constexpr, REPEATED: tl.constexpr, LEARN: tl.constexpr,
+                         N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """`partial [3, programs, row]`: sums of g, the gradient of the normalised input, of g (x - mean), and of what
-    `factor_backward` gives. With pooling the gradient of the pooled values, and the places that have won, are stored.
+    `factor_backward` gives. `g_y`: where g goes, or None.
     """
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     program = tl.program_id(0) // blocks
     q = charging_factor(q, N, D)
-    mean = of_channel(norm, 2, column, column < row, channels)
+    scale = of_channel(norm, 0, column, column < row, channels)[None, :]
+    shift = of_channel(norm, 1, column, column < row, channels)[None, :]
+    mean = of_channel(norm, 2, column, column < row, channels)[None, :]
     place = (program * (tiles * ROWS) + tl.arange(0, ROWS))[:, None] * row + column[None, :]
     sum_g, sum_gx, total = tl.zeros(place.shape, D), tl.zeros(place.shape, D), tl.zeros(place.shape, D)
+    last = tl.full((), T - 1, tl.int64) * size
     for _ in range(tiles):
         inside = place < size
         first = first_potential(None, place, inside, N, D)
-        h, winners = recomputed(
-            x, place, inside, norm, first, q, taps, size, in_size, channels, height, width, T, REPEATED, POOL, N, D
-        )
+        h = recomputed(x, place, inside, scale, shift, first, q, size, T, REPEATED, N, D)
         g_v = tl.zeros(place.shape, D)
         summed = tl.zeros(place.shape, D)
-        x_t, g_t, pooled_t = x, g_spikes, g_pooled
-        last = tl.full((), T - 1, tl.int64)
-        g_t += last * size
+        x_t, g_t, g_y_t = x, g_spikes + last, g_y
         if not REPEATED:
-            x_t += last * in_size
-            if POOL:
-                pooled_t += last * size
+            x_t += last
+            if g_y is not None:
+                g_y_t += last
         for i in tl.static_range(T):
             g_spike = tl.load(g_t + place, mask=inside, other=0).to(D)
             g, g_v = step_backward(h[T - 1 - i], g_spike, g_v, q, N)
             if LEARN:
                 before = reset(h[T - 2 - i], N) if i < T - 1 else first
-                total += tl.where(inside, factor_backward(h[T - 1 - i], before, g, N), 0)
+                total += factor_backward(h[T - 1 - i], before, g, N)
             if REPEATED:
                 summed += g
             if i == T - 1 or not REPEATED:
                 g = summed if REPEATED else g
-                if POOL:
-                    value = winners[0] if REPEATED else winners[T - 1 - i]
-                    tl.store(pooled_t + place, g, mask=inside)
-                    pooled_t -= size
-                else:
-                    value = tl.load(x_t + place, mask=inside, other=0).to(D)
-                sum_g += tl.where(inside, g, 0)
-                sum_gx += tl.where(inside, g * (value - mean[None, :]), 0)
-                x_t -= in_size
+                value = tl.load(x_t + place, mask=inside, other=0).to(D)
+                sum_g += g  # exactly 0 for places outside
+                sum_gx += g * (value - mean)
+                if g_y is not None:
+                    tl.store(g_y_t + place, g, mask=inside)
+                    g_y_t -= size
+                x_t -= size
             g_t -= size
         place += ROWS * row
     out = partial + program.to(tl.int64) * row + column

@@ -10,45 +10,45 @@ import triton
 import triton.language as tl
 
 from megasnn.kernels.triton.neuron import charge, charging_factor, factor_backward, fires, reset, step_backward
-from megasnn.kernels.triton.pool import gradient_of_windows
-from megasnn.kernels.triton.steps import current, first_potential, of_channel, recomputed
+from megasnn.kernels.triton.pool import pooled
+from megasnn.kernels.triton.steps import fed, first_potential, norm_backward, of_channel, recomputed
 
 
 @triton.jit
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
-    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.codec` does it, or None."""
+                AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.codec` does it, or None.
+
+    AT_ONCE: how many steps, a divisor of T, are written out one after the other; all where the input is repeated.
+    """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     q = charging_factor(q, N, D)
     v = first_potential(v_first, place, inside, N, D)
-    for t in tl.static_range(T):
-        if t == 0 or not REPEATED:
-            y, _, _ = current(x, place, inside, norm, channels, height, width, POOL, D)
-            x += in_size
-        h = charge(y, v, q, N)
-        fired = fires(h, N)
-        tl.store(spikes + place, fired.to(spikes.dtype.element_ty), mask=inside)
-        spikes += size
-        if bits is not None:
-            eight = tl.reshape((fired & inside).to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
-            tl.store(bits + byte, tl.sum(eight, axis=1).to(tl.uint8), mask=byte < size // 8)
-            bits += size // 8
-        v = reset(h, N)
+    scale, shift = None, None
+    if norm is not None:
+        scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
+    for _ in range(T // AT_ONCE):
+        for t in tl.static_range(AT_ONCE):
+            if t == 0 or not REPEATED:
+                if POOL:
+                    y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, D)
+                else:
+                    y = fed(x, place, inside, scale, shift, D)
+                x += in_size
+            h = charge(y, v, q, N)
+            fired = fires(h, N)
+            tl.store(spikes + place, fired.to(D).to(spikes.dtype.element_ty), mask=inside)
+            spikes += size
+            if bits is not None:
+                eight = tl.reshape((fired & inside).to(tl.int32), [BLOCK // 8, 8]) << tl.arange(0, 8)[None, :]
+                tl.store(bits + byte, tl.sum(eight, axis=1).to(tl.uint8), mask=byte < size // 8)
+                bits += size // 8
+            v = reset(h, N)
     if v_last is not None:
         tl.store(v_last + place, v, mask=inside)
-
-
-@triton.jit
-def norm_backward(g, value, norm, place, inside, channels, BATCH: tl.constexpr):
-    """From the gradient of the norm's output to that of its input; BATCH where that shaped the statistics."""
-    if BATCH:
-        g = g - of_channel(norm, 3, place, inside, channels)
-        deviation = value - of_channel(norm, 2, place, inside, channels)
-        g = g - deviation * of_channel(norm, 4, place, inside, channels)
-    return of_channel(norm, 0, place, inside, channels) * g
 
 
 @triton.jit
@@ -66,9 +66,13 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     inside = place < size
     q = charging_factor(q, N, D)
     first = first_potential(v_first, place, inside, N, D)
-    h, _ = recomputed(
-        x, place, inside, norm, first, q, None, size, size, channels, 0, 0, T, REPEATED, False, N, D
-    )  # fmt: skip
+    scale, shift, mean, mean_g, mean_gx = None, None, None, None, None
+    if norm is not None:
+        scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
+    h = recomputed(x, place, inside, scale, shift, first, q, size, T, REPEATED, N, D)
+    if BATCH:
+        mean = of_channel(norm, 2, place, inside, channels)
+        mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
     g_v = tl.zeros(place.shape, D)
     if g_last is not None:
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
@@ -93,7 +97,7 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
             g = summed if REPEATED else g
             if norm is not None:
                 value = tl.load(x + place, mask=inside, other=0).to(D)
-                g = norm_backward(g, value, norm, place, inside, channels, BATCH)
+                g = norm_backward(g, value, scale, mean, mean_g, mean_gx)
             tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
             x -= size
             g_x -= size
@@ -101,21 +105,4 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     if g_first is not None:
         tl.store(g_first + place, g_v, mask=inside)
     if totals is not None:
-        tl.store(totals + tl.program_id(0), tl.sum(tl.where(inside, total, 0).to(tl.float64), axis=0))
-
-
-@triton.jit
-def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, channels, height, width,
-                           X: tl.constexpr, BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The gradient of a unit's input from that of the pooled values, `[X, size]`, and the places that have won."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < in_size
-    for _ in tl.static_range(X):
-        g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, D)
-        value = tl.load(x + place, mask=inside, other=0).to(D)
-        g = norm_backward(g, value, norm, place, inside, channels, BATCH)
-        tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
-        x += in_size
-        g_x += in_size
-        g_pooled += size
-        taps += size
+        tl.store(totals + tl.program_id(0), tl.sum(total.to(tl.float64), axis=0))

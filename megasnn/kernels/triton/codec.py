@@ -1,0 +1,100 @@
+"""Packing of spikes into bits and of counts into bytes, one pass over memory each: see `megasnn.kernels.codec`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megasnn.kernels.triton.launch import launch
+
+_BLOCK = 2048  # values of a program
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int32, torch.int64)
+"""What the kernels read and write."""
+
+
+@triton.jit
+def below_zero(x):
+    """Whether the sign bit is set: also that of -0."""
+    if x.dtype == tl.float64:
+        below = x.to(tl.int64, bitcast=True) < 0
+    elif x.dtype == tl.float32:
+        below = x.to(tl.int32, bitcast=True) < 0
+    elif x.dtype.is_floating():
+        below = x.to(tl.int16, bitcast=True) < 0
+    else:
+        below = x < 0
+    return below
+
+
+@triton.jit
+def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
+    """Sets `strange`, if given, where a value is neither 0 nor 1."""
+    byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    place = byte[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :]
+    value = tl.load(x + place, mask=place < size, other=0)
+    bits = (value != 0).to(tl.int32) << tl.arange(0, 8)[None, :]
+    tl.store(packed + byte, tl.sum(bits, axis=1).to(tl.uint8), mask=byte * 8 < size)
+    if strange is not None:
+        odd = ((value != 0) & (value != 1)) | below_zero(value)
+        tl.atomic_or(strange, tl.max(tl.max(odd.to(tl.int32), axis=1), axis=0))
+
+
+@triton.jit
+def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
+    """Bit by bit into rows of `columns` values; row r begins at `r stride` of `out`."""
+    byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    bits = tl.load(packed + byte, mask=byte * 8 < size, other=0).to(tl.int32)
+    value = (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
+    target = out + (place // columns).to(tl.int64) * stride + place % columns
+    if out.dtype.element_ty.is_floating():
+        value = value.to(tl.float32)  # the interpreter converts integers to bfloat16 wrongly
+    tl.store(target, value.to(out.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
+def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
+    """Sets `strange`, if given, where a value is none of 0, 1 ... 255."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < size, other=0)
+    below = below_zero(value)
+    if value.dtype.is_floating() and value.dtype.primitive_bitwidth == 16:
+        value = value.to(tl.float32)
+    fits = (value >= 0) & (value <= 255)
+    byte = tl.where(fits, value, 0).to(tl.int32)
+    tl.store(packed + place, byte.to(tl.uint8), mask=place < size)
+    if strange is not None:
+        odd = (byte.to(value.dtype) != value) | below
+        tl.atomic_or(strange, tl.max(odd.to(tl.int32), axis=0))
+
+
+def pack_bits(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
+    """The bytes, and with `check` an int32 that is not 0 where a value is no spike; nothing waits for it here."""
+    packed = flat.new_empty(-(-flat.numel() // 8), dtype=torch.uint8)
+    return packed, _pack(pack_bits_kernel, flat, packed, check)
+
+
+def pack_counts(flat: Tensor, check: bool) -> tuple[Tensor, Tensor | None]:
+    """The bytes, and with `check` an int32 that is not 0 where a value is no count."""
+    packed = flat.new_empty(flat.numel(), dtype=torch.uint8)
+    return packed, _pack(pack_counts_kernel, flat, packed, check)
+
+
+def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
+    """Into `[rows, columns]`, neighbours in memory along the columns."""
+    rows, columns = out.shape
+    stride = columns if rows == 1 else out.stride(0)
+    if out.numel():
+        launch(
+            unpack_bits_kernel, -(-out.numel() // _BLOCK), packed, out, out.numel(), columns, stride, BLOCK=_BLOCK
+        )
+
+
+def _pack(kernel: triton.JITFunction, flat: Tensor, packed: Tensor, check: bool) -> Tensor | None:
+    strange = flat.new_zeros(1, dtype=torch.int32) if check else None
+    if flat.numel():
+        launch(kernel, -(-flat.numel() // _BLOCK), flat, packed, strange, flat.numel(), BLOCK=_BLOCK)
+    return strange

@@ -1,0 +1,60 @@
+"""Random choices by the place of a value in the whole tensor: see `megasnn.kernels.philox`, with equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.random import philox_impl
+
+from megasnn.kernels.triton.launch import launch
+
+_COUNTERS = 512  # of a program; each gives four values
+
+
+@triton.jit
+def keep_kernel(kept, k0, k1, samples, runs, length, stride, offset, threshold, blocks, COUNTERS: tl.constexpr):
+    """`kept [steps, samples, runs, length]`: whether the upper 24 bits of a stream's values are at least `threshold`.
+
+    A program has a block of counters of one run of one sample, whose values begin at
+    `(step runs + run) stride + offset` of the stream of its key.
+    """
+    row, block = tl.program_id(0).to(tl.int64) // blocks, tl.program_id(0) % blocks
+    run, unit = row % runs, row // runs
+    sample, step = unit % samples, unit // samples
+    start = (step * runs + run) * stride + offset
+    counter = start // 4 + block * COUNTERS + tl.arange(0, COUNTERS)
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    zero = tl.zeros(low.shape, tl.uint32)
+    key0, key1 = tl.load(k0 + sample).to(tl.uint32), tl.load(k1 + sample).to(tl.uint32)
+    w0, w1, w2, w3 = philox_impl(low, high, zero, zero, key0, key1)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    place = block * (COUNTERS * 4) + tl.arange(0, COUNTERS * 4) - start % 4
+    at_least = (words >> 8).to(tl.int32) >= threshold
+    tl.store(kept + row * length + place, at_least.to(tl.int8), mask=(place >= 0) & (place < length))
+
+
+def kept_rows(
+    threshold: int,
+    keys: Sequence[tuple[int, int]],
+    steps: int,
+    runs: int,
+    length: int,
+    stride: int,
+    offset: int,
+    device: torch.device,
+) -> Tensor:
+    """Bool `[steps, N, runs, length]`; arguments as in `keep_kernel`."""
+    kept = torch.empty(steps, len(keys), runs, length, dtype=torch.bool, device=device)
+    if kept.numel():
+        k0, k1 = torch.tensor(keys, dtype=torch.int64).t().contiguous().to(device, non_blocking=True)
+        blocks = -(-(length + 3) // (4 * _COUNTERS))
+        launch(
+            keep_kernel, steps * len(keys) * runs * blocks,
+            kept.view(torch.uint8), k0, k1, len(keys), runs, length, stride, offset, threshold, blocks,
+            COUNTERS=_COUNTERS,
+        )  # fmt: skip
+    return kept
