@@ -34,7 +34,10 @@ def import_everything(folder: str) -> None:
     for program in ("pretrain_spikformer", "pretrain_vgg_dvs"):
         importlib.import_module(program)
     for module in pkgutil.walk_packages(megasnn.__path__, "megasnn."):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:  # of its own part of the kernels, where there is none
+            assert error.name == "triton" and module.name.startswith("megasnn.kernels.triton.")
 
 
 def test_nothing_of_ours_imports_torchvision_or_torchaudio(tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Exact small wire formats: spikes as bits, counts as bytes, flat in memory order of the tensor they come from.
 
-On the CPU compiled loops do it in one pass over memory; plain tensor operations do it elsewhere, with equal results.
+On the CPU compiled loops do it in one pass over memory, on a GPU Triton kernels; where they cannot be used plain tensor
+operations do it, with equal results.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.layout import empty_strided, flat_in_memory, is_dense, row_major_strides
+from megasnn.kernels.triton.available import usable_on
 
 # Dtypes that the compiled loops write, each through a dtype that numpy knows, and how 1 looks in it.
 _WRITTEN_AS = {
@@ -42,8 +44,11 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
             spike.
     """
     flat = flat_in_memory(x.detach())
-    compiled = _compiled(flat)
-    if compiled is None:
+    compiled, on_gpu = _compiled(flat), _on_gpu(flat)
+    if on_gpu is not None:
+        packed, flag = on_gpu.pack_bits(flat, check)
+        strange = check and bool(flag)
+    elif compiled is None:
         strange = check and not bool((((flat == 0) | (flat == 1)) & ~torch.signbit(flat)).all())
         packed = _pack_bits_plain(flat)
     else:
@@ -81,8 +86,11 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     """
     _check_packed(packed, out)
     rows, columns = out.shape
-    compiled = _compiled(packed)
-    if compiled is None or out.dtype not in _WRITTEN_AS or (columns > 1 and out.stride(1) != 1):
+    compiled, on_gpu = _compiled(packed), _on_gpu(out)
+    rows_of_neighbours = columns <= 1 or out.stride(1) == 1
+    if on_gpu is not None and rows_of_neighbours:
+        on_gpu.unpack_bits_into(packed, out)
+    elif compiled is None or out.dtype not in _WRITTEN_AS or not rows_of_neighbours:
         out.copy_(_unpack_bits_plain(packed, out.numel()).view(out.shape))
     elif out.numel():
         _unpack(compiled, packed.numpy(), out)
@@ -96,8 +104,11 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
             undefined.
     """
     flat = flat_in_memory(x.detach())
-    compiled = _compiled(flat)
-    if compiled is None:
+    compiled, on_gpu = _compiled(flat), _on_gpu(flat)
+    if on_gpu is not None:
+        packed, flag = on_gpu.pack_counts(flat, check)
+        strange = check and bool(flag)
+    elif compiled is None:
         packed = flat.to(torch.uint8)
         fits = (packed.to(torch.float64) == flat.to(torch.float64)) & ~torch.signbit(flat)
         strange = check and not bool(fits.all())
@@ -189,6 +200,14 @@ def _loops() -> ModuleType | None:
 
 def _compiled(x: Tensor) -> ModuleType | None:
     return _loops() if x.device.type == "cpu" else None
+
+
+def _on_gpu(values: Tensor) -> ModuleType | None:
+    if not usable_on(values.device):
+        return None
+    from megasnn.kernels.triton import codec
+
+    return codec if values.dtype in codec.TYPES else None
 
 
 def _target(

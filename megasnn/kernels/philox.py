@@ -1,6 +1,6 @@
 """Random choices for tensors, each by the place of a value in the whole tensor, with equal bits on every device.
 
-On the CPU a compiled loop draws them; elsewhere, and where numba is missing, integer arithmetic on tensors does.
+On the CPU a compiled loop draws them, on a GPU a Triton kernel; without numba or triton integer arithmetic on tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasnn.kernels.triton.available import usable_on
 from megasnn.random import UNIFORM_BITS, WORD, philox
 
 
@@ -40,7 +41,11 @@ def kept(
     cut = Runs(runs, pixels * all_channels // runs, channels.start, pixels * len(channels) // runs)
     threshold = math.ceil(p * 2**UNIFORM_BITS)
     compiled = _loops() if device.type == "cpu" else None
-    if compiled is None:
+    if usable_on(device):
+        from megasnn.kernels.triton.philox import kept_by_kernel
+
+        rows = kept_by_kernel(threshold, keys, steps, cut, device)
+    elif compiled is None:
         rows = kept_by_tensors(threshold, keys, steps, cut, device)
     else:
         from megasnn.kernels.runtime import run

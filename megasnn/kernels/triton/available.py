@@ -32,7 +32,7 @@ def refuses(x: Tensor) -> str | None:
 
 
 def usable_on(device: torch.device) -> bool:
-    """Whether kernels can run there; on a CPU, where nothing else stands back for them, not even interpreted."""
+    """Whether kernels run on that device. Never on a CPU, where they are interpreted only for who asks for them."""
     return device.type == "cuda" and _unusable(device) is None
 
 

@@ -88,9 +88,7 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     rows, columns = out.shape
     stride = columns if rows == 1 else out.stride(0)
     if out.numel():
-        launch(
-            unpack_bits_kernel, -(-out.numel() // _BLOCK), packed, out, out.numel(), columns, stride, BLOCK=_BLOCK
-        )
+        launch(unpack_bits_kernel, -(-out.numel() // _BLOCK), packed, out, out.numel(), columns, stride, BLOCK=_BLOCK)
 
 
 def _pack(kernel: triton.JITFunction, flat: Tensor, packed: Tensor, check: bool) -> Tensor | None:

@@ -34,8 +34,9 @@ def lanes(dtype: torch.dtype, kept_steps: int = 1) -> int:
     Args:
         kept_steps: time steps of each element that a thread keeps a potential of, up to the end of the kernel.
     """
-    held = _REGISTERS * 4 // (kept_steps * compute_type(dtype).itemsize)
-    return max(1, min(_LOAD // dtype.itemsize, 1 << max(held, 1).bit_length() - 1))
+    words = 4 if dtype == torch.float64 else 1  # two for the number, and as many for its exponential
+    held = max(1, _REGISTERS // (kept_steps * words))
+    return min(_LOAD // dtype.itemsize, 1 << held.bit_length() - 1)
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:

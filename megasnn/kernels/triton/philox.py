@@ -10,13 +10,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.random import philox_impl
 
+from megasnn.kernels.philox import Runs
 from megasnn.kernels.triton.launch import launch
 
 _COUNTERS = 512  # of a program; each gives four values
 
 
 @triton.jit
-def keep_kernel(kept, k0, k1, samples, runs, length, stride, offset, threshold, blocks, COUNTERS: tl.constexpr):
+def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, blocks, COUNTERS: tl.constexpr):
     """`kept [steps, samples, runs, length]`: whether the upper 24 bits of a stream's values are at least `threshold`.
 
     A program has a block of counters of one run of one sample, whose values begin at
@@ -37,24 +38,16 @@ def keep_kernel(kept, k0, k1, samples, runs, length, stride, offset, threshold, 
     tl.store(kept + row * length + place, at_least.to(tl.int8), mask=(place >= 0) & (place < length))
 
 
-def kept_rows(
-    threshold: int,
-    keys: Sequence[tuple[int, int]],
-    steps: int,
-    runs: int,
-    length: int,
-    stride: int,
-    offset: int,
-    device: torch.device,
+def kept_by_kernel(
+    threshold: int, keys: Sequence[tuple[int, int]], steps: int, cut: Runs, device: torch.device
 ) -> Tensor:
-    """Bool `[steps, N, runs, length]`; arguments as in `keep_kernel`."""
-    kept = torch.empty(steps, len(keys), runs, length, dtype=torch.bool, device=device)
+    """As `kept_by_tensors`: bool `[steps, N, runs, length]`."""
+    kept = torch.empty(steps, len(keys), cut.runs, cut.length, dtype=torch.bool, device=device)
     if kept.numel():
         k0, k1 = torch.tensor(keys, dtype=torch.int64).t().contiguous().to(device, non_blocking=True)
-        blocks = -(-(length + 3) // (4 * _COUNTERS))
+        blocks = -(-(cut.length + 3) // (4 * _COUNTERS))
         launch(
-            keep_kernel, steps * len(keys) * runs * blocks,
-            kept.view(torch.uint8), k0, k1, len(keys), runs, length, stride, offset, threshold, blocks,
-            COUNTERS=_COUNTERS,
+            keep_kernel, steps * len(keys) * cut.runs * blocks,
+            kept.view(torch.uint8), k0, k1, len(keys), *cut, threshold, blocks, COUNTERS=_COUNTERS,
         )  # fmt: skip
     return kept

@@ -39,6 +39,11 @@ def fed(x, place, inside, scale, shift, D: tl.constexpr):
 
 
 @triton.jit
+def one_more(row, x):
+    return row + (x,)
+
+
+@triton.jit
 def recomputed(x, place, inside, scale, shift, v, q, size,
                T: tl.constexpr, REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """The potentials before firing, of all steps."""
@@ -49,7 +54,7 @@ def recomputed(x, place, inside, scale, shift, v, q, size,
             x += size
         h_t = charge(y, v, q, N)
         v = reset(h_t, N)
-        h = h + (h_t,)
+        h = one_more(h, h_t)
     return h
 
 

@@ -1,8 +1,9 @@
 """Sums over time, samples and space for each channel: statistics of the norm, and what its backward needs.
 
-Memory `[..., C]` is cut into rows of k C values, a multiple of the columns of a tile, so that lanes are idle only at the
-very end, whatever C is. A program adds up some tiles of one block of columns; its sums are a row of `[programs, k C]`,
-which is `[programs k, C]` as well. They are folded in double precision, in an order that depends on nothing but sizes.
+Memory `[..., C]` is cut into rows of k C values, a multiple of the columns of a tile, so that threads are idle only at
+the very end, whatever C is. A program adds up some tiles of one block of columns; its sums are a row of
+`[programs, k C]`, which is `[programs k, C]` as well. They are folded in double precision, in an order that depends on
+nothing but sizes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,175 @@
+"""The machine code of the Triton kernels, for GPUs that are not there: compiled as the calls would start them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
+from megasnn.kernels.norm_neuron import Norm, Unit
+from tests.kernels.models import channels_last
+
+triton = pytest.importorskip("triton", reason="triton is made for Linux on x86-64")
+
+CAPABILITIES = (80, 86, 89, 90)
+BACKWARD = ("backward_sums_kernel", "gradient_kernel")
+LANES = 8  # values of bfloat16 in 128 bits
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel's code as text: intermediate, and of the machine with the registers that it takes."""
+
+    kernel: str
+    ptx: str
+    sass: str
+
+    def count(self, start: str) -> int:
+        """Instructions of the intermediate code that start so."""
+        return len(re.findall(rf"\b{re.escape(start)}", self.ptx))
+
+
+class AbsentGpu:
+    """What Triton asks its driver for when it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(capability: int, dtype: torch.dtype, steps: int, folder: Path, tau: float, pool: bool) -> list[Code]:
+    """All kernels that forward and backward of a unit start, and without pooling those of neurons alone."""
+    from triton.runtime import driver
+
+    from megasnn.kernels.triton import alone, calls, launch
+
+    found = []
+
+    def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        options = {"num_warps": launch.WARPS, "enable_fp_fusion": False}
+        code = kernel.warmup(*args, **constants, grid=(programs,), **options)
+        (folder / "cubin").write_bytes(code.asm["cubin"])
+        told = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", folder / "cubin"]
+        sass = subprocess.run(told, capture_output=True, text=True, check=True).stdout
+        found.append(Code(kernel.fn.__name__, code.asm["ptx"], sass))
+
+    spec, channels = NeuronSpec(kind="lif", tau=tau), torch.ones(48)
+    unit, norm = Unit(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
+    x = channels_last(steps, 2, 48, 16, 16, dtype=torch.float32).to(dtype).requires_grad_()
+    g = channels_last(steps, 2, 48, *((8, 8) if pool else (16, 16)), dtype=torch.float32).to(dtype)
+    with (
+        mock.patch.object(driver, "_active", AbsentGpu(capability)),
+        mock.patch.object(calls, "launch", compile_only),
+        mock.patch.object(alone, "launch", compile_only),
+    ):
+        calls.statistics(x.detach())
+        calls.fire(x.detach(), norm, None, unit, packed=True)
+        sums, carried = calls.backward_sums(x.detach(), g, norm, None, unit, False)
+        calls.input_gradient(x.detach(), g, norm, None, unit, sums, 7, carried)
+        if not pool:
+            alone.neuron_multi_step(x, spec, None, None)[0].backward(g)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("code")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_charge_that_divides_is_exact(capability: int, folder: Path) -> None:
+    """Nothing is fused, and only the surrogate is divided approximately."""
+    codes = compiled(capability, torch.bfloat16, 4, folder, tau=3.0, pool=False)
+    assert [each.kernel for each in codes].count("fire_kernel") == 2
+    for code in codes:
+        assert not code.count("fma."), code.kernel
+        in_charge = 4 * LANES if code.kernel in ("fire_kernel", *BACKWARD) else 0
+        assert code.count("div.rn.f32") == in_charge, code.kernel
+        if code.kernel == "fire_kernel":
+            assert not code.count("div.full") and not code.count("div.approx") and not code.count("rcp.")
+        if code.kernel in BACKWARD:
+            assert code.count("div.full.f32") == in_charge and not code.count("div.approx")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, folder: Path) -> None:
+    """With a tau that is a power of two there is no division, which the machine would do with fused operations."""
+    for pool in (False, True):
+        for code in compiled(capability, torch.bfloat16, 4, folder, tau=2.0, pool=pool):
+            wide = code.count("ld.global.v4.b32")
+            if code.kernel == "fire_kernel":
+                assert "FFMA" not in code.sass and "FMUL" in code.sass
+                assert wide == code.count("ld.global.") >= (9 if pool else 4)
+            if code.kernel in ("winners_kernel", "pooled_gradient_kernel"):
+                assert wide >= 9
+            if code.kernel in BACKWARD:
+                assert wide >= 3 * 4  # input, gradient and again the input
+            if code.kernel == "statistics_kernel":
+                assert wide == code.count("ld.global.") >= 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "steps", "pool"),
+    [
+        *((capability, torch.bfloat16, 16, False) for capability in CAPABILITIES),
+        (80, torch.float32, 16, False),
+        (90, torch.float32, 16, False),
+        (90, torch.bfloat16, 10, False),
+        (90, torch.bfloat16, 8, True),
+        (80, torch.bfloat16, 16, True),
+        (90, torch.float64, 16, False),
+    ],
+    ids=str,
+)
+def test_registers_suffice(capability: int, dtype: torch.dtype, steps: int, pool: bool, folder: Path) -> None:
+    for code in compiled(capability, dtype, steps, folder, tau=2.0, pool=pool):
+        (stack,) = re.findall(r"STACK:(\d+)", code.sass)
+        assert int(stack) == 0 and not re.search(r"\b(STL|LDL)\b", code.sass), code.kernel
+
+
+def test_an_old_gpu_is_refused_with_its_name() -> None:
+    from megasnn.kernels.triton.available import _unusable
+
+    with (
+        mock.patch("torch.cuda.get_device_capability", lambda device: (7, 5)),
+        mock.patch("torch.cuda.get_device_name", lambda device: "Tesla T4"),
+    ):
+        why = _unusable.__wrapped__(torch.device("cuda", 0))
+    assert why == "Tesla T4 has compute capability 7.5, and they need 8.0"
+
+
+def test_so_is_a_triton_that_does_not_work() -> None:
+    from megasnn.kernels.triton.available import _unusable
+
+    with (
+        mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
+        mock.patch(
+            "megasnn.kernels.triton.launch.try_out", side_effect=RuntimeError("Failed to find C compiler.\nSet CC")
+        ),
+    ):
+        why = _unusable.__wrapped__(torch.device("cuda", 0))
+    assert why == "triton is not usable here (RuntimeError: Failed to find C compiler. Set CC)"
+
+
+def test_tensors_on_the_cpu_are_not_for_it() -> None:
+    x, spec = torch.zeros(2, 3), NeuronSpec()
+    assert BACKENDS["triton"].unavailable(x, spec) == "they run on CUDA tensors, not on cpu"
+    assert backend_for(AUTO, x, spec) is BACKENDS["fused"]

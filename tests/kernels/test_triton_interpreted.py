@@ -1,0 +1,333 @@
+"""The Triton kernels, interpreted on the CPU, against the reference: `..._in_there` runs in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
+from megasnn.kernels.codec import pack_bits, pack_counts
+from megasnn.kernels.philox import Runs, kept_by_tensors
+from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
+from megasnn.random import philox_key
+from tests.kernels.models import assert_close, channels_last, plif_weight
+from tests.kernels.test_neuron import CHARGES
+from tests.kernels.triton_process import interpreted as interpreted
+from tests.kernels.triton_process import without_triton
+
+pytestmark = without_triton
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-6}  # of values about 1: the reference's 1 - sigmoid(x) cancels
+EXAMPLES = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+
+specs = st.builds(
+    lambda charge, v_reset, detach, surrogate: NeuronSpec(
+        **charge, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate
+    ),
+    st.sampled_from(CHARGES),
+    st.sampled_from([0.0, -0.3, None]),
+    st.booleans(),
+    st.sampled_from(["sigmoid", "atan"]),
+)
+
+
+def weights_of(x: torch.Tensor) -> torch.Tensor:
+    return channels_last(*x.shape, seed=7).to(x.dtype)
+
+
+def assert_same_neurons(x: torch.Tensor, spec: NeuronSpec, v0: torch.Tensor | None) -> None:
+    """Spikes and potentials of the reference, bit for bit, and its gradients."""
+    w = plif_weight(spec, x.dtype)
+    inputs = [each for each in (x, v0, w) if each is not None]
+    results = []
+    for backend in ("torch", "triton"):
+        spikes, v = neuron_multi_step(x, spec, v0, w, backend)
+        weights = weights_of(spikes)
+        gradients = torch.autograd.grad((spikes * weights).sum() + (v * weights[0]).sum(), inputs)
+        results.append((spikes, v, *gradients))
+    (spikes, v, *wanted), (found_spikes, found_v, *found) = results
+    assert torch.equal(found_spikes, spikes) and torch.equal(found_v, v)
+    for actual, expected in zip(found, wanted, strict=True):
+        tolerance = TOLERANCE[x.dtype] * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+def every_neuron_in_there() -> None:
+    for charge, v_reset, detach, surrogate in itertools.product(
+        CHARGES, [0.0, -0.3, None], [True, False], ["sigmoid", "atan"]
+    ):
+        spec = NeuronSpec(**charge, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate)
+        for dtype in (torch.float32, torch.float64):
+            x = (channels_last(3, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
+            assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
+
+
+def test_every_neuron(interpreted) -> None:
+    interpreted(every_neuron_in_there)
+
+
+@given(
+    spec=specs,
+    shape=st.tuples(st.integers(1, 16), st.integers(1, 3), st.integers(1, 33), st.integers(1, 5)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    view=st.sampled_from([lambda x: x, torch.Tensor.contiguous, lambda x: x[..., ::2], lambda x: x[:1].expand_as(x)]),
+    given_v=st.booleans(),
+)
+@EXAMPLES
+def any_size_in_there(spec, shape, dtype, view, given_v) -> None:
+    x = view(channels_last(*shape, dtype=dtype) * 2).detach().requires_grad_()
+    v0 = channels_last(*x.shape, dtype=dtype, seed=1)[0].detach().requires_grad_() if given_v else None
+    assert_same_neurons(x, spec, v0)
+
+
+def test_any_size_number_of_steps_and_memory_order(interpreted) -> None:
+    interpreted(any_size_in_there)
+
+
+def unit_on(backend: str, x: torch.Tensor, spec: NeuronSpec, *, training: bool, pool: bool, steps: int) -> Any:
+    """Spikes, mean, variance, and the gradients of a fixed function."""
+    channels = x.shape[2]
+    torch.manual_seed(channels)
+    weight, bias, running_mean, running_var = torch.randn(4, channels, dtype=torch.float64).unbind()
+    weight, bias = (weight * 1.5 + 0.8).requires_grad_(), (bias * 0.5).requires_grad_()
+    w = plif_weight(spec)
+    spikes, mean, var = norm_pool_neuron(
+        x, weight, bias, running_mean, running_var.abs() + 0.5, spec=spec, training=training, w=w, pool=pool,
+        time_steps=steps, backend=backend,
+    )  # fmt: skip
+    inputs = [x, weight, bias] + ([w] if w is not None else [])
+    return spikes, mean, var, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), inputs)
+
+
+@given(
+    spec=specs,
+    shape=st.tuples(st.integers(1, 16), st.integers(1, 2), st.integers(1, 40), st.integers(1, 6), st.integers(2, 5)),
+    tokens=st.booleans(),
+    pool=st.booleans(),
+    static=st.booleans(),
+    training=st.booleans(),
+)
+@EXAMPLES
+def any_unit_in_there(spec, shape, tokens, pool, static, training) -> None:
+    steps = shape[0]
+    x = channels_last(1 if static else steps, *(shape[1:-1] if tokens else shape[1:])) * 2 + 0.3
+    if x[:, :, 0].numel() == 1:
+        return
+    options = {"training": training, "pool": pool and not tokens, "steps": steps}
+    wanted, found = (unit_on(each, x.detach().requires_grad_(), spec, **options) for each in ("torch", "triton"))
+    assert torch.equal(found[0], wanted[0])
+    for actual, expected in zip(found[1:], wanted[1:], strict=True):
+        assert_close(actual, expected, 1e-9)
+
+
+def test_any_unit(interpreted) -> None:
+    interpreted(any_unit_in_there)
+
+
+def sums_of_many_programs_in_there() -> None:
+    """More values than a program takes, and than there are programs before one takes several tiles."""
+    from megasnn.kernels.triton import calls
+
+    cut = calls._cut(1 << 30, 48, 8)
+    assert cut.tiles == 16 and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
+    x = (channels_last(2, 3, 24, 17, 18) * 2 + 5).requires_grad_()
+    original = calls._PROGRAMS
+    for calls._PROGRAMS in (1, original):
+        wanted, found = (
+            unit_on(each, x, NeuronSpec(kind="plif"), training=True, pool=False, steps=2)
+            for each in ("torch", "triton")
+        )
+        assert torch.equal(found[0], wanted[0])
+        for actual, expected in zip(found[1:], wanted[1:], strict=True):
+            assert_close(actual, expected, 1e-9)
+
+
+def test_sums_of_many_programs(interpreted) -> None:
+    interpreted(sums_of_many_programs_in_there)
+
+
+def pool_in_there() -> None:
+    """The first of equal values takes the gradient, as in torch; a NaN wins."""
+    x = torch.randint(0, 3, (2, 2, 9, 8, 4), generator=torch.Generator().manual_seed(0)).double().movedim(-1, 2)
+    x[0, 0, 1, 2, 3] = math.nan
+    x.requires_grad_()
+    options = {"spec": NeuronSpec(kind="if"), "training": False, "pool": True}
+    statistics = torch.zeros(4).double(), torch.ones(4).double()
+    results = []
+    for backend in ("torch", "triton"):
+        spikes, _, _ = norm_pool_neuron(x, None, None, *statistics, backend=backend, **options)
+        results.append((spikes, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), x)))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_pool_gives_ties_to_the_first(interpreted) -> None:
+    interpreted(pool_in_there)
+
+
+def reduced_types_in_there() -> None:
+    """Inputs of 16 bits are computed in float32: the same potentials; and with equal statistics the same spikes."""
+    for dtype, spec in itertools.product((torch.bfloat16, torch.float16), (NeuronSpec(), NeuronSpec(tau=3.0))):
+        x = (channels_last(5, 2, 8, 5, dtype=torch.float32) * 2).to(dtype).requires_grad_()
+        (spikes, v), (found, found_v) = (neuron_multi_step(x, spec, backend=each) for each in ("torch", "triton"))
+        assert torch.equal(found, spikes) and torch.equal(found_v, v) and found.dtype == dtype
+        upstream = weights_of(spikes)
+        wanted, actual = (torch.autograd.grad(each, x, upstream)[0] for each in (spikes, found))
+        assert_close(actual.float(), wanted.float(), torch.finfo(dtype).eps)
+        statistics = torch.full((8,), 0.1), torch.full((8,), 1.3)
+        for x_t, pool in itertools.product((x, x.float()), (False, True)):
+            image = x_t.detach().unsqueeze(-1)
+            wanted, actual = (
+                norm_pool_neuron(image, None, None, *statistics, spec=spec, training=False, pool=pool, backend=each)[0]
+                for each in ("fused", "triton")
+            )
+            assert torch.equal(actual, wanted)
+
+
+def test_reduced_types_and_float32(interpreted) -> None:
+    interpreted(reduced_types_in_there)
+
+
+def gradients_of_bfloat16_in_there() -> None:
+    x = (channels_last(4, 2, 24, 6, 5, dtype=torch.float32) * 2).bfloat16()
+    for pool in (False, True):
+        results = []
+        for backend in ("fused", "triton"):
+            leaf, weight = x.clone().requires_grad_(), torch.ones(24, requires_grad=True)
+            spikes, mean, var = norm_pool_neuron(
+                leaf, weight, None, spec=NeuronSpec(), training=True, pool=pool, backend=backend
+            )
+            assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32
+            gradients = torch.autograd.grad(spikes, [leaf, weight], weights_of(spikes))
+            results.append((spikes, mean, var, *(each.float() for each in gradients)))
+        (spikes, *wanted), (found_spikes, *found) = results
+        assert torch.equal(found_spikes, spikes)
+        # The interpreter cuts bits off where a GPU rounds to bfloat16.
+        for actual, expected, relative in zip(found, wanted, (1e-6, 1e-6, 2**-7, 1e-6), strict=True):
+            assert_close(actual, expected, relative)
+
+
+def test_gradients_of_bfloat16(interpreted) -> None:
+    interpreted(gradients_of_bfloat16_in_there)
+
+
+def two_ranks_in_there() -> None:
+    """Between the calls, two that share the samples exchange statistics and sums: together they are one."""
+    from megasnn.kernels.norm_neuron import Norm, Unit
+    from megasnn.kernels.triton import calls
+
+    unit = Unit(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
+    x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(unit.spec).detach()
+    g = channels_last(3, 3, 6, 3, 2, seed=5)
+    weight, bias = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
+    parts = [(x[:, :1].movedim(2, -1).contiguous().movedim(-1, 2), g[:, :1].movedim(2, -1).contiguous().movedim(-1, 2))]
+    parts += [
+        (x[:, 1:].movedim(2, -1).contiguous().movedim(-1, 2), g[:, 1:].movedim(2, -1).contiguous().movedim(-1, 2))
+    ]
+    counts = [part.numel() // 6 for part, _ in parts]
+    found = [calls.statistics(part) for part, _ in parts]
+    mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
+    moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
+    norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
+    spikes = torch.cat([calls.fire(part, norm, w, unit)[0] for part, _ in parts], dim=1)
+    backwards = [calls.backward_sums(part, g_part, norm, w, unit, True) for part, g_part in parts]
+    sums = sum(each for each, _ in backwards)
+    gradients = [
+        calls.input_gradient(part, g_part, norm, w, unit, sums, sum(counts), carried)
+        for (part, g_part), (_, carried) in zip(parts, backwards, strict=True)
+    ]
+    whole = x.requires_grad_()
+    expected, *_ = norm_pool_neuron(whole, weight, bias, spec=unit.spec, training=True, w=w, pool=True, backend="torch")
+    assert torch.equal(spikes, expected)
+    assert_close(torch.cat(gradients, dim=1), torch.autograd.grad(expected, whole, g)[0], 1e-9)
+
+
+def test_what_two_ranks_exchange_makes_them_one(interpreted) -> None:
+    interpreted(two_ranks_in_there)
+
+
+def packed_in_there() -> None:
+    from megasnn.kernels.norm_neuron import Norm, Unit
+    from megasnn.kernels.triton import calls
+
+    for channels, pool in ((16, False), (16, True), (3, False)):
+        x = channels_last(4, 1, channels, 5, 5) * 2
+        norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
+        spikes, bits = calls.fire(x, norm, None, Unit(NeuronSpec(), 1e-5, pool, 4), packed=True)
+        assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
+
+
+def test_spikes_leave_packed_as_well(interpreted) -> None:
+    interpreted(packed_in_there)
+
+
+@given(st.integers(0, 4100), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool]))
+@EXAMPLES
+def codec_in_there(size, dtype) -> None:
+    from megasnn.kernels.triton import codec
+
+    generator = torch.Generator().manual_seed(size)
+    spikes = torch.randint(0, 2, (size,), generator=generator).to(dtype)
+    counts = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=generator).to(dtype)
+    for pack, plain, values in ((codec.pack_bits, pack_bits, spikes), (codec.pack_counts, pack_counts, counts)):
+        packed, strange = pack(values, True)
+        assert torch.equal(packed, plain(values)) and not strange.any()
+        assert pack(values, False)[1] is None
+        for odd in (-0.0, 0.5, -1.0, 256.0, math.nan) if size and dtype.is_floating_point else ():
+            wrong = values.clone()
+            wrong[size // 2] = odd
+            assert pack(wrong, True)[1].any(), odd
+    out = torch.empty(1, size, dtype=dtype)
+    codec.unpack_bits_into(codec.pack_bits(spikes, False)[0], out)
+    assert torch.equal(out[0], spikes)
+    wide = torch.zeros(size // 7, 10)
+    bits = spikes[: 7 * (size // 7)].float()
+    codec.unpack_bits_into(pack_bits(bits), wide[:, 2:9])
+    assert torch.equal(wide[:, 2:9], bits.view(-1, 7)) and not wide[:, [0, 1, 9]].any()
+
+
+def test_codec(interpreted) -> None:
+    interpreted(codec_in_there)
+
+
+def philox_in_there() -> None:
+    from megasnn.kernels.triton.philox import kept_by_kernel
+
+    keys = [philox_key("test", sample) for sample in range(3)]
+    cuts = [
+        (3, Runs(1, 35, 0, 35)),
+        (2, Runs(9, 12, 6, 3)),
+        (2, Runs(1, 5, 1, 1)),
+        (2, Runs(1, 2**34, 2**34 - 7, 7)),  # counters beyond 32 bits
+        (1, Runs(2, 4, 0, 0)),
+        (1, Runs(1, 5000, 3, 4991)),
+    ]
+    for (steps, cut), threshold in itertools.product(cuts, (0, 5033165, 2**24)):
+        arguments = threshold, keys, steps, cut, torch.device("cpu")
+        assert torch.equal(kept_by_kernel(*arguments), kept_by_tensors(*arguments)), (cut, threshold)
+
+
+def test_the_generator_has_equal_bits(interpreted) -> None:
+    interpreted(philox_in_there)
+
+
+def chosen_in_there() -> None:
+    x, spec = torch.zeros(2, 3), NeuronSpec()
+    assert backend_for(AUTO, x, spec) is BACKENDS["triton"]
+    for other, why in (
+        (NeuronSpec(surrogate="erf"), "surrogates sigmoid, atan, not 'erf'"),
+        (x.long(), "not torch.int64"),
+        (x[:0], "is empty"),
+    ):
+        arguments = (x, other) if isinstance(other, NeuronSpec) else (other, spec)
+        assert why in BACKENDS["triton"].unavailable(*arguments)
+
+
+def test_it_is_chosen_where_it_can_be_used(interpreted) -> None:
+    interpreted(chosen_in_there)

@@ -1,0 +1,28 @@
+"""A process in which Triton interprets its kernels: that has to be said before triton is imported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 300
+
+without_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is made for Linux on x86-64")
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[..., Any]]:
+    """`interpreted(function, *args)` calls a function of a test's module there."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, _interpret) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(TIMEOUT_S)
