@@ -13,6 +13,7 @@ from megasnn.config import PretrainConfig, changed_flags, comparable_flags, desc
 from megasnn.config.training import Length
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.files.durable import write_whole
+from megasnn.kernels.backends import backend_told
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
@@ -117,10 +118,15 @@ def _summary(
         if config.data.data_path == "sample"
         else config.data.data_path
     )
+    neuron, input_of_neurons = (
+        config.neuron,
+        torch.empty(1, 1, 1, dtype=engine.context.compute_dtype, device=state.device),
+    )
     return [
         f"{name} with {engine.parameters:,} parameters{frozen} in {len(engine.model.layers)} layers on {where}",
         what,
         f"data: {data}",
+        f"neurons: {neuron.neuron} by {backend_told(neuron.neuron_backend, input_of_neurons, neuron.spec)}",
     ]
 
 

@@ -7,6 +7,7 @@ import torch
 from spikingjelly.activation_based import surrogate
 
 from megasnn.kernels import SURROGATES, NeuronSpec
+from megasnn.kernels.backends import backend_told
 from megasnn.kernels.unit import neuron_multi_step
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron
 
@@ -186,6 +187,18 @@ def test_bfloat16_computes_in_float32():
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         neuron_multi_step(**{"x": torch.zeros(4, 3), "spec": NeuronSpec(), **arguments})
+
+
+def test_a_log_names_the_backend_and_why_it_is_no_faster_one():
+    x, not_here = torch.zeros(2, 3), "not triton: they run on CUDA tensors, not on cpu"
+    assert backend_told("auto", x, NeuronSpec()) == f"fused, kernels compiled for the CPU ({not_here})"
+    assert backend_told("torch", x, NeuronSpec()) == "torch, plain PyTorch"
+    lacking = "not fused: they know the surrogates sigmoid, atan, not 'erf'"
+    assert lacking in backend_told("auto", x, NeuronSpec(surrogate="erf"))
+    with pytest.raises(
+        ValueError, match="the triton kernels cannot be used: .* choose --neuron-backend auto or torch or"
+    ):
+        backend_told("triton", x, NeuronSpec())
 
 
 @pytest.mark.parametrize(
