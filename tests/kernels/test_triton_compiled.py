@@ -69,8 +69,7 @@ def compiling_for(capability: int, folder: Path) -> Iterator[list[Code]]:
     found: list[Code] = []
 
     def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        options = {"num_warps": launch.WARPS, "enable_fp_fusion": False}
-        code = kernel.warmup(*args, **constants, grid=(programs,), **options)
+        code = kernel.warmup(*args, **constants, grid=(programs,), **launch.OPTIONS)
         (folder / "cubin").write_bytes(code.asm["cubin"])
         told = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", folder / "cubin"]
         sass = subprocess.run(told, capture_output=True, text=True, check=True).stdout

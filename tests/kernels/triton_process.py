@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,9 +21,14 @@ def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def _call(module: str, name: str, args: tuple[Any, ...]) -> Any:
+    return getattr(import_module(module), name)(*args)
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Any]]:
     """`interpreted(function, *args)` calls a function of a test's module there."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, _interpret) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result(TIMEOUT_S)
+        # By its name: what hypothesis makes of a function is not found by pickle.
+        yield lambda function, *args: pool.submit(_call, function.__module__, function.__name__, args).result(TIMEOUT_S)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 WARPS = 4
 THREADS = 32 * WARPS
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 16  # that one program sums: few partial sums to fold, and enough programs for a large GPU
 _REGISTERS = 64  # of a thread, for the potentials of all time steps that a backward keeps: more leave too few threads
@@ -44,7 +45,7 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     tensor = next(each for each in args if isinstance(each, Tensor))
     on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with on_device:
-        kernel[(programs,)](*args, **constants, num_warps=WARPS, enable_fp_fusion=False)
+        kernel[(programs,)](*args, **constants, **OPTIONS)
 
 
 @triton.jit
