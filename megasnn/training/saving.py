@@ -318,6 +318,8 @@ class Saves:
         return not self._saver.failed
 
     def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
         if self._job is not None:
             self._job.release()
 

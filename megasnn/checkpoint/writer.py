@@ -1,0 +1,36 @@
+"""The program that writes checkpoints beside training, for one rank, with the lowest priority.
+
+It imports no torch: what it writes lies in memory that it shares with the rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from megasnn.child_process import FOR_THE_RANK, end_with
+
+_LOWEST = 19
+
+
+def main(connection: str, rank: str) -> None:
+    """Calls the functions that come through this connection, until the process `rank` is gone."""
+    for number in FOR_THE_RANK:
+        signal.signal(number, signal.SIG_IGN)
+    end_with(int(rank))
+    os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
+    calls = Connection(int(connection))
+    with suppress(EOFError, ConnectionError):
+        while True:
+            function, arguments = calls.recv()
+            try:
+                calls.send((function(*arguments), None))
+            except Exception as error:
+                calls.send((None, error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
