@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
-from megasnn.checkpoint.complete import Content, complete, file_name
-from megasnn.checkpoint.description import BESIDE, Metadata
+from megasnn.checkpoint.complete import Content, file_name
+from megasnn.checkpoint.description import BESIDE
 from megasnn.checkpoint.saving import Group, agree, written_here
 from megasnn.checkpoint.snapshot import Image, Snapshot
 from megasnn.comm.agreement import gather, is_first, rank_in
 from megasnn.sharding import ShardedTensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Aside:
@@ -52,12 +56,10 @@ class Aside:
             return []
         return image.writer.write(aside / file_name(rank_in(self._group)), image.spans)
 
-    def complete(
-        self, root: Path, metadata: Metadata, content: Content, checksums: Sequence[Sequence[str]], best: bool
-    ) -> Path:
+    def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         image = self._snapshot.image
         assert image is not None  # the first rank always has one
-        return image.writer.call(complete, root, metadata, content, checksums, best)
+        return image.writer.call(function, *arguments, **named)
 
 
 def _stays_until_update(entry: ShardedTensor) -> bool:

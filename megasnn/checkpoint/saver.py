@@ -135,13 +135,13 @@ class Saver:
         self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
         if is_first(self._group):
             self._complete(progress.iteration, path)
-        self._prune()
+        self._prune(writing)
 
-    def _prune(self) -> None:
+    def _prune(self, writing: Writing) -> None:
         if not is_first(self._group):
             return
         try:
-            for path in prune(self._folder, self._retention):
+            for path in writing.call(prune, self._folder, self._retention):
                 self._tell(f"removed {path} (--keep-last {self._retention.last})")
         except OSError as error:
             self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from megasnn.sharding import ShardedTensor
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,8 @@ class Writing(Protocol):
     def write(self, aside: Path) -> list[str]:
         """Writes this rank's file into a folder; the checksums of its pieces."""
 
-    def complete(
-        self, root: Path, metadata: Metadata, content: Content, checksums: Sequence[Sequence[str]], best: bool
-    ) -> Path:
-        """As the function `complete`; called on the first rank."""
+    def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What this function of the folder returns or raises; for the first rank."""
 
 
 class AtOnce:
@@ -106,7 +106,6 @@ class AtOnce:
 
     def __init__(self, entries: Sequence[ShardedTensor], process_group: Group) -> None:
         self._entries, self._group = entries, process_group
-        self.complete = complete
 
     def agree(self) -> Content:
         return agree(self._entries, self._group)
@@ -115,6 +114,9 @@ class AtOnce:
         mine = written_here(self._entries)
         parts = (parts_of(view) for entry in mine for view in pieces_in_memory(entry))
         return write_pieces_file(aside / file_name(rank_in(self._group)), parts) if mine else []
+
+    def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        return function(*arguments, **named)
 
 
 def write_checkpoint(
@@ -132,7 +134,11 @@ def write_checkpoint(
             raise problem_list(title, error.args) from None
         mine = all_do(process_group, lambda: _write_file(writing, aside, rank_in(process_group)), title)
         checksums = first_gathers(process_group, mine)
-        return first_decides(process_group, lambda: writing.complete(root, metadata, content, checksums, progress.best))
+
+        def commit() -> Path:
+            return writing.call(complete, root, metadata, content, checksums, progress.best)
+
+        return first_decides(process_group, commit)
     except CheckpointError:
         if is_first(process_group):
             folders.discard(root, progress.iteration)

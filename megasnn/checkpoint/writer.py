@@ -25,9 +25,9 @@ def main(connection: str, rank: str) -> None:
     calls = Connection(int(connection))
     with suppress(EOFError, ConnectionError):
         while True:
-            function, arguments = calls.recv()
+            function, arguments, named = calls.recv()
             try:
-                calls.send((function(*arguments), None))
+                calls.send((function(*arguments, **named), None))
             except Exception as error:
                 calls.send((None, error))
 

@@ -60,13 +60,13 @@ class WriterProcess:
         """Writes these pieces of the memory, offset and length of each, to a file: `write_shared`."""
         return self.call(write_shared, path, self._descriptor, spans)
 
-    def call(self, function: Callable[P, T], *arguments: P.args, **_: P.kwargs) -> T:
+    def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """What the function returns there, or raises. It has to be one of a module without torch.
 
         Raises ChildProcessError when the process has ended.
         """
         try:
-            self._connection.send((function, arguments))
+            self._connection.send((function, arguments, named))
             value, error = self._connection.recv()
         except (EOFError, OSError):
             status = self._process.wait()
