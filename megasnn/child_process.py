@@ -10,8 +10,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-# A launcher or a terminal sends these. The rank needs its helpers until it has saved, and its end ends them too.
-FOR_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # of Linux, prctl(2)
 
 
@@ -36,6 +34,12 @@ def working_folder() -> str:
         raise ChildProcessError(
             "no process can be started: the working folder has been removed; start again from one that exists"
         ) from None
+
+
+def leave_signals_to_the_rank() -> None:
+    """Ignores what a launcher or a terminal sends to all processes: the rank needs this one until it has saved."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_with(parent: int) -> None:

@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from megasnn.checkpoint.complete import Content, file_name
 from megasnn.checkpoint.description import BESIDE
 from megasnn.checkpoint.saving import Group, agree, written_here
-from megasnn.checkpoint.snapshot import Image, Snapshot
+from megasnn.checkpoint.snapshot import Snapshot
 from megasnn.comm.agreement import gather, is_first, rank_in
 from megasnn.sharding import ShardedTensor
 
@@ -28,7 +28,7 @@ class Aside:
         self._group = process_group
         self._snapshot = Snapshot()
         self._entries: Sequence[ShardedTensor] = ()
-        self._agreed_on: Image | None = None
+        self._agreed_on: object = None
         self._content = Content((), b"")
         self.settle, self.wait, self.close = self._snapshot.settle, self._snapshot.wait, self._snapshot.close
 
@@ -45,9 +45,10 @@ class Aside:
 
     def agree(self) -> Content:
         image = self._snapshot.image
-        if any(gather(self._group, self._agreed_on is not image)):
+        tensors = None if image is None else image.kinds
+        if any(gather(self._group, tensors is not self._agreed_on)):
             self._content = agree(self._entries, self._group)
-            self._agreed_on = image
+            self._agreed_on = tensors
         return self._content
 
     def write(self, aside: Path) -> list[str]:

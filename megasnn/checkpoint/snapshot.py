@@ -13,46 +13,48 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.piece_file import Span
-from megasnn.checkpoint.planner import pieces_in_memory
 from megasnn.checkpoint.torch_frame import torch_frame
 from megasnn.checkpoint.writer_process import WriterProcess
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharding import Piece, Shard, ShardedTensor
 
 COPYING_THREADS = min(4, os.cpu_count() or 1)
-_ALIGNMENT = 64  # bytes; what torch.save writes in front of the values keeps it
-_Pair = tuple[ShardedTensor, list[Tensor]]
+_ALIGNMENT = 64  # bytes
+_Pair = tuple[ShardedTensor, list[tuple[Piece, Tensor]]]
 
 
 class Image:
     """Memory in which the pieces of certain tensors lie as in a file, and the process that writes them from there.
 
     Attributes:
+        kinds: names, shards and types of the tensors.
         writer: the process.
         spans: offset and length of each piece. Its values are aligned, as in no file.
     """
 
     def __init__(self, entries: Sequence[ShardedTensor]) -> None:
-        self._kinds = _kinds(entries)
-        boxes = [(piece.sizes, dtype) for _, shard, dtype in self._kinds for piece in shard.pieces()]
+        self.kinds = _kinds(entries)
+        pieces = [shard.pieces() for _, shard, _ in self.kinds]
+        boxes = [(box.sizes, kind[-1]) for kind, each in zip(self.kinds, pieces, strict=True) for box in each]
         self._frames = [torch_frame(*box) for box in boxes]
         self.spans: list[Span] = []
         end = 0
         for (before, after), (shape, dtype) in zip(self._frames, boxes, strict=True):
-            begin = end + -end % _ALIGNMENT
+            begin = end + -(end + len(before)) % _ALIGNMENT
             end = begin + len(before) + prod(shape) * dtype.itemsize + len(after)
             self.spans.append((begin, end - begin))
-        self.writer = WriterProcess(end, pinned=any(entry.tensor.is_cuda for entry in entries))
+        self.writer = WriterProcess(end, next((entry.tensor.device for entry in entries if entry.tensor.is_cuda), None))
         values = iter(
             self.writer.memory[begin + len(before) : begin + length - len(after)].view(dtype).view(shape)
             for (before, after), (shape, dtype), (begin, length) in zip(self._frames, boxes, self.spans, strict=True)
         )
-        self._values = [[next(values) for _ in shard.pieces()] for _, shard, _ in self._kinds]
+        self._values = [[(piece, next(values)) for piece in each] for each in pieces]
+        self._fill()
 
     def fits(self, entries: Sequence[ShardedTensor]) -> bool:
         """Whether it is of these tensors, and can be written."""
-        return self.writer.alive and self._kinds == _kinds(entries)
+        return self.writer.alive and self.kinds == _kinds(entries)
 
-    def fill(self) -> None:
+    def _fill(self) -> None:
         """Writes what stays as it is. The system gives memory when it is first written to, so all of it is."""
         self.writer.memory.zero_()
         memory = self.writer.memory.numpy().data
@@ -61,7 +63,7 @@ class Image:
             memory[begin + length - len(after) : begin + length] = after
 
     def pairs(self, entries: Sequence[ShardedTensor]) -> list[_Pair]:
-        """Each tensor with the memory of its pieces' values."""
+        """Each tensor with its pieces and the memory of their values."""
         return list(zip(entries, self._values, strict=True))
 
 
@@ -74,26 +76,27 @@ class Snapshot:
 
     Memory and process are kept from one time to the next: new memory costs several times as much as the copy itself.
 
-    Attributes:
-        image: what the copies lie in; None before the first time.
     """
 
     def __init__(self) -> None:
-        self.image: Image | None = None
+        self._image: futures.Future[Image] | None = None
         self._left: deque[_Pair] = deque()
         self._threads = futures.ThreadPoolExecutor(COPYING_THREADS, "megasnn-snapshot")
-        self._filling: list[futures.Future[None]] = []
         self._copying: list[futures.Future[None]] = []
         self._settling = threading.Lock()
         self._devices: set[torch.device] = set()
 
-    def prepare(self, entries: Sequence[ShardedTensor]) -> Image:
-        """Starts the process, and gets the memory that these tensors will need, in the background."""
-        if self.image is None or not self.image.fits(entries):
+    @property
+    def image(self) -> Image | None:
+        """What the copies lie in; None before the first time. Raises what has prevented it."""
+        return self._image.result() if self._image is not None else None
+
+    def prepare(self, entries: Sequence[ShardedTensor]) -> futures.Future[Image]:
+        """Gets the memory that these tensors will need, and starts the process, in the background."""
+        if self._image is None or not _fits(self._image, entries):
             self.close()
-            self.image = Image(entries)
-            self._filling = [self._threads.submit(self.image.fill)]
-        return self.image
+            self._image = self._threads.submit(Image, entries)  # in a thread that lasts, as the process has to
+        return self._image
 
     def take(self, entries: Sequence[ShardedTensor], until_update: Callable[[ShardedTensor], bool]) -> None:
         """Copies the tensors' present values; complete after `settle`, valid until the next time.
@@ -102,8 +105,10 @@ class Snapshot:
             until_update: whether a tensor stays as it is until the next update; the others are copied at once.
         """
         self.settle()
-        pairs = self.prepare(entries).pairs(entries)
-        futures.wait(self._filling)
+        self._copying, image = [], self.prepare(entries)
+        if image.exception() is not None:  # `wait` raises it
+            return
+        pairs = image.result().pairs(entries)
         self._devices = {entry.tensor.device for entry in entries if entry.tensor.is_cuda}
         self._left = deque(pair for pair in pairs if not until_update(pair[0]))
         at_once = self._threads.submit(self._copy_left)
@@ -120,8 +125,9 @@ class Snapshot:
 
     def wait(self) -> None:
         """Waits until the copies can be read, and leaves cores to training meanwhile. Raises what copying raised."""
-        for each in (*self._filling, *self._copying[:2]):
-            each.result()
+        for each in (self._image, *self._copying[:2]):
+            if each is not None:
+                each.result()
         with self._settling:
             for each in self._copying:
                 each.result()
@@ -130,9 +136,8 @@ class Snapshot:
 
     def close(self) -> None:
         """Ends the process and lets go of the memory."""
-        if self.image is not None:
-            futures.wait(self._filling)
-            self.image.writer.close()
+        if self._image is not None and self._image.exception() is None:
+            self._image.result().writer.close()
 
     def _copy_left(self) -> None:
         while self._left:
@@ -143,12 +148,16 @@ class Snapshot:
             _copy(pair)
 
 
+def _fits(image: futures.Future[Image], entries: Sequence[ShardedTensor]) -> bool:
+    return image.exception() is None and image.result().fits(entries)
+
+
 def _kinds(entries: Sequence[ShardedTensor]) -> list[tuple[str, Shard, torch.dtype]]:
     return [(entry.name, entry.shard, entry.tensor.dtype) for entry in entries]
 
 
 def _copy(pair: _Pair) -> None:
-    entry, memory = pair
-    with torch.no_grad():
-        for target, source in zip(memory, pieces_in_memory(entry), strict=True):
-            target.copy_(source, non_blocking=True)
+    entry, pieces = pair
+    local = entry.tensor.detach()
+    for piece, memory in pieces:
+        memory.copy_(piece.of_local(local), non_blocking=True)

@@ -6,20 +6,18 @@ It imports no torch: what it writes lies in memory that it shares with the rank.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from megasnn.child_process import FOR_THE_RANK, end_with
+from megasnn.child_process import end_with, leave_signals_to_the_rank
 
 _LOWEST = 19
 
 
 def main(connection: str, rank: str) -> None:
     """Calls the functions that come through this connection, until the process `rank` is gone."""
-    for number in FOR_THE_RANK:
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_the_rank()
     end_with(int(rank))
     os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
     calls = Connection(int(connection))

@@ -6,7 +6,8 @@ import mmap
 import os
 import subprocess
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from megasnn.checkpoint.piece_file import Span, write_shared
 from megasnn.child_process import shared_memory, start_program
 
+_PROGRAM = "megasnn.checkpoint.writer"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -28,25 +30,30 @@ class WriterProcess:
 
     Args:
         size: bytes of the memory.
-        pinned: a GPU copies to it.
+        pin_for: a GPU that copies to it.
     Attributes:
         memory: [size] uint8.
     """
 
-    def __init__(self, size: int, pinned: bool = False) -> None:
+    def __init__(self, size: int, pin_for: torch.device | None = None) -> None:
         self._descriptor = shared_memory(max(1, size))
         mapped = mmap.mmap(self._descriptor, 0)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # it is copied to as fast as the process's own memory then
+        with suppress(AttributeError, OSError):  # where the system has it: copying to small pages takes longer
+            mapped.madvise(mmap.MADV_HUGEPAGE)
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)[:size]
-        pins = [self.memory.data_ptr()] if pinned else []
-        for address in pins:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         self._connection, theirs = Pipe()
         with theirs:
             handles = (theirs.fileno(), self._descriptor)
-            self._process = start_program("megasnn.checkpoint.writer", theirs.fileno(), os.getpid(), handles=handles)
-        self.close = weakref.finalize(self, _end, self._process, self._connection, self._descriptor, pins)
+            try:
+                self._process = start_program(_PROGRAM, theirs.fileno(), os.getpid(), handles=handles)
+            except OSError:
+                os.close(self._descriptor)
+                raise
+        pinned = self.memory.data_ptr() if pin_for is not None else 0
+        self.close = weakref.finalize(self, _end, self._process, self._connection, self._descriptor, pinned)
+        if pinned:
+            with torch.cuda.device(pin_for):  # a new thread would pin it by way of the first GPU
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pinned, size, 0))
 
     @property
     def pid(self) -> int:
@@ -78,10 +85,10 @@ class WriterProcess:
         return value
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, descriptor: int, pins: Sequence[int]) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, descriptor: int, pinned: int) -> None:
     process.kill()
     process.wait()
     connection.close()
     os.close(descriptor)
-    for address in pins:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    if pinned:
+        torch.cuda.cudart().cudaHostUnregister(pinned)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING, Any
 
-from megasnn.child_process import FOR_THE_RANK
+from megasnn.child_process import leave_signals_to_the_rank
 from megasnn.data.memory import SharedPlaces, new_piece, take
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Makes copies of this process that read, until the rank is gone."""
-    for number in FOR_THE_RANK:
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_the_rank()
     for name in ("reading", "images", "event_frames"):
         import_module(f"megasnn.data.{name}")
     control = Connection(int(sys.argv[1]))

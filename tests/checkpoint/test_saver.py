@@ -26,6 +26,7 @@ from megasnn.checkpoint import (
     load_global_tensors,
     save_global_tensors,
     snapshot,
+    writer_process,
     verify_checkpoint,
 )
 from megasnn.checkpoint.aside import Aside
@@ -216,6 +217,19 @@ def test_a_writer_that_is_killed_fails_the_save_that_it_writes_and_no_other(tmp_
     session.save(4)
     session.saver.finish()
     assert session.saver.saved == 4 and list_checkpoints(tmp_path) == [1, 3, 4] and is_known(tmp_path, 4)
+
+
+def test_a_writer_that_cannot_be_started_fails_the_save_only(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_process, "start_program", mock.Mock(side_effect=BlockingIOError("injected")))
+        session = Session(tmp_path, Layout(), background=True)
+        session.save(1)
+        session.saver.finish()
+    assert session.saver.failed and "iteration 1 was NOT SAVED" in session.said[0]
+    assert "BlockingIOError: injected" in session.said[0]
+    session.save(2)
+    session.saver.finish()
+    assert not session.saver.failed and is_known(tmp_path, 2)
 
 
 def test_the_writer_needs_no_torch_and_is_one_process_for_all_saves(tmp_path):
