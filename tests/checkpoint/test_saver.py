@@ -26,8 +26,8 @@ from megasnn.checkpoint import (
     load_global_tensors,
     save_global_tensors,
     snapshot,
-    writer_process,
     verify_checkpoint,
+    writer_process,
 )
 from megasnn.checkpoint.aside import Aside
 from megasnn.checkpoint.folder import LATEST, reading
