@@ -32,6 +32,10 @@ class Length:
         return float(self.iterations / self.epoch)
 
 
+LENGTHS = ("train_iters", "train_samples", "train_epochs")
+"""The fields that say how long a training is; one of them does."""
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """The length is given in iterations, in samples or in epochs."""
@@ -116,11 +120,10 @@ class TrainingConfig:
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
                 f"--global-batch-size {self.global_batch_size}"
             )
-        lengths = {flag(name): getattr(self, name) for name in ("train_iters", "train_samples", "train_epochs")}
+        lengths = {flag(name): getattr(self, name) for name in LENGTHS}
         given = [f"{name} {value}" for name, value in lengths.items() if value is not None]
-        if len(given) > 1 or not (given or self.evaluate_only):
-            found = f"{' and '.join(given)} were given (none takes one back)" if given else "none was given"
-            wrong.append(f"give one of {', '.join(lengths)}; {found}")
+        if len(given) > 1:
+            wrong.append(f"give one of {', '.join(lengths)}; {' and '.join(given)} were given (none takes one back)")
         elif self.train_samples is not None and self.train_samples < self.global_batch_size:
             wrong.append(
                 f"--train-samples {self.train_samples} is less than one --global-batch-size {self.global_batch_size}"

@@ -23,9 +23,10 @@ from megasnn.config.training import TrainingConfig
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
-from megasnn.models.building import building_problems, describe
+from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
+from megasnn.models.problems import building_problems
 from megasnn.optim import is_frozen
 from megasnn.parallel_state import (
     ParallelState,

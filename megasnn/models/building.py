@@ -14,8 +14,8 @@ from torch import nn
 
 from megasnn.bundle import Bundle, Key, entries_of, logits_of, shapes_text
 from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
+from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
@@ -175,7 +175,7 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
 
 def _flags_of(model: Any) -> str:
     """The flags of a model with their values, for an error in what it computes from them."""
-    return " ".join(f"--{each.name.replace('_', '-')} {getattr(model, each.name)}" for each in fields(model))
+    return " ".join(f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(model))
 
 
 def _refuse_shard_of_one(layers: Sequence[Layer]) -> None:
@@ -261,13 +261,3 @@ def dry_run(
 def _versions(outputs: Iterable[Bundle]) -> list[int]:
     """How often each tensor was changed in place."""
     return [entry._version for output in outputs for entry in entries_of(output).values()]
-
-
-def building_problems(model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int) -> list[str]:
-    """What is wrong with a model, found out by building its layers for the first of so many tensor parallel ranks."""
-    first = BuildContext(tensor=Group("tensor", tuple(range(tensor_parallel))))
-    try:
-        describe(model, neuron).build(first)
-    except ValueError as error:
-        return [f"{model.name}: {error}"]
-    return []
