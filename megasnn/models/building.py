@@ -46,6 +46,10 @@ from megasnn.models.ties import separate, tie_all
 from megasnn.sharding import copied_tensors, sharded_tensors
 
 
+MOST_LAYERS = 10_000
+"""A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
+
+
 def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
     """The layers of a model with these dimensions and neurons.
 
@@ -159,6 +163,8 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
                     kind = type(each).__name__
                     raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
                 layers.append(each)
+                if len(layers) > MOST_LAYERS:
+                    raise ValueError(f"a model has up to {MOST_LAYERS} layers")
         except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
             flags = f" ({_flags_of(model)})" if isinstance(error, ArithmeticError) else ""

@@ -46,7 +46,9 @@ def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> in
         if isinstance(error, SystemExit) and not error.code:
             raise
         if speaks:
-            tell_torchrun("the command line is wrong")
+            brief = "the command line is wrong"
+            told = str(error) if isinstance(error, ConfigError) else f"{brief}: see the help above"
+            tell_torchrun(brief, told)
             sys.stderr.write(f"[rank {rank}] {error}\n" if isinstance(error, ConfigError) else "")
         else:
             sys.stderr.write(f"[rank {rank}] the command line is wrong; the first rank of this machine says where\n")
@@ -60,9 +62,9 @@ def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> in
         return train(config)
     except Exception as error:  # what goes wrong in training is told there; this comes of importing what it needs
         brief = f"{type(error).__name__} while starting"
-        tell_torchrun(brief)
+        text = misfit(error) or "".join(traceback.format_exception(error)).rstrip()
+        tell_torchrun(brief, text)
         if speaks:  # what is installed is the same for all ranks of a machine
-            text = misfit(error) or "".join(traceback.format_exception(error)).rstrip()
             sys.stderr.write(f"[rank {rank}] while starting: {text}\n")
             time.sleep(OTHERS_SPEAK_S if world_size > 1 else 0)
         else:

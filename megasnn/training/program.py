@@ -43,7 +43,7 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     except Exception as error:
         cause, _ = cause_and_place(error)
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
-        tell_torchrun(in_brief(error))
+        tell_torchrun(in_brief(error), in_full(error, with_traceback=False))
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {in_full(error, with_traceback=not mistake)}\n")
     if torch.distributed.is_initialized():
         # The other ranks may be gone: nothing that waits for them may run any more.
