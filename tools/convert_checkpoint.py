@@ -54,7 +54,8 @@ def _inspect(path: Place, ckpt_step: int | None = None, json_output: bool = Fals
 
 
 def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
-    """Read every byte of a checkpoint and check it, and every field of the configuration in it. Status 1 when something is wrong.
+    """Read every byte of a checkpoint and check it, and every field of its configuration. Status 1 when something is
+    wrong.
 
     Args:
         path: a run's folder, or one checkpoint in it.
