@@ -1,4 +1,4 @@
-"""Exit status 0 when this Python can import megasnn and has all that pyproject.toml asks for; else says what is missing.
+"""Exit status 0 when this Python can import megasnn and has all that pyproject.toml asks for; else says what it lacks.
 
 megasnn may be installed, or lie on PYTHONPATH; where it is neither, the scripts install it.
 

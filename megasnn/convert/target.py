@@ -23,7 +23,8 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.dialects import model_of
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS
-from megasnn.pipeline.costs import layers_per_chunk, measure_layers
+from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
 from megasnn.sharding import Shard, ShardedTensor, sharded_tensors

@@ -21,15 +21,8 @@ from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of
 from megasnn.layers.own_values import tensors_of, without_memory
-from megasnn.layers.whole import (
-    SHARDED,
-    apply_layer,
-    is_called_as_sharded,
-    is_plain,
-    make_whole,
-    placed,
-    refuse_plain_parts,
-)
+from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
+from megasnn.layers.whole import apply_layer, is_called_as_sharded, make_whole, placed
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.layers import DropPath, ParallelDropout
-from megasnn.layers.whole import SHARDED
+from megasnn.layers.plain import SHARDED
 from megasnn.models.layer import Layer
 from megasnn.sharding import tie
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,6 +71,7 @@ def introduce(
             **grid,
             "layout": layers_per_chunk(plan.bounds),
             "schedules_ms": schedules,
+            "costs": _costs(engine, plan),
             "config": to_dict(config),
         },
     )
@@ -82,6 +85,13 @@ def introduce(
         if not config.training.evaluate_only:
             summary = file.with_name("model_summary.md")
             reporter.tried.until_done(f"writing {summary}", partial(_write, summary, f"{table}\n"))
+
+
+def _costs(engine: DistributedModel, plan: PipelinePlan) -> dict[str, dict[str, Any]] | None:
+    """What was measured of each layer for a micro-batch, in seconds and bytes; None where nothing was."""
+    if plan.costs is None:
+        return None
+    return {layer.name: asdict(cost) for layer, cost in zip(engine.model.layers, plan.costs.layers, strict=True)}
 
 
 def print_summary(config: PretrainConfig, state: ParallelState) -> None:

@@ -109,15 +109,19 @@ def test_a_run_tells_it(ranks, tmp_path) -> None:
     common = (str(tmp_path / "cache"), "--train-iters", "1", "--eval-iters", "0")
     ranks(4, train, *common, *layout, "--save", str(tmp_path / "four"))
     train(*common, "--save", str(tmp_path / "one"))
-    told = {}
+    told, entries = {}, {}
     for name in ("one", "four"):
-        lines = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
-        told[name] = [line["text"] for line in lines if line["kind"] == "message"]
+        entries[name] = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        told[name] = [line["text"] for line in entries[name] if line["kind"] == "message"]
     table = (tmp_path / "one/model_summary.md").read_text().rstrip("\n")
     assert "blocks.0.attention" in table
     assert "478 k multiply-adds a sample" in told["one"]
     short = [text for text in told["four"] if "on pipeline rank" in text]
     assert len(short) == 2 and all("multiply-adds a sample" in text for text in short)
+    start = next(line for line in entries["four"] if line["kind"] == "start")
+    assert start["costs"].keys() == {row.split("|")[1].strip() for row in table.splitlines()[2:-1]}
+    assert all(cost["forward"] > 0 and cost["parameters"] > 0 for cost in start["costs"].values())
+    assert start["costs"]["blocks.0.attention"]["collectives"] > 0
     assert "cut in 2" in (tmp_path / "four/model_summary.md").read_text()
 
 
