@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -88,6 +89,36 @@ def test_one_rank_computes_what_the_modules_compute_by_themselves() -> None:
     assert torch.allclose(y, z, rtol=1e-12, atol=1e-12) and y.shape == (3, 5, CLASSES)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Functions(Plain):
+    """The same with functions in place of modules without parameters, and a sum of two layers."""
+
+    functions: bool = True
+
+    def layers(self) -> Iterable[Layer]:
+        for each in super().layers():
+            if self.functions and each.name == "mean":
+                yield layer("mean", lambda x: x.mean((-1, -2)))
+            elif self.functions and each.name == "flat":
+                yield layer("flat", torch.add, takes=("mean", "mean"))
+            elif each.name == "flat":
+                yield layer("flat", Doubled())
+            else:
+                yield each
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x.flatten(2)
+
+
+def test_a_function_is_a_layer(ranks) -> None:
+    """As a module that does the same, also where ranks share the channels of what it is given."""
+    one = ranks(1, one_step, Functions(functions=False), Layout())
+    for layout in (Layout(), Layout(tensor=2, pipeline=2)):
+        assert_equal(ranks(layout.world_size, one_step, Functions(), layout), one)
+
+
 def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -> None:
     built = dict(describe(Plain()).named_layers(BuildContext()))
     state = torch.random.get_rng_state()
@@ -129,12 +160,27 @@ class Scale(nn.Module):
 
 
 MADE = nn.Conv2d(8, 8, 1)
+ONES = torch.ones(1)
 
 
 class Cache(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+def _scaled(x: Tensor, scale: Tensor = ONES) -> Tensor:
+    return scale * x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: MADE(x), MADE.forward, partial(torch.add, ONES), _scaled],
+    ids=["global", "method", "partial", "default"],
+)
+def test_a_function_that_holds_weights_is_refused_with_the_layers_name(function) -> None:
+    with pytest.raises(ValueError, match="a: a function that holds a (Conv2d|Tensor): make a module of both"):
+        layer("a", function)
 
 
 @pytest.mark.parametrize(
