@@ -38,7 +38,7 @@ from megasnn.models.layer import Layer
 from megasnn.models.ties import separate, tie_all
 from megasnn.sharding import copied_tensors, sharded_tensors
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 4_000
 """A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from spikingjelly.activation_based import neuron as sj
 from torch import nn
 
@@ -59,6 +60,21 @@ def test_a_size_that_cannot_be_cut_names_the_flag_that_gives_it(model, ranks, si
 def test_a_size_that_no_flag_gives_names_the_layer() -> None:
     (problem,) = building_problems(Hidden(), NeuronSpec(), 4)
     assert problem == "hidden: the layer behind a: out_channels 10 does not divide by --tensor-model-parallel-size 4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deep(Model):
+    depth: int = 10**12
+
+    def layers(self) -> Iterable[Layer]:
+        for number in range(self.depth):
+            yield layer(f"layer.{number}", torch.relu)
+
+
+def test_a_depth_that_would_take_all_memory_is_refused() -> None:
+    """As the configuration of a stranger's checkpoint may have it."""
+    (problem,) = building_problems(Deep(), NeuronSpec(), 1)
+    assert problem == "deep: the layer behind layer.4000: a model has up to 4000 layers"
 
 
 IN_VAIN = "changes nothing in hidden: no neuron of it takes this from the flags"
