@@ -8,23 +8,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as functional_torch
-from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelDropout, SpikingNeuron
 from megasnn.layers.holding import content_of
-from megasnn.layers.whole import apply_layer
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.sharding import materialise
-from tests.models.steps import LAYOUTS, assert_equal, images, one_step
-from tests.parity.ranks import Layout, assemble
-from tests.parity.test_layouts import name_of
 
 CLASSES = 4
 CPU = torch.device("cpu")
@@ -58,34 +54,6 @@ class Plain(Model):
         yield layer("mean", nn.AdaptiveAvgPool2d(1))
         yield layer("flat", nn.Flatten())
         yield layer("head", nn.Linear(2 * self.width, self.num_classes))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_every_layout_computes_the_same(ranks, layout: Layout) -> None:
-    one = ranks(1, one_step, Plain(), Layout())
-    assert_equal(ranks(layout.world_size, one_step, Plain(), layout), one)
-    expected = assemble(one, "gradients")
-    assert expected["block.0.weight"].abs().max() > 0 < expected["conv.weight"].abs().max()
-
-
-def test_one_rank_computes_what_the_modules_compute_by_themselves() -> None:
-    described = describe(Plain(sharded=False))
-    built = described.named_layers(BuildContext(dtype=torch.float64, compute_dtype=torch.float64))
-    materialise(built, CPU, seed=3)
-    theirs = nn.Sequential(*(each.module for each in Plain(sharded=False).layers())).double()
-    named = dict(zip([layer.name for layer in described.layers], theirs, strict=True))
-    for name, module in built:
-        named[name].load_state_dict(module.state_dict())
-    functional.set_step_mode(theirs, "m")
-    x, _ = images(Plain())
-    y = x.unsqueeze(0)
-    for _, module in built:
-        y = apply_layer(module, y, None)
-    z = x.expand(3, *x.shape)
-    for name, module in named.items():
-        folds = name not in ("fire", "block")
-        z = module(z.flatten(0, 1)).unflatten(0, z.shape[:2]) if folds else module(z)
-    assert torch.allclose(y, z, rtol=1e-12, atol=1e-12) and y.shape == (3, 5, CLASSES)
 
 
 def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -> None:

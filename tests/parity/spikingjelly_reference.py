@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ IMAGE_SIZE = 16
 
 @dataclass
 class ReferenceStep:
-    """What the step gave, by SpikingJelly's names."""
+    """What the step gave, by SpikingJelly's names; weights are those behind the optimizer, where there is one."""
 
     state_before: dict[str, Tensor]
     loss: float
@@ -27,6 +27,7 @@ class ReferenceStep:
     buffers: dict[str, Tensor]
     firing: float
     spikes: int
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ def step(
     hooks += [
         module.register_forward_hook(lambda _m, _a, out: spikes.append((int(out.sum()), out.numel())))
         for module in model.modules()
-        if isinstance(module, neuron.BaseNode)
+        if isinstance(module, (neuron.BaseNode, neuron.SimpleBaseNode))
     ]
     loss, logits = 0.0, []
     model.zero_grad()
