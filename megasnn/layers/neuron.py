@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megasnn.kernels import NEURONS, NeuronSpec
 from megasnn.kernels.unit import neuron_multi_step
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import hold
+from megasnn.layers.holding import hold, once
 from megasnn.sharding import declare_parameter
 
 SpikeObserver = Callable[[Tensor], None]
@@ -46,7 +46,9 @@ class NeuronLayer(nn.Module):
         return self.time_steps if len(x) == 1 else len(x)
 
     def at_every_step(self, x: Tensor) -> Tensor:
-        """The input at each of the time steps."""
+        """The input at each of the time steps. Raises ValueError for a second call in a forward where neurons carry."""
+        if x.is_meta and self.carries:
+            once(self, "with --bptt-steps it goes on from what one call left: give each call a neuron")
         steps = self.steps_of(x)
         return x if len(x) == steps else x.expand(steps, *x.shape[1:])
 

@@ -189,7 +189,7 @@ class SwappedNeuron(ParallelNeuron):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
-            once(self)  # a second call would go on with the potentials of the first
+            once(self, "SpikingJelly's would go on with the potentials of the first call: give each call a neuron")
         return super().forward(x)
 
 

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelDropout, SpikingNeuron
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    KeyedLayer,
+    MeanLinear,
+    ParallelBatchNorm,
+    ParallelDropout,
+    SpikingNeuron,
+)
 from megasnn.layers.holding import content_of
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
@@ -194,9 +202,42 @@ class WithDropout(ConvNormNeuron):
         self.part = part
 
 
-class Twice(ConvNormNeuron):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
+class Scaled(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = nn.Parameter(torch.Tensor(1))
+
+
+class Unsaved(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mask", torch.ones(8, 1, 1), persistent=False)
+
+
+class Steeper(SpikingNeuron):
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.steep = nn.Parameter(torch.ones(8))
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return self.of("steep", x) * x
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
+
+
+class Steep(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8, neuron=Steeper())
+
+
+class DropsTwice(KeyedLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = ParallelDropout(0.2, "twice")
+
+    def forward(self, x: Tensor, samples: range | None) -> Tensor:
+        return self.dropout(self.dropout(x, samples), samples)
 
 
 class Dropping(ConvNormNeuron):
@@ -219,8 +260,23 @@ class Unkeyed(ConvNormNeuron):
         (lambda: WithDropout(nn.Dropout(0.1)), r"plain\.0: part \(Dropout\) draws random numbers"),
         (lambda: WithDropout(nn.BatchNorm2d(8)), r"plain\.0: part \(BatchNorm2d\) .* use megasnn\.ParallelBatchNorm"),
         (lambda: WithDropout(neuron.LIFNode(step_mode="m")), r"part \(LIFNode\) .* keeps its state"),
-        (Mixed, r"plain\.0\.plain\.weight .* a plain module with parameters inside .* cannot be cut: use ParallelConv"),
-        (lambda: Twice(8, 8), r"plain\.0.* this ParallelConv is called twice in one forward"),
+        (
+            Mixed,
+            r"plain\.0: plain\.weight of Conv2d: a plain module with parameters inside .* cannot be cut: use Parallel",
+        ),
+        (
+            Scaled,
+            r"plain\.0: scale of Scaled stands beside layers that are cut by channel.* yield that as a layer of its",
+        ),
+        (
+            Steep,
+            r"plain\.0: neuron\.steep of Steeper is not cut .* declare it with self\.per_channel\('steep', its init",
+        ),
+        (Unsaved, r"plain\.0: Unsaved has a buffer 'mask' that is not saved"),
+        (
+            DropsTwice,
+            r"plain\.0.* this ParallelDropout is called twice in one forward, and would draw the same both times",
+        ),
         (lambda: Dropping(8, 8), r"plain\.0.* dropout draws random numbers that depend on the layout"),
         (Unkeyed, r"plain\.0.*dropout needs the positions of 2 samples, got None; .* is a KeyedLayer"),
     ],

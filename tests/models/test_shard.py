@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,17 +20,18 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models import given_to_shard as networks
 from tests.models import steps
-from tests.parity.beside import assert_equal_to_truth
+from tests.parity.beside import Case, assert_equal_to_truth
 from tests.parity.ranks import Layout
 from tests.parity.test_layouts import name_of
 
-LARGE = [("vgg", Layout(1, 4, 2, "zbv")), ("residual", Layout(1, 4, 2, "zbv")), ("rest", Layout(tensor=8))]
-"""With more tensor parallel ranks than those of tests/parity/test_networks.py; most sizes do not divide by 8."""
+WHOLE = replace(networks.CASES["rest"], counts=False)  # its votes do not divide by 8 ranks, which all have them
+LARGE = [(networks.CASES[name], Layout(1, 4, 2, "zbv")) for name in ("vgg", "residual")] + [(WHOLE, Layout(tensor=8))]
+"""With more tensor parallel ranks than in tests/parity/test_networks.py."""
 
 
-@pytest.mark.parametrize(("name", "layout"), LARGE)
-def test_many_tensor_parallel_ranks_compute_what_the_network_does(ranks, name: str, layout: Layout) -> None:
-    assert_equal_to_truth(networks.CASES[name], ranks, layout)
+@pytest.mark.parametrize(("case", "layout"), LARGE)
+def test_many_tensor_parallel_ranks_compute_what_the_network_does(ranks, case: Case, layout: Layout) -> None:
+    assert_equal_to_truth(case, ranks, layout)
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(1, 2, 2)], ids=name_of)
@@ -112,8 +113,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"1\.conv is a ParallelConv, cut already",
     ),
     "own forward": (Mixing, r"Mixing has a forward of its own, .* and is one layer: yield layer\("),
-    "twice": (lambda: nn.Sequential(Twice(sj.Conv2d(3, 3, 1, step_mode="m"))), "0, given .* is called twice"),
-    "neuron twice": (lambda: nn.Sequential(Twice(neuron.IFNode(step_mode="m"))), "0, given .* is called twice"),
+    "neuron twice": (
+        lambda: nn.Sequential(Twice(neuron.IFNode(step_mode="m"))),
+        "0, given .* is called twice in one forward, and SpikingJelly's would go on .*: give each call a neuron",
+    ),
+    "dropout twice": (
+        lambda: nn.Sequential(Twice(sj.Dropout(0.1, step_mode="m"))),
+        "0, given .* would draw the same both",
+    ),
     "mixing": (lambda: nn.Sequential(Mixing()), r"0, given .*mean along the channels .*--tensor-model-parallel-size"),
     "channels": (
         lambda: nn.Sequential(nn.Conv2d(3, 5, 1), nn.Conv2d(5, 4, 1)),

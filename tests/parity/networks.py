@@ -1,10 +1,11 @@
 """Networks that a researcher brings: of plain modules, of SpikingJelly's layers given to `megasnn.shard`, and with
-neurons of one's own; each beside the same one in SpikingJelly alone."""
+neurons of one's own; each beside the same one in SpikingJelly alone. One calls its layers several times."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,6 +13,10 @@ from spikingjelly.activation_based import functional, neuron, surrogate
 from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
+import megasnn
+from megasnn.layers import ConvNormNeuron, ParallelLinear
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
 from tests.models import given_to_shard
 from tests.models.test_own_neurons import Own
 from tests.models.test_plain import Plain
@@ -93,7 +98,65 @@ def _own(node: Callable[[int], nn.Module]) -> nn.Sequential:
     )
 
 
-def _case(model, make: Callable[[], nn.Module]) -> Case:
+class Recurrent(nn.Module):
+    """A convolution, a norm and a linear layer that a forward calls twice."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = sj.Conv2d(width, width, 3, padding=1), sj.BatchNorm2d(width)
+        self.linear = sj.Linear(width, width)
+        self.fires = nn.ModuleList(neuron.LIFNode(detach_reset=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for fire in self.fires:
+            x = x + fire(self.norm(self.conv(x)))
+        means = x.mean((3, 4))
+        return self.linear(means + self.linear(means))
+
+
+class UnitTwice(nn.Module):
+    """A unit of three parts that is called on what it gave: ours, whose neurons start at rest in each call, or
+    SpikingJelly's, with neurons for each call."""
+
+    def __init__(self, unit: nn.Module, *fires: nn.Module) -> None:
+        super().__init__()
+        self.unit, self.fires = unit, nn.ModuleList(fires)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fires:
+            return x + self.unit(x + self.unit(x))
+        first, second = self.fires
+        return x + second(self.unit(x + first(self.unit(x))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalledAgain(Model):
+    """Layers of ours, and SpikingJelly's given to `shard`, that a forward calls several times."""
+
+    image_size: int = 6
+    time_steps: int = 3
+    num_classes: int = 4
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 8, 3))
+        yield layer("twice", UnitTwice(ConvNormNeuron(8, 8, 3)))
+        recurrent = Recurrent(8)
+        functional.set_step_mode(recurrent, "m")
+        yield layer("recurrent", megasnn.shard(recurrent))
+        yield layer("head", ParallelLinear(8, self.num_classes))
+
+
+def _called_again() -> nn.Sequential:
+    def fire() -> nn.Module:
+        return neuron.LIFNode(detach_reset=True)
+
+    twice = UnitTwice(_unit(8, 8, nn.Identity()), fire(), fire())
+    return nn.Sequential(
+        OrderedDict(stem=_unit(3, 8, fire()), twice=twice, recurrent=Recurrent(8), head=sj.Linear(8, 4))
+    )
+
+
+def _case(model: Model, make: Callable[[], nn.Module]) -> Case:
     return Case(model, partial(_prepared, make), STEPS)
 
 
@@ -101,6 +164,7 @@ CASES = {
     "plain": _case(Plain(sharded=False), partial(_plain, False)),
     "plain-beside-ours": _case(Plain(), partial(_plain, True)),
     **{f"shard-{name}": case for name, case in given_to_shard.CASES.items()},
+    "called-again": _case(CalledAgain(), _called_again),
     "adaptive": _case(Own(kind="AdaptiveLIF"), partial(_own, AdaptiveNode)),
     "gated": _case(Own(kind="GatedLIF"), partial(_own, GatedNode)),
 }
