@@ -257,10 +257,8 @@ def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterato
                 if name not in shards:
                     raise ValueError(f"{path}.{name} has no shard description; make it with declare_parameter/_buffer")
                 called = owner_name(module, name, path)
-                yield (
-                    ShardedTensor(called, tensor, shards[name], name in module._parameters),
-                    called != f"{path}.{name}",
-                )
+                entry = ShardedTensor(called, tensor, shards[name], name in module._parameters)
+                yield entry, called != f"{path}.{name}"
 
 
 def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:

@@ -70,7 +70,7 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
     Raises ValueError for a norm that forwards have not called as often as the dry run.
     """
     calls = [norm.pending[call :: calls_of(norm)] for norm in norms for call in range(calls_of(norm))]
-    if len({len(records) for records in calls}) > 1:
+    if len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
         raise ValueError(
             f"batch norms recorded {[len(norm.pending) for norm in norms]} statistics, and by the dry run a forward "
             f"calls them {[calls_of(norm) for norm in norms]} times: let every forward call each of them as often"

@@ -94,8 +94,8 @@ class ParallelBatchNorm(nn.Module):
         return y.unflatten(0, x.shape[:2])
 
     def record(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on; in the dry run
-        the calls are counted."""
+        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on; the dry run
+        counts the calls."""
         if mean.is_meta:
             count_call(self)
         if self.recording and self.running_mean is not None:

@@ -296,9 +296,8 @@ def refuse_plain_parts(module: nn.Module) -> None:
         refuse_alone(what, each)
         for name, _ in own_tensors(each):
             if not is_described(each, name):
-                raise ValueError(
-                    f"{path}{'.' * bool(path)}{name} of {type(each).__name__}{_instead_of_own(each, name)}"
-                )
+                place = f"{path}.{name}" if path else name
+                raise ValueError(f"{place} of {kind}{_instead_of_own(each, name)}")
 
 
 def _instead_of_own(module: nn.Module, name: str) -> str:
