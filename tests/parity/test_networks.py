@@ -18,6 +18,9 @@ def test_layout_equals_spikingjelly(ranks, case: Case, layout: Layout) -> None:
     assert_equal_to_truth(case, ranks, layout)
 
 
-@pytest.mark.parametrize("name", CASES)
+RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in CHOSEN_OF]
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in CHOSEN_OF), *RARE])
 def test_schedules_agree_bit_for_bit(ranks, name: str) -> None:
     assert_schedules_agree(ranks, CASES[name])
