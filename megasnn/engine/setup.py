@@ -159,9 +159,17 @@ def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
 
 
 def built(
-    config: PretrainConfig, model: ModelDescription, state: ParallelState, plan: PipelinePlan | None = None
+    config: PretrainConfig,
+    model: ModelDescription,
+    state: ParallelState,
+    plan: PipelinePlan | None,
+    wants_to_stop: Callable[[], bool],
 ) -> tuple[PipelinePlan, DistributedModel]:
-    """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective."""
+    """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective.
+
+    Args:
+        wants_to_stop: as for the model.
+    """
     training, parallel, windows = config.training, config.parallel, window_count(config)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     context = build_context(state, training.precision, backend, seed, carries=windows > 1)
@@ -172,7 +180,7 @@ def built(
     with placed("while building the model"):
         wires, frozen = wire_options(parallel), partial(is_frozen, config.optimizer)
         return plan, DistributedModel(
-            model, state, context, plan.bounds, plan.schedules, seed, loss, wires, frozen, windows
+            model, state, context, plan.bounds, plan.schedules, seed, loss, wires, frozen, windows, wants_to_stop
         )
 
 

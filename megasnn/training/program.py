@@ -65,6 +65,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
                 parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
             )
         stage = f"pipeline stage {state.pipeline.rank}"
+        watch.place = lambda: f"rank {state.rank}, {stage}"
         with placed(f"on {stage}"):
             run = TrainingRun(config, state, stop, callbacks)
 
@@ -73,7 +74,6 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
 
         watch.place = lambda: run.engine.distributed.executor.place() or f"rank {state.rank}, {step()}"
         with placed(lambda: f"on {step()}"):
-            run.start()
             run.train()
             run.close()
         destroy_model_parallel()
