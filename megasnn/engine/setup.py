@@ -18,7 +18,7 @@ from megasnn.comm.group import Group
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.keywords import with_keywords
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.serialise import to_dict
+from megasnn.config.serialise import to_dict, wrong_types
 from megasnn.config.training import TrainingConfig
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.layers import BuildContext
@@ -196,7 +196,11 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
             raise ValueError(f"{', '.join(flags)} beside a whole configuration: put them into that")
         return model
     if not isinstance(model, Model):
-        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}")
+        is_class = isinstance(model, type) and issubclass(model, Model)
+        made = f": {model.__name__}(...)" if is_class else ""
+        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{made}")
+    if wrong := wrong_types(model):
+        raise ConfigError(wrong)
     config = with_keywords(run_config(type(model))(model=model), flags)
     if config.training.iterations is None:
         if config.optimizer.lr_decay_style != "constant":

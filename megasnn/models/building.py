@@ -161,7 +161,7 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
                 layers.append(each)
         except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
-            flags = f" ({_flags_of(model)})" if isinstance(error, ArithmeticError) else ""
+            flags = "" if isinstance(error, ValueError) else f" ({_flags_of(model)})"
             raise ValueError(f"{place}: {error}{flags}") from error
         if not layers:
             raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
