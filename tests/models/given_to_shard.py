@@ -13,19 +13,12 @@ from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 import megasnn
-from megasnn.checkpoint import load_globals_into
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.layers import BuildContext, ConvNormNeuron
-from megasnn.models.building import describe
+from megasnn.layers import ConvNormNeuron
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
-from tests.parity.ranks import Layout, RankStep, record_step
+from tests.models.networks import CLASSES
+from tests.models.steps import SIZES
 
-SIZES = [2, 2, 1]
-CLASSES = 4
 TIME = 3
 
 
@@ -248,17 +241,3 @@ def build(name: str) -> nn.Module:
         lambda _, given: given[0].transpose(0, 1) if frames else given[0].expand(TIME, *given[0].shape)
     )
     return net
-
-
-def one_step(name: str, layout: Layout, weights: dict[str, Tensor]) -> RankStep:
-    """One of our steps, on every rank of an initialised world."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
-    try:
-        model = describe(MODELS[name][0])
-        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        engine = DistributedModel(model, state, BuildContext(state.tensor, torch.float64, torch.float64), bounds, plan)
-        load_globals_into(engine.tensors, weights, state.world.handle)
-        return record_step(engine, state, *data(name), SIZES[0])
-    finally:
-        destroy_model_parallel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megasnn.checkpoint import load_globals_into
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
@@ -32,18 +33,30 @@ def images(model: Model) -> tuple[Tensor, Tensor]:
     return values, torch.randint(0, model.num_classes, (sum(SIZES),), generator=generator)
 
 
-def one_step(model: Model, layout: Layout, dtype: torch.dtype = torch.float64) -> RankStep:
-    """From the keyed initial values, on every rank of an initialised world."""
+def one_step(
+    model: Model,
+    layout: Layout,
+    dtype: torch.dtype = torch.float64,
+    weights: dict[str, Tensor] | None = None,
+    batch: tuple[Tensor, Tensor] | None = None,
+) -> RankStep:
+    """On every rank of an initialised world.
+
+    Args:
+        weights: to start from, whole; the keyed initial values are those without.
+        batch: images and labels; by default `images` of the model.
+    """
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
         described = describe(model)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
         context = BuildContext(state.tensor, dtype, dtype)
-        x, labels = images(model)
-        return record_step(
-            DistributedModel(described, state, context, bounds, plan), state, x.to(dtype), labels, SIZES[0]
-        )
+        x, labels = batch or images(model)
+        distributed = DistributedModel(described, state, context, bounds, plan)
+        if weights is not None:
+            load_globals_into(distributed.tensors, weights, state.world.handle)
+        return record_step(distributed, state, x.to(dtype), labels, SIZES[0])
     finally:
         destroy_model_parallel()
 

@@ -22,11 +22,11 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.sharding import materialise
+from tests.models.networks import CLASSES, Twice, between
 from tests.models.steps import LAYOUTS, assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble
 from tests.parity.test_layouts import name_of
 
-CLASSES = 4
 CPU = torch.device("cpu")
 
 
@@ -104,19 +104,10 @@ def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -
 
 
 def _model(*makers: Callable[[], nn.Module], **options: object) -> Model:
-    @dataclass(frozen=True, kw_only=True)
-    class Made(Model):
-        image_size: int = 8
-        time_steps: int = 2
-        num_classes: int = CLASSES
+    def layers() -> Iterable[Layer]:
+        return (layer(f"plain.{index}", make(), **options) for index, make in enumerate(makers))
 
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", ConvNormNeuron(3, 8))
-            for index, make in enumerate(makers):
-                yield layer(f"plain.{index}", make(), **options)
-            yield layer("head", MeanLinear(8, CLASSES))
-
-    return Made()
+    return between(layers, width=8, image_size=8)
 
 
 class Scale(nn.Module):
@@ -226,11 +217,6 @@ class WithDropout(ConvNormNeuron):
         self.part = part
 
 
-class Twice(ConvNormNeuron):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
-
-
 class Dropping(ConvNormNeuron):
     def forward(self, x: Tensor) -> Tensor:
         return functional_torch.dropout(super().forward(x), 0.2)
@@ -252,7 +238,7 @@ class Unkeyed(ConvNormNeuron):
         (lambda: WithDropout(nn.BatchNorm2d(8)), r"plain\.0: part \(BatchNorm2d\) .* use megasnn\.ParallelBatchNorm"),
         (lambda: WithDropout(neuron.LIFNode(step_mode="m")), r"part \(LIFNode\) .* keeps its state"),
         (Mixed, r"plain\.0\.plain\.weight .* a plain module with parameters inside .* cannot be cut: use ParallelConv"),
-        (lambda: Twice(8, 8), r"plain\.0.* this ParallelConv is called twice in one forward"),
+        (lambda: Twice(ConvNormNeuron(8, 8)), r"plain\.0.* this ParallelConv is called twice in one forward"),
         (lambda: Dropping(8, 8), r"plain\.0.* dropout draws random numbers that depend on the layout"),
         (Unkeyed, r"plain\.0.*dropout needs the positions of 2 samples, got None; .* is a KeyedLayer"),
     ],

@@ -22,6 +22,7 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models import given_to_shard as networks
 from tests.models import steps
+from tests.models.networks import Twice, TwoTied
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble
 from tests.parity.test_layouts import TOLERANCE, error, logits_in_order, name_of
@@ -51,14 +52,17 @@ def _pair(name: str, index: int) -> Any:
 
 @cache
 def truth(name: str) -> reference.ReferenceStep:
-    return reference.step(networks.build(name), *networks.data(name), networks.SIZES)
+    return reference.step(networks.build(name), *networks.data(name), steps.SIZES)
 
 
 @pytest.mark.parametrize(("name", "layout"), [_pair(name, i) for name in USUAL for i in _layouts(name)])
 def test_a_layout_computes_what_the_network_does(ranks, name: str, layout: Layout) -> None:
     expected = truth(name)
     assert 0.02 < expected.firing < 0.8 and all(grad.abs().max() > 0 for grad in expected.gradients.values())
-    found_steps = ranks(layout.world_size, networks.one_step, name, layout, expected.state_before)
+    found_steps = ranks(
+        layout.world_size, steps.one_step, networks.MODELS[name][0], layout, torch.float64, expected.state_before,
+        networks.data(name),
+    )  # fmt: skip
     assert all(step.loss == pytest.approx(expected.loss, rel=TOLERANCE) for step in found_steps)
     if name != "rest":  # which has neurons that nobody counts
         assert sum(step.spikes for step in found_steps) == expected.spikes, "spikes flipped"
@@ -104,22 +108,6 @@ def test_a_report_says_what_each_layer_becomes_and_leaves_the_network_alone() ->
     assert "1  Dropout2d  refused: it draws random numbers" in str(megasnn.shard(refused))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-        self.b.weight = self.a.weight
-
-
-class Twice(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(self.part(x))
-
-
 class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"0 \(InstanceNorm2d\): .* keeps statistics of its own",
     ),
     "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), r"\(MaxPool2d\): .* returns indices"),
-    "tied": (lambda: nn.Sequential(Tied()), r"0\.b \(Conv2d\): .* its weight is that of 0\.a\.weight"),
+    "tied": (lambda: nn.Sequential(TwoTied(3)), r"0\.b \(Conv2d\): .* its weight is that of 0\.a\.weight"),
     "steps": (
         lambda: nn.Sequential(sj.MultiStepContainer(sj.BatchNorm2d(3))),
         r"0 \(MultiStepContainer\): .* batch norm in it has the statistics of one time step",
