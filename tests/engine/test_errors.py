@@ -21,15 +21,22 @@ from tests.faults.launch import ROOT, free_port
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2}
 ERRORS: list[BaseException] = []
+LATE: list[BaseException] = []
 
 
 class Failing(nn.Module):
-    """Raises what stands in ERRORS, once."""
+    """Raises what stands in ERRORS, once, and in backward what stands in LATE."""
 
     def forward(self, x: Tensor) -> Tensor:
         if ERRORS and not x.is_meta:
             raise ERRORS.pop()
+        if LATE and x.requires_grad:
+            x.register_hook(fail)
         return x
+
+
+def fail(gradient: Tensor) -> None:
+    raise LATE.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +184,17 @@ def test_after_an_error_the_engine_says_so_and_still_gives_its_weights(
     assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
 
 
-def test_a_step_that_was_interrupted_can_be_repeated(engine: Engine) -> None:
+def test_a_step_that_was_interrupted_can_be_repeated() -> None:
     """As by the button of a notebook."""
     with Engine(Net(), **SIZES) as other:
         expected = [other.train_step(*batch()) for _ in range(2)]
     with Engine(Net(), **SIZES) as interrupted:
         found = [interrupted.train_step(*batch())]
-        for call in (lambda: interrupted.train_step(*batch()), lambda: interrupted.evaluate(*batch())):
-            ERRORS.append(KeyboardInterrupt())
+        calls = ((ERRORS, interrupted.train_step), (LATE, interrupted.train_step), (ERRORS, interrupted.evaluate))
+        for place, call in calls:
+            place.append(KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
-                call()
+                call(*batch())
         assert [*found, interrupted.train_step(*batch())] == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -108,6 +109,10 @@ def test_a_callback_that_exits_ends_the_run_as_a_signal_does(ranks, tmp_path_fac
     assert "asked to stop: the run ends at iteration 3 of 9" in texts
 
 
+def handlers_of_signals() -> list[Any]:
+    return [signal.set_wakeup_fd(-1), *(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))]
+
+
 class Exiting(megasnn.Callback):
     def start(self, outline: Any, flags: Any) -> None:
         raise SystemExit(7)
@@ -115,6 +120,7 @@ class Exiting(megasnn.Callback):
 
 def test_the_exit_status_is_that_of_a_run_that_was_asked_to_stop(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
-    flags = [*TINY, "--train-iters", "9", "--save", str(tmp_path / "run")]
+    flags, handlers = [*TINY, "--train-iters", "9", "--save", str(tmp_path / "run")], handlers_of_signals()
     assert megasnn.pretrain("spikformer", flags, callbacks=[Exiting()]) == 0
+    assert handlers_of_signals() == handlers, "Ctrl-C would end a notebook"
     assert list_checkpoints(tmp_path / "run") == [1] and "ends at iteration 1 of 9" in capsys.readouterr().out
