@@ -246,7 +246,11 @@ def test_an_error_on_one_rank_leaves_nobody_waiting(tmp_path: Path) -> None:
         processes.append(
             subprocess.Popen(program, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
         )
-    first, second = (process.communicate(timeout=60)[0].splitlines() for process in processes)
+    try:
+        first, second = (process.communicate(timeout=120)[0].splitlines() for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
     folder = "0 CheckpointError the folder of checkpoints must be a text or a pathlib.Path, got None"
     assert first[0] == second[0] == folder
     assert first[1] == "1 ValueError rank 1 has no more batches: KeyError: 'no file'"
