@@ -26,6 +26,7 @@ from megasnn.losses import LOSSES
 from megasnn.models.building import building_problems, describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
+from megasnn.models.table import MODELS
 from megasnn.optim import is_frozen
 from megasnn.parallel_state import (
     ParallelState,
@@ -196,8 +197,11 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
             raise ValueError(f"{', '.join(flags)} beside a whole configuration: put them into that")
         return model
     if not isinstance(model, Model):
-        is_class = isinstance(model, type) and issubclass(model, Model)
-        made = f": {model.__name__}(...)" if is_class else ""
+        made = ""
+        if isinstance(model, type) and issubclass(model, Model):
+            made = f": {model.__name__}(...)"
+        elif isinstance(model, str) and model in MODELS:
+            made = f": megasnn.MODELS[{model!r}](...)"
         raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{made}")
     if wrong := wrong_types(model):
         raise ConfigError(wrong)

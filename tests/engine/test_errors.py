@@ -150,6 +150,8 @@ def test_dimensions_of_the_models_in_the_table_are_checked(name: str) -> None:
 def test_a_class_in_place_of_a_model_and_a_closed_engine_are_told(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"give an instance .*: Net\(\.\.\.\)"):
         Engine(Net, **SIZES)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"not 'spikformer': megasnn.MODELS\['spikformer'\]\(\.\.\.\)"):
+        Engine("spikformer", **SIZES)  # type: ignore[arg-type]
     engine.close()
     with pytest.raises(ValueError, match="closed; make another one"), engine:
         pass

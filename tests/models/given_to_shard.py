@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from spikingjelly.activation_based import functional, neuron, surrogate
@@ -17,7 +18,7 @@ from megasnn.layers import ConvNormNeuron
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models.networks import CLASSES
-from tests.models.steps import SIZES
+from tests.parity.beside import Case
 
 TIME = 3
 
@@ -213,31 +214,23 @@ class Signals(Model):
                 yield layer("unit", ConvNormNeuron(8, 16, 3, dims=1))
 
 
-MODELS: dict[str, tuple[Model, Callable[[], nn.Sequential]]] = {
-    "vgg": (Vgg(), vgg),
-    "residual": (Residual(), residual),
-    "signals": (Signals(), signals),
-    "rest": (Rest(), rest),
-}
-
-
-def data(name: str) -> tuple[Tensor, Tensor]:
-    """A global batch with labels."""
-    generator = torch.Generator().manual_seed(7)
-    shape = (sum(SIZES), *MODELS[name][0].input_shape)
-    values = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    return values, torch.randint(0, CLASSES, (sum(SIZES),), generator=generator)
-
-
-def build(name: str) -> nn.Module:
-    """The network itself, with norm parameters away from their initial values, on what a data loader gives."""
+def _prepared(make: Callable[[], nn.Module]) -> nn.Module:
+    """In float64, with norm parameters away from their initial values."""
     torch.manual_seed(1)
-    net = MODELS[name][1]().double()
+    net = make().double()
     for path, parameter in net.named_parameters():
         if parameter.ndim == 1 or "norm" in path:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    frames = len(MODELS[name][0].input_shape) == 4
-    net.register_forward_pre_hook(
-        lambda _, given: given[0].transpose(0, 1) if frames else given[0].expand(TIME, *given[0].shape)
-    )
     return net
+
+
+def _case(model: Model, make: Callable[[], nn.Module]) -> Case:
+    return Case(model, partial(_prepared, make), steps=3, scale=2.0)
+
+
+CASES = {
+    "vgg": _case(Vgg(), vgg),
+    "residual": _case(Residual(), residual),
+    "signals": _case(Signals(), signals),
+    "rest": _case(Rest(), rest),
+}

@@ -53,17 +53,6 @@ class Pass(nn.Module):
         return x
 
 
-class Twice(nn.Module):
-    """A part that is called two times."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(self.part(x))
-
-
 class TwoTied(nn.Module):
     """Two convolutions with one weight; a plain module."""
 
