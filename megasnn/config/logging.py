@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megasnn.config.checks import at_least, needs
 
@@ -10,6 +11,8 @@ from megasnn.config.checks import at_least, needs
 @dataclass(frozen=True)
 class LoggingConfig:
     """One rank writes all logs."""
+
+    for_runs: ClassVar[bool] = True
 
     log_interval: int = 10
     """Iterations between two log lines."""

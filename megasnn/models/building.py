@@ -153,7 +153,7 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
                     raise ValueError(f"a model has up to {MOST_LAYERS} layers")
         except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
-            flags = f" ({_flags_of(model)})" if isinstance(error, ArithmeticError) else ""
+            flags = "" if isinstance(error, ValueError) else f" ({_flags_of(model)})"
             raise ValueError(f"{place}: {error}{flags}") from error
         if not layers:
             raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")

@@ -97,7 +97,7 @@ def _costs(engine: DistributedModel, plan: PipelinePlan) -> dict[str, dict[str, 
 def print_summary(config: PretrainConfig, state: ParallelState) -> None:
     """What --model-summary prints, on the first rank. The layers are placed as in a training; nothing is read or
     written. Collective over the world."""
-    plan, distributed = built(config, described_model(config), state)
+    plan, distributed = built(config, described_model(config), state, None, lambda: False)
     if state.rank == 0:
         print(as_table(_layers(config, distributed), plan.bounds, plan.schedules.placement, state.tensor.size))
 

@@ -87,6 +87,7 @@ def _trained(
 ) -> bool:
     """Builds, loads, trains, evaluates, saves; False when the last checkpoint could not be written."""
     stage = f"pipeline stage {state.pipeline.rank}"
+    watch.place = lambda: f"rank {state.rank}, {stage}"
     with placed(f"on {stage}"):
         run = TrainingRun(config, state, stop, callbacks)
 
@@ -95,7 +96,6 @@ def _trained(
 
     watch.place = lambda: run.engine.distributed.executor.place() or f"rank {state.rank}, {step()}"
     with placed(lambda: f"on {step()}"):
-        run.start()
         run.train()
         run.close()
     return run.saved

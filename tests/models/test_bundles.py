@@ -34,7 +34,7 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.sharding import materialise
-from tests.models.networks import CLASSES, Bundles, First, Random, Sum, UNet, Up
+from tests.models.networks import CLASSES, Bundles, First, Random, Sum, UNet, Up, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble
 from tests.parity.test_layouts import name_of
@@ -266,19 +266,7 @@ def test_strict_wires_name_the_entry_and_others_warn_once(capsys) -> None:
 
 
 def _model(*layers: Callable[[], Layer]) -> Model:
-    @dataclass(frozen=True, kw_only=True)
-    class Made(Model):
-        image_size: int = 4
-        time_steps: int = 2
-        num_classes: int = CLASSES
-
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", ConvNormNeuron(3, 4))
-            for make in layers:
-                yield make()
-            yield layer("head", MeanLinear(4, CLASSES))
-
-    return Made()
+    return between(lambda: (make() for make in layers))
 
 
 class Gives(nn.Module):

@@ -30,10 +30,10 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.sharding import materialise
+from tests.models.networks import CLASSES, between
 from tests.models.steps import assert_equal, one_step
 from tests.parity.ranks import Layout
 
-CLASSES = 4
 CPU = torch.device("cpu")
 
 
@@ -113,19 +113,10 @@ def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -
 
 
 def _model(*makers: Callable[[], nn.Module], **options: object) -> Model:
-    @dataclass(frozen=True, kw_only=True)
-    class Made(Model):
-        image_size: int = 8
-        time_steps: int = 2
-        num_classes: int = CLASSES
+    def layers() -> Iterable[Layer]:
+        return (layer(f"plain.{index}", make(), **options) for index, make in enumerate(makers))
 
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", ConvNormNeuron(3, 8))
-            for index, make in enumerate(makers):
-                yield layer(f"plain.{index}", make(), **options)
-            yield layer("head", MeanLinear(8, CLASSES))
-
-    return Made()
+    return between(layers, width=8, image_size=8)
 
 
 class Scale(nn.Module):
