@@ -33,7 +33,7 @@ class Callback:
         """After each evaluation."""
 
     def save(self, iteration: int, path: Path) -> None:
-        """When a checkpoint is complete; with --async-save from the thread that has written it."""
+        """When a checkpoint is complete; with --async-save from another thread."""
 
     def end(self, iteration: int) -> None:
         """At the end of the run, or when it was asked to stop; not after an error."""

@@ -111,5 +111,7 @@ class Saves:
         return not self._saver.failed
 
     def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
         if self._claim is not None:
             self._claim.release()
