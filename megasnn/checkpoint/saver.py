@@ -30,6 +30,7 @@ class Saver:
         background: write while training goes on; a group of its own lets the ranks agree beside it.
         report: takes lines for the user; may be called from another thread. Only the first rank calls it.
         complete: the same for iteration and path of each checkpoint that is complete.
+        saved: an iteration that is in the folder already, as it would be saved now.
     Attributes:
         saved: the iteration that was saved last; None before the first.
         failed: the save that was asked for last has failed. The same on every rank after `finish`.
@@ -44,6 +45,7 @@ class Saver:
         retention: Retention | None = None,
         report: Callable[[str], None] = print,
         complete: Callable[[int, Path], None] = lambda iteration, path: None,
+        saved: int | None = None,
     ) -> None:
         self._folder, self._retention = folder, retention or Retention()
         self._group = process_group
@@ -55,7 +57,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
         self.report, self._complete = report, complete
-        self.saved: int | None = None
+        self.saved = saved
         self.failed = False
 
     def prepare(self, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> None:
