@@ -141,7 +141,6 @@ def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, folder: P
     ("capability", "dtype", "steps", "pool"),
     [
         *((capability, torch.bfloat16, 16, False) for capability in CAPABILITIES),
-        (80, torch.float32, 16, False),
         (90, torch.float32, 16, False),
         (90, torch.bfloat16, 10, False),
         (90, torch.bfloat16, 8, True),
@@ -169,9 +168,8 @@ def test_every_neuron_compiles(charge: dict[str, Any], folder: Path) -> None:
         spikes, v = alone.neuron_multi_step(x, spec, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
-        for running in (None, (torch.zeros(1), torch.ones(1))):
-            for pool in (False, True):
-                calls.norm_pool_neuron(x, None, None, running, 1e-5, spec, w, pool, 3)[0].sum().backward()
+        for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
+            calls.norm_pool_neuron(x, None, None, running, 1e-5, spec, w, pool, 2)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
     assert not any(code.count("div.approx") for code in found)
