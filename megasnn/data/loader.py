@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -24,7 +25,10 @@ from megasnn.data.dataset import ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Stretch
 from megasnn.data.reading import SlotReader
+from megasnn.data.remote.ahead import ShardsAhead
 from megasnn.data.workers import AHEAD, WorkerPool
+
+_PLANNED = 16  # batches that are looked through for shards to fetch
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ class BatchLoader:
         raised when that batch is asked for, with any number of workers.
         """
         plans = self._plans(consumed_samples, limit)
+        if self._reads and self.dataset.fetch_ahead:
+            plans = self._with_shards_ahead(plans, self.dataset.fetch_ahead)
         loaded = self._load_ahead(plans) if self._num_workers else map(self._load_batch, plans)
         for batch in loaded:
             self.skipped += sum(len(micro_batch.skipped) for micro_batch in batch.micro_batches)
@@ -149,6 +155,16 @@ class BatchLoader:
             yield _BatchPlan(self._own_micro_batches(position, size), size, position + size)
             position += size
             made += 1
+
+    def _with_shards_ahead(self, plans: Iterator[_BatchPlan], most: int) -> Iterator[_BatchPlan]:
+        """The plans; shards that they need and the cache has removed are fetched again, `most` of them ahead."""
+        with closing(ShardsAhead(most)) as ahead:
+            coming = deque(islice(plans, _PLANNED))
+            while coming:
+                needed = [list(self.dataset.remote_shards(plan.samples)) for plan in coming]
+                ahead.begin(list(dict.fromkeys(chain.from_iterable(needed)))[: len(needed[0]) + most])
+                yield coming.popleft()
+                coming.extend(islice(plans, 1))
 
     def _own_micro_batches(self, position: int, size: int) -> list[_MicroBatchPlan]:
         sizes = micro_batch_sizes(size, min(self._micro_batch_size, size))
@@ -259,6 +275,11 @@ class _BatchPlan:
     micro_batches: list[_MicroBatchPlan]
     size: int
     consumed_samples: int
+
+    @property
+    def samples(self) -> list[int]:
+        """Those that the order puts into these micro-batches."""
+        return [sample for part in self.micro_batches for sample in part.samples]
 
     def batch(self, micro_batches: list[MicroBatch]) -> GlobalBatch:
         return GlobalBatch(micro_batches, self.size, self.consumed_samples)
