@@ -11,7 +11,19 @@ import pytest
 
 LAYERS = [
     ["table", "lazy"],
-    ["files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "precisions", "telemetry"],
+    [
+        "files",
+        "grid",
+        "batching",
+        "random",
+        "bundle",
+        "losses",
+        "non_finite",
+        "optimizers",
+        "pinned",
+        "precisions",
+        "telemetry",
+    ],
     ["schedule", "augment"],
     ["cache"],
     ["kernels"],

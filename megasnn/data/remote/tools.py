@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +65,11 @@ def _blocks(url: str, name: str, seconds: float, stop: threading.Event) -> Itera
         return
     try:
         yield from _output(stream, seconds, stop)
-        if status := stream.proc.wait(seconds):
+        try:
+            status = stream.proc.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise Interrupted(f"its program does not end, {seconds:g} s after its output (--fetch-timeout)") from None
+        if status:
             raise Interrupted(f"its program ended with status {status}, and says why above, if it does")
     finally:
         stream.proc.kill()
