@@ -6,13 +6,16 @@ import json
 import os
 import sys
 import threading
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megasnn.config import ConfigError, DataConfig, parse
+from megasnn.data import shard_list
 from megasnn.data.remote import incoming
 from megasnn.data.remote.http import TRIES
 from megasnn.data.show import read_samples
@@ -92,6 +95,24 @@ def test_the_samples_are_those_of_local_files_and_each_shard_is_fetched_once(fol
     assert sorted(name for name, _ in server.asked) == [f"train-{number:05d}.tar" for number in range(5)]
     dataset(server.url(BRACES))
     assert len(server.asked) == 5, "what is in the cache is not fetched by the next run"
+
+
+def test_a_bar_counts_the_bytes(folder, server, monkeypatch):
+    write_index(folder)
+    counted = []
+
+    def bar(title: str, size: int | None, quiet: bool):
+        counted.append((size, quiet))
+        return nullcontext(SimpleNamespace(update=counted.append))
+
+    monkeypatch.setattr(shard_list, "byte_bar", bar)
+    server.faults.cuts = [3000]
+    server.faults.ranges = False
+    dataset(server.url(BRACES))
+    size = sum(path.stat().st_size for path in folder.glob("*.tar"))
+    assert counted[0] == (size, False) and sum(counted[1:]) == size and -3000 in counted
+    dataset(server.url(BRACES))
+    assert counted[-1] == (0, True), "nothing is fetched"
 
 
 def test_no_more_are_fetched_at_a_time_than_allowed(server):
