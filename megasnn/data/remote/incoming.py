@@ -120,10 +120,10 @@ def persist(receive: Callable[[], object], incoming: Incoming, tries: int, stop:
                     f"{incoming.furthest} bytes at most); start the run again when its source answers"
                 ) from None
             pause = min(60.0, max(error.wait, _FIRST_PAUSE * 2**fruitless if fruitless else 0.0))
-            if pause > _TOLD_PAUSE:
+            if fruitless > 1:
                 sys.stderr.write(f"cannot fetch {incoming.name} yet: {error}; trying again in {pause:g} s\n")
         if stop.wait(pause):
             raise FetchError(f"fetching {incoming.name} was stopped")
 
 
-_FIRST_PAUSE, _TOLD_PAUSE = 0.25, 3.0  # seconds
+_FIRST_PAUSE = 0.25  # seconds
