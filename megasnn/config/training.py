@@ -59,7 +59,12 @@ class TrainingConfig:
     seed: int = 1234
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Annotated[str, name_in(PRECISIONS)] = "fp32"
-    """Types of weights and products."""
+    """Types of weights and products. There is no fp16: it would need a scaled loss, which bf16 does without."""
+    deterministic: bool = False
+    """The same bits in every run on the same ranks, devices and versions: GPUs take only algorithms that promise it
+    (an operation without one is an error), and sums over ranks are formed in the order of the ranks. That costs time:
+    on GPUs the fastest algorithms of some convolutions, and with several ranks the second half of each exchange of
+    gradients, which waits for the end of backward. On a single CPU rank nothing changes."""
     loss: Annotated[str, name_in(LOSSES)] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
     tet_lambda: float = 1e-3

@@ -302,6 +302,7 @@ class TrainingRun:
         assert self.reporter is not None
         self.saves.close()
         self.reporter.close()
+        self.engine.close()
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -1,0 +1,146 @@
+"""What torch is told for a run, what is refused, and sums in the order of the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn import Engine
+from megasnn.config import ConfigError, TrainingConfig
+from megasnn.engine.arithmetic import WORKSPACE, require_possible, told_torch
+from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
+from tests.engine.test_engine import MODEL, SIZES
+from tests.training.runs import Outcome, train, whole
+
+CUDA = torch.device("cuda", 0)
+
+
+def settings() -> tuple[Any, ...]:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    operations = cuda, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv
+    return (
+        *(each.fp32_precision for each in operations),
+        cuda.allow_bf16_reduced_precision_reduction,
+        *(torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[tuple[Any, ...]]:
+    """The settings, which a test leaves as they were; and no word of cuBLAS in the environment."""
+    found = settings()
+    with mock.patch.dict(os.environ):
+        os.environ.pop(WORKSPACE, None)
+        yield found
+    assert settings() == found
+
+
+def test_fp32_is_ieee_everywhere_while_the_engine_is_open(before: tuple[Any, ...]) -> None:
+    with Engine(MODEL, **SIZES):
+        assert settings() == (*["ieee"] * 5, False, *before[6:])
+        # torch.compile reads these, and they raise where they contradict the others.
+        assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == "highest"
+        with Engine(MODEL, **SIZES, precision="bf16"):
+            assert settings()[0] == "ieee"
+        assert settings()[0] == "ieee"  # the first one is still open
+
+
+def test_an_open_engine_with_other_arithmetic() -> None:
+    with Engine(MODEL, **SIZES), pytest.raises(ValueError, match="--precision fp32 --deterministic: another Engine"):
+        Engine(MODEL, **SIZES, deterministic=True)
+
+
+def test_products_round_for_a_while() -> None:
+    assert products_round()  # torch rounds in cuDNN unless it is told otherwise
+    before = settings()[:3]
+    let_products_round(False)
+    try:
+        with rounding_products():
+            assert settings()[:3] == ("tf32", "tf32", "tf32") and torch.backends.cudnn.allow_tf32
+            assert torch.get_float32_matmul_precision() == "high"
+        assert settings()[:3] == ("ieee", "ieee", "ieee") and not products_round()
+    finally:
+        let_products_round(True)
+        torch.backends.cuda.matmul.fp32_precision = before[0]
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ({"precision": "fp16"}, "--precision fp16: gradients of float16 vanish without a loss scale, .* use bf16"),
+        (
+            {"precision": "tf32", "device": "cpu"},
+            "--precision tf32 is for GPUs, not --device cpu; use --precision fp32",
+        ),
+        ({"precision": "tf32"}, "--precision tf32 is for GPUs, and this rank computes on a CPU: use --precision fp32"),
+    ],
+)
+def test_refused_on_a_cpu(flags: dict[str, Any], problem: str) -> None:
+    with mock.patch("torch.cuda.device_count", return_value=0), pytest.raises(ValueError, match=problem):
+        Engine(MODEL, **SIZES, **flags)
+
+
+def test_refused_on_a_gpu() -> None:
+    training = TrainingConfig(precision="tf32", deterministic=True)
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(7, 5)),
+        mock.patch("torch.cuda.get_device_name", return_value="Tesla T4"),
+        pytest.raises(ValueError, match=r"needs a GPU of compute capability 8\.0 or more, and Tesla T4 has no"),
+    ):
+        require_possible(training, CUDA)
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        require_possible(training, CUDA)
+        os.environ[WORKSPACE] = ":0:0"
+        with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 in the environment"):
+            require_possible(training, CUDA)
+
+
+def test_the_log_says_what_products_are() -> None:
+    assert told_torch(TrainingConfig(), torch.device("cpu")) == []
+    (told,) = told_torch(TrainingConfig(), CUDA)
+    assert told.startswith("products of fp32 are IEEE: TF32 is off") and told.endswith("cuDNN chooses its algorithms")
+    rounded, ordered = told_torch(TrainingConfig(precision="tf32", deterministic=True), CUDA)
+    assert "round their operands to 11 bits" in rounded and "deterministic algorithms only" in rounded
+    assert ordered == "deterministic: sums over ranks are formed in the order of the ranks"
+
+
+def test_deterministic_algorithms_only() -> None:
+    with Engine(MODEL, **SIZES, deterministic=True) as engine:
+        assert settings()[-4:] == (True, True, False, False) and os.environ[WORKSPACE] == ":4096:8"
+        assert engine.state.data.in_rank_order and engine.distributed.context.tensor.in_rank_order
+
+
+def test_a_cut_that_is_measured_would_change_rounded_gradients() -> None:
+    flags = {"pipeline_model_parallel_size": 2, "pipeline_gradient_dtype": "bf16", "deterministic": True}
+    problem = "--deterministic with --pipeline-gradient-dtype bf16: .* give --pipeline-model-parallel-layout"
+    with pytest.raises(ConfigError, match=problem):
+        Engine(MODEL, **SIZES, **flags)
+
+
+def _runs(cache: str) -> list[Outcome]:
+    return [train(cache, "--train-iters", "2", "--deterministic") for _ in range(2)]
+
+
+def test_runs_on_three_ranks_have_the_same_bits(ranks, tmp_path) -> None:
+    first, second = (whole(of_run) for of_run in zip(*ranks(3, _runs, str(tmp_path)), strict=True))
+    assert first and all(torch.equal(first[name], value) for name, value in second.items())
+
+
+def _step(deterministic: bool) -> tuple[float, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    images, labels = torch.rand(10, 1, 8, 8, generator=generator), torch.arange(10)
+    with Engine(MODEL, **SIZES, deterministic=deterministic) as engine:
+        return engine.train_step(images, labels).loss, engine.state_dict()
+
+
+def test_one_rank_computes_what_it_did() -> None:
+    (loss, weights), (expected, others) = _step(True), _step(False)
+    assert loss == expected and all(torch.equal(weights[name], value) for name, value in others.items())
