@@ -81,6 +81,9 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
 
 
 def _sum_in_rank_order(parts: Tensor) -> Tensor:
+    """In float32 at least, rounded once."""
+    if parts.dtype == torch.bfloat16:
+        return _sum_in_rank_order(parts.float()).to(parts.dtype)
     total = parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
     for part in parts[2:]:
         total += part
