@@ -14,7 +14,7 @@ import torch
 
 from megasnn.comm.group import Group
 from megasnn.config.training import TrainingConfig
-from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, OPERATIONS, let_products_round
+from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, OPERATIONS, let_products_round, takes_tf32
 from megasnn.parallel_state import ParallelState
 from megasnn.precisions import PRECISIONS
 
@@ -58,14 +58,16 @@ def arithmetic_of(training: TrainingConfig) -> Arithmetic:
 def require_possible(training: TrainingConfig, device: torch.device) -> None:
     """Raises ValueError for arithmetic that this device does not have."""
     wanted = arithmetic_of(training)
-    flag = f"--precision {training.precision}"
-    if wanted.rounds and device.type != "cuda":
-        raise ValueError(f"{flag} is for GPUs, and this rank computes on a {device.type.upper()}: use --precision fp32")
-    if wanted.rounds and torch.cuda.get_device_capability(device) < CAPABILITY:
-        raise ValueError(
-            f"{flag} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
-            f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use --precision fp32"
-        )
+    flags = {"--precision tf32": (wanted.rounds, "--precision fp32")}
+    flags["--fp32-products split"] = training.fp32_products == "split", "auto or ieee"
+    for flag, (given, instead) in flags.items():
+        if given and device.type != "cuda":
+            raise ValueError(f"{flag} is for GPUs, and this rank computes on a {device.type.upper()}: use {instead}")
+        if given and not takes_tf32(device):
+            raise ValueError(
+                f"{flag} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
+                f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use {instead}"
+            )
     workspace = os.environ.get(WORKSPACE, WORKSPACES[0])
     if wanted.deterministic and device.type == "cuda" and workspace not in WORKSPACES:
         raise ValueError(

@@ -23,6 +23,7 @@ from megasnn.config.serialise import to_dict
 from megasnn.config.training import TrainingConfig
 from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
+from megasnn.engine.split_products import choose_products
 from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
 from megasnn.models.building import building_problems, describe
@@ -167,6 +168,8 @@ def built(
     training, parallel, windows = config.training, config.parallel, window_count(config)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     context = build_context(state, training.precision, backend, seed, carries=windows > 1)
+    with placed("while measuring products"):
+        context = replace(context, products=choose_products(training, model, context, state))
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline

@@ -21,6 +21,10 @@ CUBLAS: Any = torch.backends.cuda.matmul
 OPERATIONS = CUDNN.conv, CUDNN.rnn, CUBLAS
 
 
+def takes_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
 def let_products_round(allowed: bool) -> None:
     """For the process. torch.compile reads the first two settings, and fails where they contradict the others."""
     CUDNN.allow_tf32 = CUBLAS.allow_tf32 = allowed

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content, encode
+from megasnn.comm.codec import Content, encode, fits_tensor_cores
 from megasnn.comm.collectives import (
     all_reduce_sum,
     from_rows,
@@ -34,8 +34,9 @@ from megasnn.comm.collectives import (
     to_rows,
 )
 from megasnn.comm.group import Group
-from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
+from megasnn.kernels.convolution import Geometry
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
+from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, once
 from megasnn.layers.initialisers import uniform
@@ -134,17 +135,19 @@ class ParallelConv(nn.Module):
         self._padding_mode = None if zeros or not any(map(any, pads)) else PADDING_MODES[padding_mode]
         self._learns_content, self._learns_whole = content is None, whole_input is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
+        self._product_choice = context.products
+        geometry = Geometry(
+            stride=stride,
+            padding=tuple(before for before, _ in pads) if zeros else (0, 0),
+            dilation=dilation,
+            groups=groups if groups == 1 else groups // group.size,
+        )
         self.plan = _Plan(
             group=group,
             gather=style == "column" and groups == 1 and not whole_input,
             scatter=style == "row" and groups == 1,
             content=content or Content.DENSE,
-            geometry=Geometry(
-                stride=stride,
-                padding=tuple(before for before, _ in pads) if zeros else (0, 0),
-                dilation=dilation,
-                groups=groups if groups == 1 else groups // group.size,
-            ),
+            products=ConvolutionProducts(geometry=geometry),
             pool=pool,
             whole=bool(whole_input),
         )
@@ -179,7 +182,8 @@ class ParallelConv(nn.Module):
         whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
         if self._learns_content:
             plan = replace(plan, content=content_of(x))
-        if whole and (plan.scatter or plan.geometry.groups > 1):
+        geometry = plan.products.geometry
+        if whole and (plan.scatter or geometry.groups > 1):
             raise ValueError(
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
                 f"'column', and no groups; it has {self.in_channels} channels in and {self.out_channels} out"
@@ -189,14 +193,20 @@ class ParallelConv(nn.Module):
         if x.shape[2] != expected:
             have = x.shape[2] if self.plan.whole else x.shape[2] * group.size
             raise ValueError(f"a convolution of {self.in_channels} input channels is given {have}")
-        along = zip(x.shape[3:], self._kernel, self._pads, plan.geometry.stride, plan.geometry.dilation, strict=True)
+        along = zip(x.shape[3:], self._kernel, self._pads, geometry.stride, geometry.dilation, strict=True)
         space = [
             (side // plan.pool + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
             for side, kernel, pads, stride, dilation in along
         ]
         if min(space) < 1:
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
+        self.plan = replace(self.plan, products=self._chosen_products(self.plan, x))
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
+
+    def _chosen_products(self, plan: _Plan, x: Tensor) -> ConvolutionProducts:
+        products = replace(plan.products, exact=fits_tensor_cores(plan.content, plan.pool))
+        space = pooled_space(x.shape[3:], plan.pool)
+        return self._product_choice.applied(products, _kernel(self.weight, self.weight.dtype).shape, len(x), space)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self._kernel}, {self.plan}"
@@ -273,7 +283,7 @@ class _Plan:
     gather: bool
     scatter: bool
     content: Content
-    geometry: Geometry
+    products: ConvolutionProducts
     pool: int
     whole: bool = False  # the input has all channels on every rank
 
@@ -292,7 +302,7 @@ class _Convolve(torch.autograd.Function):
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
         images = average_pool(_as_images(full, x.shape), plan.pool)
-        y = convolve(images, _kernel(weight, x.dtype), plan.geometry).unflatten(0, x.shape[:2])
+        y = plan.products.output(images, _kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
         ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
         if plan.scatter and plan.group.size > 1:
@@ -324,7 +334,7 @@ def _add_weight_gradient(
 ) -> None:
     rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
     images = average_pool(_as_images(rows, input_shape), plan.pool)
-    add_weight_gradient(_kernel(total, total.dtype), grad, images, plan.geometry)
+    plan.products.add_weight_gradient(_kernel(total, total.dtype), grad, images)
 
 
 def _kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -347,7 +357,7 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: _Plan, space: torc
     while the next one is computed, and what is in transit stays small.
     """
     if not plan.gather or plan.group.size == 1:
-        whole = _image_rows(input_gradient(grad, weight, plan.geometry, space))
+        whole = _image_rows(plan.products.input_gradient(grad, weight, space))
         return lambda: whole
     channels = weight.shape[1]
     frames, pixels = grad.shape[0], space.numel()
@@ -362,7 +372,7 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: _Plan, space: torc
         return result
 
     for start in range(0, frames, step):
-        part = _image_rows(input_gradient(grad[start : start + step], weight, plan.geometry, space))
+        part = _image_rows(plan.products.input_gradient(grad[start : start + step], weight, space))
         place = result[start * pixels : start * pixels + len(part)]
         in_transit.append((place, sum_and_scatter_columns(part, plan.group, "backward")))
         finish(most=2)

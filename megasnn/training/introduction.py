@@ -48,7 +48,8 @@ def introduce(
         iteration: steps done before.
     """
     summary = _summary(config, engine, state, length, epoch_samples)
-    for line in (*summary, *told_torch(config.training, state.device), *_flags(config)):
+    arithmetic = *told_torch(config.training, state.device), *engine.context.products.told
+    for line in (*summary, *arithmetic, *_flags(config)):
         reporter.line(line)
     layers: Sequence[LayerSummary] = ()
     if state.rank == 0:

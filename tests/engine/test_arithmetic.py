@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megasnn import Engine
 from megasnn.config import ConfigError, TrainingConfig
+from megasnn.engine import arithmetic, split_products
 from megasnn.engine.arithmetic import WORKSPACE, require_possible, told_torch
+from megasnn.kernels.compared_products import Comparison, Comparisons, Measured
+from megasnn.kernels.products import KINDS, Kind, LayerShape
 from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
+from megasnn.layers import ParallelConv, ParallelLinear
 from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import Outcome, train, whole
 
@@ -81,6 +87,9 @@ def test_products_round_for_a_while() -> None:
             "--precision tf32 is for GPUs, not --device cpu; use --precision fp32",
         ),
         ({"precision": "tf32"}, "--precision tf32 is for GPUs, and this rank computes on a CPU: use --precision fp32"),
+        ({"fp32_products": "split", "device": "cpu"}, "--fp32-products split is for GPUs, not --device cpu; use auto"),
+        ({"fp32_products": "split"}, "--fp32-products split is for GPUs, and this rank .* CPU: use auto or ieee"),
+        ({"fp32_products": "ieee", "precision": "bf16"}, "--fp32-products ieee is for --precision fp32, not bf16"),
     ],
 )
 def test_refused_on_a_cpu(flags: dict[str, Any], problem: str) -> None:
@@ -123,6 +132,69 @@ def test_a_cut_that_is_measured_would_change_rounded_gradients() -> None:
     problem = "--deterministic with --pipeline-gradient-dtype bf16: .* give --pipeline-model-parallel-layout"
     with pytest.raises(ConfigError, match=problem):
         Engine(MODEL, **SIZES, **flags)
+
+
+def _split_layers(engine: Engine) -> list[frozenset[Kind]]:
+    modules = (module for chunk in engine.distributed.chunks.values() for module in chunk.modules())
+    return [module.plan.products.split for module in modules if isinstance(module, ParallelConv | ParallelLinear)]
+
+
+def test_a_cpu_splits_nothing() -> None:
+    with Engine(MODEL, **SIZES) as engine:
+        assert engine.distributed.context.products.told == () and set(_split_layers(engine)) == {frozenset()}
+
+
+def _measured(shapes: tuple[LayerShape, ...], samples: int, device: torch.device) -> Comparisons:
+    """As if outputs of 32 channels were worth splitting, and nothing else."""
+    assert dist.get_rank() == 0 and samples == 4
+    better, worse = Measured(1e-6, 1e-7, 0.5), Measured(2e-6, 2e-7, 1.0)
+    comparisons = {}
+    for shape in shapes:
+        for kind in KINDS:
+            worth = shape.weight[0] == 32 and kind == "output"
+            comparisons[shape, kind] = Comparison(worse, better) if worth else Comparison(better, worse)
+    return comparisons
+
+
+def _as_on_a_gpu(flags: dict[str, Any]) -> tuple[tuple[str, ...], list[frozenset[Kind]], bool]:
+    """What is told, what is split, and whether a step is finite. Tensor cores are emulated."""
+    with (
+        mock.patch.object(split_products, "takes_tf32", return_value=True),
+        mock.patch.object(split_products, "compare_all", _measured),
+        mock.patch.object(arithmetic, "require_possible"),
+        Engine(MODEL, **SIZES, **flags) as engine,
+    ):
+        result = engine.train_step(torch.rand(10, 1, 8, 8), torch.arange(10))
+        return engine.distributed.context.products.told, _split_layers(engine), math.isfinite(result.loss)
+
+
+def test_all_ranks_split_what_the_first_has_measured(ranks) -> None:
+    first, second = ranks(2, _as_on_a_gpu, {})
+    assert first == second
+    told, split, finite = first
+    assert "the output is split for tensor cores in 4 of 8 shapes" in told[0] and finite
+    assert "the input gradient is split for tensor cores in 0 of 8 shapes" in told[1]
+    assert set(split) == {frozenset(), frozenset({"output"})} and len(split) > 5
+
+
+@pytest.mark.parametrize(
+    "flags, split, told",
+    [
+        (
+            {"fp32_products": "split"},
+            frozenset(KINDS),
+            "fp32 products: all of layers that take spikes or counts are split",
+        ),
+        ({"fp32_products": "ieee"}, frozenset(), None),
+        ({"precision": "bf16"}, frozenset(), None),
+        ({"precision": "tf32"}, frozenset(), None),
+        ({"deterministic": True}, frozenset(), "none is split, since --deterministic leaves no choice to times"),
+    ],
+)
+def test_where_nothing_is_measured(flags: dict[str, Any], split: frozenset[Kind], told: str | None) -> None:
+    said, of_layers, finite = _as_on_a_gpu(flags)
+    assert set(of_layers) == {split} and finite
+    assert said == () if told is None else told in said[0]
 
 
 def _runs(cache: str) -> list[Outcome]:
