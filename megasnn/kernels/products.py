@@ -136,7 +136,7 @@ class ProductChoice:
     def applied(self, products: Chosen, weight: torch.Size, frames: int, space: torch.Size) -> Chosen:
         """A layer's products, with those that are to be split. Args: as the fields of LayerShape."""
         if not products.exact:
-            return products
+            return replace(products, split=frozenset())
         shape = LayerShape(replace(products, split=frozenset()), weight, frames, space)
         self._asked[shape] = None
         return replace(products, split=self._of_shape.get(shape, self._everywhere))

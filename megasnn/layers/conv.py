@@ -38,7 +38,7 @@ from megasnn.kernels.convolution import Geometry
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of, once
+from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
@@ -172,16 +172,19 @@ class ParallelConv(nn.Module):
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
         """Learns from the input what it holds and whether it has all channels; gives the shape of the output.
 
-        Raises ValueError for dimensions and a number of channels that do not fit, and as `once` does.
+        Raises ValueError for dimensions and a number of channels that do not fit, and for two inputs in one forward of
+        which only one has all channels.
         """
-        once(self)
+        again = count_call(self) > 1
         if x.ndim != 5 or is_signal != (self.dims == 1) and not self.pointwise:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, and is given {x.ndim} dimensions")
         group, plan = self.plan.group, self.plan
         whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
         if self._learns_content:
-            plan = replace(plan, content=content_of(x))
+            plan = replace(plan, content=joined(plan.content, content_of(x)) if again else content_of(x))
+        if again and self._learns_whole and whole != plan.whole:
+            raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
         geometry = plan.products.geometry
         if whole and (plan.scatter or geometry.groups > 1):
             raise ValueError(
@@ -200,10 +203,11 @@ class ParallelConv(nn.Module):
         ]
         if min(space) < 1:
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
-        self.plan = replace(self.plan, products=self._chosen_products(self.plan, x))
+        self.plan = replace(self.plan, products=self._chosen_products(x))
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
 
-    def _chosen_products(self, plan: _Plan, x: Tensor) -> ConvolutionProducts:
+    def _chosen_products(self, x: Tensor) -> ConvolutionProducts:
+        plan = self.plan
         products = replace(plan.products, exact=fits_tensor_cores(plan.content, plan.pool))
         space = pooled_space(x.shape[3:], plan.pool)
         return self._product_choice.applied(products, _kernel(self.weight, self.weight.dtype).shape, len(x), space)
