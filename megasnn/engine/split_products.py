@@ -34,19 +34,25 @@ def choose_products(
             frozenset(KINDS),
             told=("fp32 products: all of layers that take spikes or counts are split for tensor cores",),
         )
-    if not takes_tf32(state.device):
+    if not _computes_on_gpu(state):
         return ProductChoice()
     if training.deterministic:
         return ProductChoice(told=("fp32 products: none is split, since --deterministic leaves no choice to times",))
     asked = ProductChoice()
     model.build(replace(context, products=asked))
     measure = partial(compare_all, asked.shapes, training.micro_batch_size, state.device)
-    return chosen(decided_by_first(state.world, measure))
+    comparisons = decided_by_first(state.world, measure)
+    return chosen(comparisons) if comparisons else ProductChoice()
+
+
+def _computes_on_gpu(state: ParallelState) -> bool:
+    return state.device.type == "cuda"
 
 
 def compare_all(shapes: tuple[LayerShape, ...], samples: int, device: torch.device) -> Comparisons:
-    """Every product of every shape, with so many samples."""
+    """Every product of every shape, with so many samples; none where the device has no tensor cores for them."""
+    if not takes_tf32(device):
+        return {}
     found = {(shape, kind): compare(shape, kind, samples, device) for shape in shapes for kind in KINDS}
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return found

@@ -159,7 +159,7 @@ def _measured(shapes: tuple[LayerShape, ...], samples: int, device: torch.device
 def _as_on_a_gpu(flags: dict[str, Any]) -> tuple[tuple[str, ...], list[frozenset[Kind]], bool]:
     """What is told, what is split, and whether a step is finite. Tensor cores are emulated."""
     with (
-        mock.patch.object(split_products, "takes_tf32", return_value=True),
+        mock.patch.object(split_products, "_computes_on_gpu", return_value=True),
         mock.patch.object(split_products, "compare_all", _measured),
         mock.patch.object(arithmetic, "require_possible"),
         Engine(MODEL, **SIZES, **flags) as engine,
@@ -206,13 +206,31 @@ def test_runs_on_three_ranks_have_the_same_bits(ranks, tmp_path) -> None:
     assert first and all(torch.equal(first[name], value) for name, value in second.items())
 
 
-def _step(deterministic: bool) -> tuple[float, dict[str, Tensor]]:
+def _step(**flags: Any) -> tuple[float, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     images, labels = torch.rand(10, 1, 8, 8, generator=generator), torch.arange(10)
-    with Engine(MODEL, **SIZES, deterministic=deterministic) as engine:
+    with Engine(MODEL, **SIZES, **flags) as engine:
         return engine.train_step(images, labels).loss, engine.state_dict()
 
 
 def test_one_rank_computes_what_it_did() -> None:
-    (loss, weights), (expected, others) = _step(True), _step(False)
+    (loss, weights), (expected, others) = _step(deterministic=True), _step()
     assert loss == expected and all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_steps_on_a_gpu_have_the_same_bits(precision: str) -> None:
+    flags = {"device": "cuda", "deterministic": True, "precision": precision}
+    (loss, weights), (expected, others) = _step(**flags), _step(**flags)
+    assert loss == expected and all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("products", ["auto", "split"])
+def test_split_products_train_on_a_gpu(products: str) -> None:
+    loss, _ = _step(device="cuda", fp32_products=products)
+    expected, _ = _step(device="cuda", fp32_products="ieee")
+    assert math.isclose(loss, expected, rel_tol=1e-3)
