@@ -200,7 +200,8 @@ def test_bfloat16_keeps_its_own_size(backend, training, pool):
     options = {"spec": NeuronSpec(), "training": training, "pool": pool, "backend": backend}
     whole = x.float().requires_grad_()
     wanted, *statistics = norm_pool_neuron(whole, *parameters, **options)
-    of_whole = torch.autograd.grad(wanted.sum(), [whole, norm.weight, norm.bias])
+    weights = channels_last(*wanted.shape, dtype=torch.float32).bfloat16()
+    of_whole = torch.autograd.grad(wanted, [whole, norm.weight, norm.bias], weights.float())
     leaf = x.clone().requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
@@ -210,7 +211,7 @@ def test_bfloat16_keeps_its_own_size(backend, training, pool):
     assert torch.equal(mean, statistics[0]) and torch.equal(variance, statistics[1])
     assert sorted(saved, key=lambda item: -item[1])[0] == (torch.bfloat16, x.numel())
     assert sum(size for _, size in saved) <= x.numel() + 4 * 8
-    gradient, *of_parameters = torch.autograd.grad(spikes.float().sum(), [leaf, norm.weight, norm.bias])
+    gradient, *of_parameters = torch.autograd.grad(spikes, [leaf, norm.weight, norm.bias], weights)
     assert torch.equal(gradient, of_whole[0].bfloat16())
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_parameters, of_whole[1:], strict=True))
 
