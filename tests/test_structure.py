@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["table", "lazy"],
+    ["table", "lazy", "child_process"],
     ["files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "precisions", "telemetry"],
     ["schedule", "augment"],
     ["cache"],

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe
 from megasnn.augment.rand_augment import parse_rand_augment
-from megasnn.config.checks import above, at_least, flag, needs, refusal
+from megasnn.config.checks import FOR_ENGINES, above, at_least, flag, needs, refusal
 from megasnn.config.names import name_in
 from megasnn.files.sample_size import SAMPLE_MB
 
@@ -22,6 +22,8 @@ CHANGES = (
 @dataclass(frozen=True)
 class DataConfig:
     """The order of samples depends on the seed only, never on the layout or the number of workers."""
+
+    for_runs: ClassVar[bool] = True
 
     data_path: str = "sample"
     """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz); "sample" is scikit-learn's bundled digits, for
@@ -57,10 +59,10 @@ class DataConfig:
     center_crop: float | None = None
     """Where the middle of an image is taken, in evaluation and without --augment crop: the share of its shorter side
     that is kept, all of it by default. 0.875 with --image-size 224 is what others call scaling to 256."""
-    mixup_alpha: float | None = None
+    mixup_alpha: float | None = field(default=None, metadata=FOR_ENGINES)
     """Mix each image and its label with another one's of the micro-batch, by a share of the beta distribution of this
     parameter, drawn for each micro-batch."""
-    cutmix_alpha: float | None = None
+    cutmix_alpha: float | None = field(default=None, metadata=FOR_ENGINES)
     """Replace a rectangle of each image by another one's, whose area is such a share; with --mixup-alpha, each is done
     in half of the micro-batches."""
     mixup_off_epoch: int | None = None

@@ -31,13 +31,10 @@ def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mappin
     Raises:
         ConfigError: the file of `--config` cannot be read, or holds what is no configuration of this class.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config", nargs="?")
-    early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
-    flags = early.parse_known_args(list(argv))[0]
+    flags = _early_flags(argv)
     plain = config_class()
     values: dict[str, Any] = dict(saved)
-    if not _is_none(flags.config):
+    if flags.config is not None:
         given = _read(config_class, flags.config, recipes)
         if "variant" in given.get("model", {}):
             values = _with_variant(plain, values, given["model"]["variant"])
@@ -45,6 +42,22 @@ def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mappin
     if flags.variant != _NOT_GIVEN:
         values = _with_variant(plain, values, None if _is_none(flags.variant) else flags.variant)
     return from_dict(config_class, dict(values))
+
+
+def config_named(argv: Sequence[str]) -> str | None:
+    """What `--config` names in a command line; None without it."""
+    name: str | None = _early_flags(argv).config
+    return name
+
+
+def _early_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags that change the defaults of all others, before those are read."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", nargs="?")
+    early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
+    flags = early.parse_known_args(list(argv))[0]
+    flags.config = None if _is_none(flags.config) else flags.config
+    return flags
 
 
 def _is_none(text: str | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megasnn.config.checks import at_least, needs
 
@@ -11,6 +12,8 @@ from megasnn.config.checks import at_least, needs
 class LoggingConfig:
     """One rank writes all logs."""
 
+    for_runs: ClassVar[bool] = True
+
     log_interval: int = 10
     """Iterations between two log lines."""
     log_throughput: bool = True
@@ -18,8 +21,8 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
     model_summary: bool = False
-    """Print the summary of the model at the start: a table of its layers with what they give, parameters, operations
-    and where each lives. It is always in model_summary.md beside config.json, and in TensorBoard."""
+    """Print a table of the model's layers with what they give, parameters, operations and where each lives, and end
+    without training. A run always writes it to model_summary.md beside config.json, and to TensorBoard."""
     profile_pipeline: bool = False
     """At each log line, measure when every rank did what in the step before it, and set it beside the simulation:
     bubble in the log, charts in TensorBoard."""
@@ -39,7 +42,11 @@ class LoggingConfig:
         return 10 * self.log_interval if self.log_pictures_interval is None else self.log_pictures_interval
 
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "log_interval", "eval_interval")
+        wrong = at_least(self, 1, "log_interval")
+        wrong += [
+            f"{problem}; leave it out to evaluate only at the end, --eval-iters 0 never evaluates"
+            for problem in at_least(self, 1, "eval_interval")
+        ]
         wrong += at_least(self, 0, "eval_iters", "log_pictures_interval")
         wrong += needs(self, "tensorboard_dir", "log_pictures_interval")
         if self.eval_iters == 0 and self.eval_interval is not None:

@@ -58,9 +58,24 @@ def _build(config_class: type[Config], values: Any, place: str, problems: list[s
         elif (table := table_of(hints[name])) is not None and value in tuple(table.refused):
             problems += refusal(table.__getitem__, value)
         else:
-            wanted = " or ".join(dict.fromkeys(_wanted(hints[name])))
-            problems.append(f"{place}{name} ({flag(name)}) cannot be {reprlib.repr(value)}; give {wanted}")
+            problems.append(_wrong_type(place, name, hints[name], value))
     return config_class(**known)
+
+
+def wrong_types(part: Any) -> list[str]:
+    """Fields of a dataclass whose values are not of their types, as from Python they may be."""
+    hints = get_type_hints(type(part), include_extras=True)
+    values = {entry.name: getattr(part, entry.name) for entry in fields(part)}
+    return [
+        _wrong_type(f"{type(part).__name__}.", name, hints[name], value)
+        for name, value in values.items()
+        if not _fits(hints[name], value)
+    ]
+
+
+def _wrong_type(place: str, name: str, hint: Any, value: Any) -> str:
+    wanted = " or ".join(dict.fromkeys(_wanted(hint)))
+    return f"{place}{name} ({flag(name)}) cannot be {reprlib.repr(value)}; give {wanted}"
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -95,9 +110,11 @@ def _fits(hint: Any, value: Any) -> bool:
         return value in get_args(hint)
     if hint is NoneType:
         return value is None
+    if hint is Any:
+        return True
     if isinstance(value, bool):
         return hint is bool
-    return isinstance(value, (int, float)) if hint is float else isinstance(value, hint)
+    return isinstance(value, (int, float) if hint is float else get_origin(hint) or hint)
 
 
 def describe(config: Any) -> str:

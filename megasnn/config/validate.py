@@ -6,6 +6,7 @@ from megasnn.batching import micro_batches_of
 from megasnn.config.checks import ConfigError, flag, refusal
 from megasnn.config.names import unknown_names
 from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.training import LENGTHS
 from megasnn.grid import Grid
 from megasnn.kernels import BACKENDS
 from megasnn.losses import LOSSES
@@ -123,9 +124,12 @@ def _replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 
 def _length_problems(config: PretrainConfig) -> list[str]:
-    """Warm-up against the length of the training."""
+    """A training without a length; warm-up against the length."""
     warm_up = config.optimizer.lr_warmup_iters
     training = config.training
+    trains = not (training.evaluate_only or config.logging.model_summary)
+    if trains and all(getattr(training, name) is None for name in LENGTHS):
+        return [f"give one of {', '.join(map(flag, LENGTHS))}; none was given"]
     if training.global_batch_size < 1:
         return []  # reported by TrainingConfig
     if config.data.last_batch == "keep" and training.train_samples is not None:
