@@ -98,7 +98,7 @@ class Writing(Protocol):
         """Writes this rank's file into a folder; the checksums of its pieces."""
 
     def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What this function of the folder returns or raises; for the first rank."""
+        """What the function returns or raises. Called on the first rank only, where it may work in another process."""
 
 
 class AtOnce:

@@ -192,11 +192,8 @@ class DistributedModel:
         return total
 
     def merge_statistics(self, most_micro_batches: int) -> None:
-        """Takes the step's records into the norms' running statistics; collective over the replicas.
-
-        Args:
-            most_micro_batches: the largest number of micro-batches that any replica has.
-        """
+        """Takes the step's records, of no more than so many micro-batches in any replica, into the norms' running
+        statistics. Collective over the replicas."""
         merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
 
     def refresh_copies(self) -> None:
