@@ -40,6 +40,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _length_problems(config) + _evaluation_problems(config)
     problems += _mixing_problems(config) + _window_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
+    problems += _arithmetic_problems(config)
     if not config.logging.problems():
         problems += _trace_problems(config, world_size)
     if problems:
@@ -239,3 +240,23 @@ def _wire_problems(config: PretrainConfig) -> list[str]:
         f"--pipeline-gradient-dtype {asked} with --precision {precision}: gradients between stages are {precision} "
         f"there; leave the flag out"
     ]
+
+
+def _arithmetic_problems(config: PretrainConfig) -> list[str]:
+    """Arithmetic that the device does not have, and a rounding that depends on what was measured."""
+    parallel, training = config.parallel, config.training
+    wrong = []
+    if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
+        wrong.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
+    if training.fp32_products == "split" and parallel.device == "cpu":
+        wrong.append("--fp32-products split is for GPUs, not --device cpu; use auto or ieee")
+    if (
+        training.deterministic
+        and parallel.pipeline_gradient_dtype == "bf16"
+        and parallel.pipeline_model_parallel_layout is None
+    ):
+        wrong.append(
+            "--deterministic with --pipeline-gradient-dtype bf16: results depend on where the model is cut, which is "
+            "measured; give --pipeline-model-parallel-layout"
+        )
+    return wrong

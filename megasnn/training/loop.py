@@ -268,6 +268,7 @@ class TrainingRun:
     def close(self) -> None:
         self.saves.close()
         self.reporter.close()
+        self.engine.close()
 
 
 def _due(iteration: int, interval: int | None) -> bool:
