@@ -14,18 +14,26 @@ class Precision:
         summary: for --help.
         weights: type of parameters, buffers, gradients and optimizer state.
         products: type of activations and of matrix products; their gradients cross stages in it.
+        rounds: whether products of float32 may round their operands to TF32, which has 11 significant bits. Only GPUs
+            of compute capability 8.0 or more do.
     """
 
     summary: str
     weights: str
     products: str
+    rounds: bool = False
 
 
 PRECISIONS: Table[Precision] = Table(
     "--precision",
     {
-        "fp32": Precision("", "float32", "float32"),
-        "bf16": Precision("autocast with fp32 weights", "float32", "bfloat16"),
+        "fp32": Precision("IEEE single precision everywhere, also on GPUs", "float32", "float32"),
+        "tf32": Precision("fp32 with products whose operands a GPU rounds to 11 bits", "float32", "float32", True),
+        "bf16": Precision("activations and products in bfloat16, weights and sums in fp32", "float32", "bfloat16"),
         "fp64": Precision("for checks", "float64", "float64"),
+    },
+    refused={
+        "fp16": "gradients of float16 vanish without a loss scale, which there is not; use bf16, which takes the same "
+        "memory and needs none"
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
@@ -17,11 +18,18 @@ class Table(dict[str, Entry]):
     Attributes:
         flag: by which a user gives the name.
         also: names that the flag takes besides: they leave the choice among the entries to a search.
+        refused: names that one may look for here, and why there is no such entry.
     """
 
-    def __init__(self, flag: str, entries: Mapping[str, Entry], also: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        flag: str,
+        entries: Mapping[str, Entry],
+        also: tuple[str, ...] = (),
+        refused: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(entries)
-        self.flag, self.also = flag, also
+        self.flag, self.also, self.refused = flag, also, refused
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -36,6 +44,8 @@ class Table(dict[str, Entry]):
 
     def __missing__(self, name: str) -> Entry:
         """Raises ValueError: `table[name]` refuses a name that it lacks."""
+        if name in self.refused:
+            raise ValueError(f"{self.flag} {name}: {self.refused[name]}")
         raise ValueError(f"unknown {self.flag} {name!r}; {self.flag} takes one of {', '.join(self.choices)}")
 
 

@@ -11,7 +11,10 @@ import pytest
 
 LAYERS = [
     ["table", "lazy", "child_process"],
-    ["files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "precisions", "telemetry"],
+    [
+        *("files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "pinned"),
+        *("precisions", "telemetry"),
+    ],
     ["schedule", "augment"],
     ["cache"],
     ["kernels"],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels import codec
+from megasnn.kernels.split import SIGNIFICANT_BITS
 
 
 class Content(Enum):
@@ -23,6 +24,15 @@ class Content(Enum):
 
 
 DENSE, SPIKES, COUNTS = Content
+
+
+def fits_tensor_cores(content: Content, pool: int = 1) -> bool:
+    """Whether no value needs more significant bits than TF32 has, also after average pooling of so many pixels square.
+
+    The sum over a square is a whole number, and its mean has the same bits where it is divided by a power of two.
+    """
+    largest = {Content.DENSE: None, Content.SPIKES: 1, Content.COUNTS: 255}[content]
+    return largest is not None and pool & (pool - 1) == 0 and largest * pool**2 <= 2**SIGNIFICANT_BITS
 
 
 def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
+from megasnn.kernels.layout import flat_in_memory
 
 
 def to_rows(x: Tensor) -> Tensor:
@@ -80,6 +81,9 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
 
 
 def _sum_in_rank_order(parts: Tensor) -> Tensor:
+    """In float32 at least, rounded once."""
+    if parts.dtype == torch.bfloat16:
+        return _sum_in_rank_order(parts.float()).to(parts.dtype)
     total = parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
     for part in parts[2:]:
         total += part
@@ -89,9 +93,35 @@ def _sum_in_rank_order(parts: Tensor) -> Tensor:
 def all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Tensor:
     """The sum over the group, in place."""
     if group.size > 1:
-        statistics.record(group.name, "all_reduce", direction, tensor.nbytes)
-        dist.all_reduce(tensor, group=group.handle)
+        start_all_reduce_sum(tensor, group, direction)()
     return tensor
+
+
+def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callable[[], object]:
+    """Starts summing over a group of several ranks, in place; the returned function waits until that is done.
+
+    With `in_rank_order`, each rank sums a part of the elements when it waits, and gives it to the others: ranks are to
+    wait for several sums in the same order.
+    """
+    if not group.in_rank_order:
+        statistics.record(group.name, "all_reduce", direction, tensor.nbytes)
+        return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
+    flat = flat_in_memory(tensor)
+    length = -(-flat.numel() // group.size)
+    outgoing = flat.new_zeros(group.size * length)
+    outgoing[: flat.numel()] = flat
+    incoming = torch.empty_like(outgoing)
+    statistics.record(group.name, "all_to_all", direction, outgoing.nbytes)
+    work = dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)
+
+    def finish() -> None:
+        work.wait()
+        mine = _sum_in_rank_order(incoming.view(group.size, length))
+        statistics.record(group.name, "all_gather", direction, mine.nbytes)
+        dist.all_gather(list(outgoing.view(group.size, length)), mine, group=group.handle)
+        flat.copy_(outgoing[: flat.numel()])
+
+    return finish
 
 
 class _GatherAlike(torch.autograd.Function):

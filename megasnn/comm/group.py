@@ -20,12 +20,14 @@ class Group:
         ranks: the global ranks, in group order.
         rank: this process's place in `ranks`.
         handle: the torch process group; None when the size is 1.
+        in_rank_order: whether sums over it are formed in the order of its ranks, rather than as the backend likes.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     handle: dist.ProcessGroup | None = None
+    in_rank_order: bool = False
 
     @property
     def size(self) -> int:

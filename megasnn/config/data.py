@@ -26,8 +26,9 @@ class DataConfig:
     for_runs: ClassVar[bool] = True
 
     data_path: str = "sample"
-    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz); "sample" is scikit-learn's bundled digits, for
-    models of event frames as recordings of a simulated event camera."""
+    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz), or a URL that webdataset opens (http, s3, gs, and
+    pipe: before a command); "sample" is scikit-learn's bundled digits, for models of event frames as recordings of a
+    simulated event camera."""
     valid_data_path: str | None = None
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
@@ -81,6 +82,10 @@ class DataConfig:
     """A sample that takes more megabytes, in its file or decoded, cannot be read."""
     max_unpacked_gb: float | None = None
     """Gigabytes that a .tar.gz shard may unpack to; 100 times its own size by default."""
+    fetch_ahead: int = 4
+    """Shards behind URLs that a rank fetches at a time, before it needs them."""
+    fetch_timeout: float = 60.0
+    """Seconds after which a source of shards that sends nothing, or less than a kilobyte each, is asked again."""
 
     @property
     def mixes(self) -> bool:
@@ -109,7 +114,7 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration", "max_sample_mb")
-        wrong += self._change_problems()
+        wrong += at_least(self, 1, "fetch_ahead") + above(self, 0, "fetch_timeout") + self._change_problems()
         if self.max_unpacked_gb is not None and not self.max_unpacked_gb > 0:
             wrong.append(f"--max-unpacked-gb must be above 0, got {self.max_unpacked_gb}")
         if self.frame_duration is not None and self.split_by is not None:

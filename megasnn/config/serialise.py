@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megasnn.config.checks import ConfigError, flag
+from megasnn.config.checks import ConfigError, flag, refusal
 from megasnn.config.names import table_of
 from megasnn.files.described import in_message
 
@@ -55,6 +55,8 @@ def _build(config_class: type[Config], values: Any, place: str, problems: list[s
             known[name] = _build(hints[name], value, f"{place}{name}.", problems)
         elif _fits(hints[name], value):
             known[name] = float(value) if type(value) is int and float in _members(hints[name]) else value
+        elif (table := table_of(hints[name])) is not None and value in tuple(table.refused):
+            problems += refusal(table.__getitem__, value)
         else:
             problems.append(_wrong_type(place, name, hints[name], value))
     return config_class(**known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megasnn.config.checks import FOR_RUNS, above, at_least, flag, from_zero_to_below_one
 from megasnn.config.names import flags_of_others, name_in
@@ -63,7 +63,18 @@ class TrainingConfig:
     seed: int = 1234
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Annotated[str, name_in(PRECISIONS)] = "fp32"
-    """Types of weights and products."""
+    """Types of weights and products. There is no fp16: it would need a scaled loss, which bf16 does without."""
+    fp32_products: Literal["auto", "ieee", "split"] = "auto"
+    """How --precision fp32 multiplies in layers that take spikes or small counts, on a GPU. ieee: as it is. split: as
+    two products of TF32 on tensor cores where spikes are an operand, and three for the gradient of the input. auto:
+    split where errors against float64, measured at the start for each shape of layer, are at most 1.5 times those of
+    ieee and it is faster; the log tells where. ieee on a CPU, and with --deterministic, since measured times differ
+    from run to run."""
+    deterministic: bool = False
+    """The same bits in every run on the same ranks, devices and versions: GPUs take only algorithms that promise it
+    (an operation without one is an error), and sums over ranks are formed in the order of the ranks. That costs time:
+    on GPUs the fastest algorithms of some convolutions, and with several ranks the second half of each exchange of
+    gradients, which waits for the end of backward. On a single CPU rank nothing changes."""
     loss: Annotated[str, name_in(LOSSES)] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
     tet_lambda: float = 1e-3
@@ -115,6 +126,8 @@ class TrainingConfig:
         wrong += at_least(self, 1, "train_iters", "train_epochs")
         wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
         wrong += from_zero_to_below_one(self, "label_smoothing", "tet_lambda") + self._loss_problems()
+        if self.fp32_products != "auto" and self.precision != "fp32":
+            wrong.append(f"--fp32-products {self.fp32_products} is for --precision fp32, not {self.precision}")
         if self.micro_batch_size > self.global_batch_size >= 1:
             wrong.append(
                 f"--micro-batch-size {self.micro_batch_size} is larger than "

@@ -40,6 +40,9 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _length_problems(config) + _evaluation_problems(config)
     problems += _mixing_problems(config) + _window_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
+    problems += _arithmetic_problems(config)
+    if not config.logging.problems():
+        problems += _trace_problems(config, world_size)
     if problems:
         raise ConfigError(problems)
 
@@ -208,6 +211,26 @@ def _profile_problems(config: PretrainConfig) -> list[str]:
     return []
 
 
+def _trace_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """`--profile-steps` of iterations or ranks that there are not, without a folder; memory of what is no GPU."""
+    options, asked = config.logging, f"--profile-steps {config.logging.profile_steps}"
+    if options.profile_steps is None:
+        return []
+    wrong = []
+    if config.training.evaluate_only:
+        wrong.append(f"{asked} has no meaning with --evaluate-only")
+    if config.checkpoint.save is None and options.tensorboard_dir is None:
+        wrong.append(f"{asked} has no folder to write to: give --tensorboard-dir or --save")
+    if missing := [rank for rank in options.ranks_to_profile() if rank >= world_size]:
+        wrong.append(f"--profile-ranks {options.profile_ranks}: there is no rank {missing[0]}, of {world_size}")
+    last = config.training.iterations if config.training.global_batch_size > 0 else None
+    if last is not None and options.profiled_steps[0] > last:
+        wrong.append(f"{asked} is after the last of {last} iterations")
+    if options.record_memory_history and config.parallel.device == "cpu":
+        wrong.append("--record-memory-history is of the memory of GPUs: leave it out with --device cpu")
+    return wrong
+
+
 def _wire_problems(config: PretrainConfig) -> list[str]:
     """A type for gradients between stages that is not narrower than the one they are computed in."""
     asked, precision = config.parallel.pipeline_gradient_dtype, config.training.precision
@@ -217,3 +240,23 @@ def _wire_problems(config: PretrainConfig) -> list[str]:
         f"--pipeline-gradient-dtype {asked} with --precision {precision}: gradients between stages are {precision} "
         f"there; leave the flag out"
     ]
+
+
+def _arithmetic_problems(config: PretrainConfig) -> list[str]:
+    """Arithmetic that the device does not have, and a rounding that depends on what was measured."""
+    parallel, training = config.parallel, config.training
+    wrong = []
+    if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
+        wrong.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
+    if training.fp32_products == "split" and parallel.device == "cpu":
+        wrong.append("--fp32-products split is for GPUs, not --device cpu; use auto or ieee")
+    if (
+        training.deterministic
+        and parallel.pipeline_gradient_dtype == "bf16"
+        and parallel.pipeline_model_parallel_layout is None
+    ):
+        wrong.append(
+            "--deterministic with --pipeline-gradient-dtype bf16: results depend on where the model is cut, which is "
+            "measured; give --pipeline-model-parallel-layout"
+        )
+    return wrong

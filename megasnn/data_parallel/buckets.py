@@ -6,16 +6,14 @@ sum too and uneven shares need no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from weakref import WeakMethod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.comm.collectives import all_reduce_sum
+from megasnn.comm.collectives import all_reduce_sum, start_all_reduce_sum
 from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.sharding import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024
@@ -27,6 +25,7 @@ class _Bucket:
 
     Attributes:
         due: how many gradients are still to be added to each parameter that is not complete.
+        finish: waits for the sum over the replicas; None where none is on its way.
     """
 
     def __init__(self, chunk: int, parameters: list[Tensor], partial: bool) -> None:
@@ -38,7 +37,7 @@ class _Bucket:
         places = [-(-p.numel() // step) * step for p in parameters]
         self.flat = torch.zeros(sum(places), dtype=first.dtype, device=first.device)
         self.due: dict[Tensor, int] = {}
-        self.work: dist.Work | None = None
+        self.finish: Callable[[], object] | None = None
         offset = 0
         self.views = []
         for parameter, place in zip(parameters, places, strict=True):
@@ -135,9 +134,9 @@ class BucketedDataParallel:
     def wait(self) -> None:
         """Until everything that could be reduced is."""
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            if bucket.finish is not None:
+                bucket.finish()
+                bucket.finish = None
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].due:
@@ -148,8 +147,7 @@ class BucketedDataParallel:
         if bucket.partial:
             all_reduce_sum(bucket.flat, self._tensor, "backward")
         if self._data.size > 1:
-            statistics.record(self._data.name, "all_reduce", "backward", bucket.flat.nbytes)
-            bucket.work = dist.all_reduce(bucket.flat, group=self._data.handle, async_op=True)
+            bucket.finish = start_all_reduce_sum(bucket.flat, self._data, "backward")
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

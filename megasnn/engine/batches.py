@@ -18,6 +18,7 @@ from megasnn.data import GlobalBatch, MicroBatch
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count
 from megasnn.losses import LOSSES
+from megasnn.pinned import without_waiting
 from megasnn.pipeline.executor import MicroBatchInput
 
 
@@ -125,7 +126,7 @@ class Batches:
         return [
             MicroBatchInput(
                 None if micro.images is None else micro.images.to(device, dtype, non_blocking=True),
-                None if micro.labels is None else micro.labels.to(device),
+                None if micro.labels is None else without_waiting(micro.labels, device),
                 micro.size,
                 range(begin + micro.start, begin + micro.start + micro.size),
             )

@@ -93,7 +93,7 @@ class Engine:
         require_matches(config.optimizer, parameter_names(described))
         if not config.training.evaluate_only:
             require_course(config.optimizer, self.length.iterations, self.length.epoch)
-        self.state, self._leave = joined(config.parallel)
+        self.state, self._leave = joined(config)
         self._closed = False
         with ExitStack() as undo:
             undo.callback(self._leave)

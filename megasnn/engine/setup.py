@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,9 @@ from megasnn.config.keywords import with_keywords
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.serialise import to_dict, wrong_types
 from megasnn.config.training import TrainingConfig
+from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
+from megasnn.engine.split_products import choose_products
 from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
 from megasnn.models.building import describe
@@ -175,6 +178,8 @@ def built(
     training, parallel, windows = config.training, config.parallel, window_count(config)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     context = build_context(state, training.precision, backend, seed, carries=windows > 1)
+    with placed("while measuring products"):
+        context = replace(context, products=choose_products(training, model, context, state))
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline
@@ -258,7 +263,22 @@ class _Membership:
 _membership = _Membership()
 
 
-def joined(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None]]:
+def joined(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
+    """The grid of ranks, and torch set up for its arithmetic; and what leaves the grid and takes the settings back.
+
+    Raises:
+        ValueError: the grid that is there has other sizes; the arithmetic is not that of this device, or of an Engine
+            that is open.
+    """
+    state, leave = _on_grid(config.parallel)
+    with ExitStack() as undo:
+        undo.callback(leave)
+        undo.callback(tell_torch(config.training, state.device))
+        leave = undo.pop_all().close
+    return with_sums_in_rank_order(state) if config.training.deterministic else state, leave
+
+
+def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None]]:
     """The grid of ranks that is there, or one that is made of the ranks that torchrun has started; and what leaves it,
     and frees one that was made here when no other Engine is on it.
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasnn.kernels.recompute import recomputed
 from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec
 
 REDUCED = (torch.bfloat16, torch.float16)
@@ -59,6 +60,13 @@ def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
 
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
+    if x.dtype in REDUCED:
+        spikes, v = recomputed(partial(_neuron_multi_step, spec=spec), x, v0, w)
+        return spikes, v
+    return _neuron_multi_step(x, v0, w, spec)
+
+
+def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
     dtype = torch.float32 if x.dtype in REDUCED else x.dtype
     inputs = x.to(dtype)
     v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0.to(dtype)
@@ -101,19 +109,39 @@ def norm_pool_neuron(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`megasnn.kernels.unit.norm_pool_neuron`.
 
-    ``running``: mean and variance to normalise with, if not the batch's.
+    ``running``: mean and variance to normalise with, if not the batch's. Types that are half as wide save memory only
+    because nothing but the input is kept: what is computed from it has the width of float32.
     """
-    flat = x.flatten(0, 1)
-    flat = flat.float() if x.dtype in REDUCED else flat
-    y = batch_norm(flat, running, weight, bias, eps)
-    if running is None:
-        with torch.no_grad():
-            over = [dim for dim in range(flat.ndim) if dim != 1]
-            var, mean = torch.var_mean(flat, dim=over, correction=0)
-    else:
-        mean, var = running
+    fire = partial(_normalised_spikes, running=running, eps=eps, spec=spec, pool=pool, time_steps=time_steps)
+    (spikes,) = recomputed(fire, x, weight, bias, w) if x.dtype in REDUCED else fire(x, weight, bias, w)
+    if running is not None:
+        return spikes, *running
+    with torch.no_grad():
+        flat = _frames(x)
+        over = [dim for dim in range(flat.ndim) if dim != 1]
+        var, mean = torch.var_mean(flat, dim=over, correction=0)
+    return spikes, mean, var
+
+
+def _normalised_spikes(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    w: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    eps: float,
+    spec: NeuronSpec,
+    pool: bool,
+    time_steps: int,
+) -> tuple[Tensor]:
+    y = batch_norm(_frames(x), running, weight, bias, eps)
     if pool:
         y = F.max_pool2d(y, kernel_size=3, stride=2, padding=1)
     y = y.unflatten(0, x.shape[:2]).expand(time_steps, *[-1] * (x.ndim - 1))
-    spikes, _ = neuron_multi_step(y, spec, None, w)
-    return spikes.to(x.dtype), mean, var
+    spikes, _ = _neuron_multi_step(y, None, w, spec)
+    return (spikes.to(x.dtype),)
+
+
+def _frames(x: Tensor) -> Tensor:
+    """``[T * N, C, ...]``, in float32 where the type is narrower."""
+    return x.flatten(0, 1).float() if x.dtype in REDUCED else x.flatten(0, 1)

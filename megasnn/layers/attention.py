@@ -22,6 +22,8 @@ from megasnn.layers.unit import ConvNormNeuron
 from megasnn.sharding import Initialiser
 
 SCALE = 0.125
+EXACT_BFLOAT16 = 256
+"""Up to here bfloat16 holds every whole number."""
 
 
 class SpikingSelfAttention(nn.Module):
@@ -166,18 +168,40 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, frames: int, heads: int) -> Tensor:
         ctx.frames, ctx.heads, ctx.shape, ctx.dtype = frames, heads, rows.shape, rows.dtype
         ctx.save_for_backward(encode(rows.reshape(-1), Content.SPIKES, check=True))
-        q, k, v = _split(_exact(rows), frames, heads)
-        return _join(q @ (k.transpose(-2, -1) @ v) * SCALE).to(rows.dtype)
+        exact = _exact_type(rows, rows.shape[0] // frames)
+        q, k, v = _split(rows.to(exact), frames, heads)
+        return _join(_product(q, k.transpose(-2, -1) @ v, rows.dtype) * SCALE).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (packed,) = ctx.saved_tensors
-        rows = join_columns([packed], Content.SPIKES, ctx.shape, _exact(grad).dtype)
+        exact = _exact_type(grad, ctx.shape[0] // ctx.frames)
+        rows = join_columns([packed], Content.SPIKES, ctx.shape, exact)
         q, k, v = _split(rows, ctx.frames, ctx.heads)
-        grad_out = rearrange(_exact(grad) * SCALE, "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads)
+        kv = k.transpose(-2, -1) @ v
+        # A gradient is computed with in float32 at least, on a GPU in bfloat16 where it is that already.
+        dtype = exact if grad.dtype == exact else _exact(grad).dtype
+        q, k, v, kv = (each.to(dtype) for each in (q, k, v, kv))
+        grad_out = rearrange(grad.to(dtype) * SCALE, "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads)
         grad_kv = q.transpose(-2, -1) @ grad_out
-        parts = grad_out @ (k.transpose(-2, -1) @ v).transpose(-2, -1), v @ grad_kv.transpose(-2, -1), k @ grad_kv
+        parts = grad_out @ kv.transpose(-2, -1), v @ grad_kv.transpose(-2, -1), k @ grad_kv
         return torch.cat([_join(part) for part in parts], dim=1).to(ctx.dtype), None, None
+
+
+def _exact_type(values: Tensor, tokens: int) -> torch.dtype:
+    """The type in which k^T v, whose sums are over the tokens, is exact and fastest.
+
+    Tensor cores add the products of bfloat16 in float32. On a CPU float32 is as fast.
+    """
+    on_tensor_cores = values.is_cuda and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
+    return torch.bfloat16 if on_tensor_cores else _exact(values).dtype
+
+
+def _product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
+    """q kv, whose sums bfloat16 may not hold: of bfloat16 rounded once, to `dtype`."""
+    if q.dtype == dtype or q.dtype != torch.bfloat16:
+        return q @ kv
+    return torch.bmm(q.flatten(0, 1), kv.flatten(0, 1), out_dtype=dtype).unflatten(0, q.shape[:2])
 
 
 def _split(rows: Tensor, frames: int, heads: int) -> Tensor:
@@ -190,5 +214,5 @@ def _join(tensor: Tensor) -> Tensor:
 
 
 def _exact(values: Tensor) -> Tensor:
-    """bfloat16 holds whole numbers up to 256 only; the attention's sums of spikes can be larger."""
+    """In a type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
     return values.float() if values.dtype == torch.bfloat16 else values

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megasnn.kernels.reference import batch_norm
+from megasnn.kernels.reference import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import count_call
 from megasnn.layers.initialisers import ones, zeros
@@ -84,7 +84,8 @@ class ParallelBatchNorm(nn.Module):
         if self.uses_batch_statistics:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
-                variance, mean = torch.var_mean(flat, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
+                wide = flat.float() if flat.dtype in REDUCED else flat  # the result has the type of the input
+                variance, mean = torch.var_mean(wide, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
             # A single time step stands for all of them: equal frames have the same mean and variance.
             repeats = self.time_steps if len(x) == 1 else 1
             self.record(mean, variance, repeats * flat.numel() // flat.shape[1])

@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
+from megasnn.comm.codec import Content, fits_tensor_cores
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import Geometry
+from megasnn.kernels.pooling import pooled_space
+from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.convolve import Convolve, ConvPlan
+from megasnn.layers.convolve import Convolve, ConvPlan, images_kernel
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.sharding import Initialiser, declare_parameter
@@ -122,17 +124,19 @@ class ParallelConv(nn.Module):
         self._padding_mode = None if zeros or not any(map(any, pads)) else PADDING_MODES[padding_mode]
         self._learns_content, self._learns_whole = content is None, whole_input is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
+        self._product_choice = context.products
+        geometry = Geometry(
+            stride=stride,
+            padding=tuple(before for before, _ in pads) if zeros else (0, 0),
+            dilation=dilation,
+            groups=groups if groups == 1 else groups // group.size,
+        )
         self.plan = ConvPlan(
             group=group,
             gather=style == "column" and groups == 1 and not whole_input,
             scatter=style == "row" and groups == 1,
             content=content or Content.DENSE,
-            geometry=Geometry(
-                stride=stride,
-                padding=tuple(before for before, _ in pads) if zeros else (0, 0),
-                dilation=dilation,
-                groups=groups if groups == 1 else groups // group.size,
-            ),
+            products=ConvolutionProducts(geometry=geometry),
             pool=pool,
             whole=bool(whole_input),
         )
@@ -170,7 +174,8 @@ class ParallelConv(nn.Module):
             plan = replace(plan, content=joined(plan.content, content_of(x)) if again else content_of(x))
         if again and self._learns_whole and whole != plan.whole:
             raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
-        if whole and (plan.scatter or plan.geometry.groups > 1):
+        geometry = plan.products.geometry
+        if whole and (plan.scatter or geometry.groups > 1):
             raise ValueError(
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
                 f"'column', and no groups; it has {self.in_channels} channels in and {self.out_channels} out"
@@ -180,14 +185,23 @@ class ParallelConv(nn.Module):
         if x.shape[2] != expected:
             have = x.shape[2] if self.plan.whole else x.shape[2] * group.size
             raise ValueError(f"a convolution of {self.in_channels} input channels is given {have}")
-        along = zip(x.shape[3:], self._kernel, self._pads, plan.geometry.stride, plan.geometry.dilation, strict=True)
+        along = zip(x.shape[3:], self._kernel, self._pads, geometry.stride, geometry.dilation, strict=True)
         space = [
             (side // plan.pool + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
             for side, kernel, pads, stride, dilation in along
         ]
         if min(space) < 1:
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
+        self.plan = replace(self.plan, products=self._chosen_products(x))
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
+
+    def _chosen_products(self, x: Tensor) -> ConvolutionProducts:
+        plan = self.plan
+        products = replace(plan.products, exact=fits_tensor_cores(plan.content, plan.pool))
+        space = pooled_space(x.shape[3:], plan.pool)
+        return self._product_choice.applied(
+            products, images_kernel(self.weight, self.weight.dtype).shape, len(x), space
+        )
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self._kernel}, {self.plan}"

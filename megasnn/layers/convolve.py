@@ -21,8 +21,8 @@ from megasnn.comm.collectives import (
     to_rows,
 )
 from megasnn.comm.group import Group
-from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
+from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.weight_gradients import Leave
 
 SLICE_BYTES = 4 * 1024 * 1024
@@ -36,7 +36,7 @@ class ConvPlan:
     gather: bool
     scatter: bool
     content: Content
-    geometry: Geometry
+    products: ConvolutionProducts
     pool: int
     whole: bool = False  # the input has all channels on every rank
 
@@ -57,7 +57,7 @@ class Convolve(torch.autograd.Function):
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
         images = average_pool(_as_images(full, x.shape), plan.pool)
-        y = convolve(images, _kernel(weight, x.dtype), plan.geometry).unflatten(0, x.shape[:2])
+        y = plan.products.output(images, images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
         ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
         if plan.scatter and plan.group.size > 1:
@@ -74,7 +74,7 @@ class Convolve(torch.autograd.Function):
         grad_images = _as_images(grad_rows, grad.shape)
         finish = None
         if ctx.needs_input_grad[0]:
-            kernel = _kernel(weight, grad.dtype)
+            kernel = images_kernel(weight, grad.dtype)
             finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
             if plan.whole:  # each rank has computed what its own output channels contribute
                 all_reduce_sum(finish(), plan.group, "backward")
@@ -89,10 +89,10 @@ def _add_weight_gradient(
 ) -> None:
     rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
     images = average_pool(_as_images(rows, input_shape), plan.pool)
-    add_weight_gradient(_kernel(total, total.dtype), grad, images, plan.geometry)
+    plan.products.add_weight_gradient(images_kernel(total, total.dtype), grad, images)
 
 
-def _kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Two-dimensional, in the type that is computed in."""
     return (weight if weight.ndim == 4 else weight.unsqueeze(-1)).to(dtype)
 
@@ -112,7 +112,7 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: t
     while the next one is computed, and what is in transit stays small.
     """
     if not plan.gather or plan.group.size == 1:
-        whole = _image_rows(input_gradient(grad, weight, plan.geometry, space))
+        whole = _image_rows(plan.products.input_gradient(grad, weight, space))
         return lambda: whole
     channels = weight.shape[1]
     frames, pixels = grad.shape[0], space.numel()
@@ -127,7 +127,7 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: t
         return result
 
     for start in range(0, frames, step):
-        part = _image_rows(input_gradient(grad[start : start + step], weight, plan.geometry, space))
+        part = _image_rows(plan.products.input_gradient(grad[start : start + step], weight, space))
         place = result[start * pixels : start * pixels + len(part)]
         in_transit.append((place, sum_and_scatter_columns(part, plan.group, "backward")))
         finish(most=2)

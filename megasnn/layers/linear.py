@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content, encode
+from megasnn.comm.codec import Content, encode, fits_tensor_cores
 from megasnn.comm.collectives import (
     all_reduce_sum,
     gather_alike,
@@ -19,7 +19,7 @@ from megasnn.comm.collectives import (
     sum_and_scatter_columns,
 )
 from megasnn.comm.group import Group
-from megasnn.kernels.convolution import add_product
+from megasnn.kernels.products import MatrixProducts
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
@@ -70,7 +70,7 @@ class ParallelLinear(nn.Module):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
         self.in_features, self.out_features = in_features, out_features
         self.plan, self.gather_output = _Plan(group, style, content or Content.DENSE), gather_output
-        self._learns_content = content is None
+        self._learns_content, self._product_choice = content is None, context.products
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
         shard = context.shard((out_features, in_features), cut, initialise=initialise or default)
@@ -105,7 +105,10 @@ class ParallelLinear(nn.Module):
         content = self.plan.content
         if self._learns_content:
             content = joined(content, content_of(x)) if again else content_of(x)
-        self.plan = replace(self.plan, content=content, whole=is_whole)
+        rows = x.shape[:-1].numel() // x.shape[1]  # of a sample
+        products = MatrixProducts(fits_tensor_cores(content))
+        products = self._product_choice.applied(products, self.weight.shape, rows, torch.Size())
+        self.plan = replace(self.plan, content=content, whole=is_whole, products=products)
         whole = self.plan.style == "row" or self.gather_output
         features = self.out_features if whole else self.out_features // size
         return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
@@ -129,6 +132,7 @@ class _Plan:
     style: str
     content: Content
     whole: bool = False  # the input has all features on every rank
+    products: MatrixProducts = MatrixProducts()
 
 
 class _Multiply(torch.autograd.Function):
@@ -141,7 +145,7 @@ class _Multiply(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.content)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
-        y = full @ weight.to(x.dtype).t()
+        y = plan.products.output(full, weight.to(x.dtype))
         if plan.style == "row":
             y = all_reduce_sum(y, plan.group, "forward")
         ctx.plan, ctx.leave, ctx.row_shape = plan, leave, rows.shape
@@ -155,7 +159,7 @@ class _Multiply(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         finish = None
         if ctx.needs_input_grad[0]:
-            product = rows @ weight.to(grad.dtype)
+            product = plan.products.input_gradient(rows, weight.to(grad.dtype), torch.Size())
             # Each rank of style "column" used the whole input, and of style "row" its own features.
             if plan.style == "column" and plan.whole:
                 all_reduce_sum(product, plan.group, "backward")
@@ -169,4 +173,4 @@ class _Multiply(torch.autograd.Function):
 def _add_weight_gradient(
     plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    add_product(total, grad.t(), join_columns(payloads, plan.content, row_shape, grad.dtype))
+    plan.products.add_weight_gradient(total, grad, join_columns(payloads, plan.content, row_shape, grad.dtype))

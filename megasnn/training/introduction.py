@@ -13,6 +13,7 @@ import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
 from megasnn.config.training import Length
+from megasnn.engine.arithmetic import told_torch
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import built, described_model
 from megasnn.files.durable import write_whole
@@ -50,7 +51,9 @@ def introduce(
         epoch_samples: training samples of an epoch.
         iteration: steps done before.
     """
-    for line in (*_summary(config, engine, state, length, epoch_samples), *_flags(config)):
+    summary = _summary(config, engine, state, length, epoch_samples)
+    arithmetic = *told_torch(config.training, state.device), *engine.context.products.told
+    for line in (*summary, *arithmetic, *_flags(config)):
         reporter.line(line)
     layers: Sequence[LayerSummary] = ()
     if state.rank == 0:
@@ -84,8 +87,8 @@ def introduce(
     if file is not None and state.rank == 0:
         reporter.tried.until_done(f"writing {file}", partial(_write, file, to_json(config)))
         if not config.training.evaluate_only:
-            summary = file.with_name("model_summary.md")
-            reporter.tried.until_done(f"writing {summary}", partial(_write, summary, f"{table}\n"))
+            beside = file.with_name("model_summary.md")
+            reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{table}\n"))
 
 
 def _costs(engine: DistributedModel, plan: PipelinePlan) -> dict[str, dict[str, Any]] | None:

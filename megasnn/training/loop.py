@@ -29,6 +29,7 @@ from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
 from megasnn.training.starting import Start, claim, refuse_other_model
+from megasnn.training.trace import StepTrace
 from megasnn.training.watch import Watch
 
 
@@ -139,13 +140,15 @@ class TrainingRun:
             statistics.reset()
             statistics.enable()
             self.reporter.begin()
+            trace = StepTrace(self.config, self.state, self.iterations, self.iteration, self.reporter.line)
             with closing(self.data.loader(self.engine).batches(self.consumed_samples)) as batches:
                 while self.iteration < self.iterations:
                     with self.watch.timers("data"), placed("while reading a batch"):
                         batch = next(batches)
-                    self._iterate(batch)
+                    self._iterate(batch, trace)
                     if self._should_exit():
                         break
+            trace.close(self.iteration)
             if self.engine.stop_votes:
                 self.reporter.line(f"asked to stop: the run ends at iteration {self.iteration} of {self.iterations}")
             self._evaluate_if(self.config.logging.eval_iters != 0 and not self.engine.stop_votes)
@@ -153,13 +156,13 @@ class TrainingRun:
             self.saved = self.saves.finish()
             compare(self._memory, self.state, self.reporter)
 
-    def _iterate(self, batch: GlobalBatch) -> None:
+    def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
         logging, options = self.config.logging, self.config.checkpoint
         number = self.iteration + 1
         logs = self._logs(number)
         self.watch.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration, self.reporter)
-        with self._profiled(number, batch):
+        with self._profiled(number, batch), trace.around(number):
             result = self.engine.train_on(batch)
         self.watch.spikes.enabled = False
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
@@ -265,6 +268,7 @@ class TrainingRun:
     def close(self) -> None:
         self.saves.close()
         self.reporter.close()
+        self.engine.close()
 
 
 def _due(iteration: int, interval: int | None) -> bool:

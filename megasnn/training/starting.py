@@ -100,7 +100,8 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
         )
         return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
 
-    return Claim(folder, job, *checkpoint.first_decides(state.world.handle, by_first))
+    decided = checkpoint.first_decides(state.world.handle, by_first)
+    return Claim(folder, job, *decided)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
             "--pipeline-model-parallel-size 2 --pipeline-gradient-dtype fp32 --precision fp64",
             "--pipeline-gradient-dtype fp32 with --precision fp64: gradients between stages are fp64",
         ),
+        ("--precision tf32 --device cpu", "--precision tf32 is for GPUs, not --device cpu; use --precision fp32"),
         ("--check-replicas-interval 100", "--check-replicas-interval 100 compares ranks that hold the same"),
         ("--replica-mismatch majority", "three data parallel replicas or more, and there are 1 (world size 1 /"),
         (

@@ -135,3 +135,15 @@ def test_statistics_of_uneven_replicas_are_those_of_the_whole_batch(ranks) -> No
         truth(torch.cat(batches))
         for buffer, value in truth.named_buffers():
             torch.testing.assert_close(first[f"{name}.{buffer}"], value, **CLOSE)
+
+
+def test_statistics_of_bfloat16_are_float32() -> None:
+    norm, x = ParallelBatchNorm(C, context(alone("tensor"), torch.float32)), _batch(0, (4, 4)).bfloat16()
+    build({"norm": norm}, {})
+    norm.recording = True
+    assert norm(x).dtype == torch.bfloat16
+    ((mean, variance, count),) = norm.pending
+    flat = x.float().flatten(0, 1)
+    assert mean.dtype == variance.dtype == torch.float32 and count == flat.numel() // C
+    torch.testing.assert_close(mean, flat.mean((0, 2, 3)))
+    torch.testing.assert_close(variance, flat.var((0, 2, 3), correction=0))

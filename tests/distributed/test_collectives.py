@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from megasnn.comm.codec import Content
-from megasnn.comm.collectives import all_reduce_sum, gather_columns, sum_and_scatter_columns
+from megasnn.comm.collectives import (
+    all_reduce_sum,
+    gather_columns,
+    start_all_reduce_sum,
+    sum_and_scatter_columns,
+)
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
 from tests.distributed.whole import everybody, random, spikes
@@ -62,6 +69,34 @@ def _scatter() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sum_and_scatter_adds_in_rank_order(ranks, size) -> None:
     ranks(size, _scatter)
+
+
+def _ordered() -> int:
+    """Three sums on their way at once, of tensors in any memory order; how many of them have other bits otherwise."""
+    plain = everybody()
+    group, differing = replace(plain, in_rank_order=True), 0
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        parts = [
+            [random(*shape, seed=10 * rank + seed, dtype=dtype) for rank in range(group.size)]
+            for seed, shape in enumerate([(), (7,), (33, 65)])
+        ]
+        mine = [of_ranks[group.rank].clone() for of_ranks in parts]
+        mine[2] = mine[2].t().contiguous().t()
+        for finish in [start_all_reduce_sum(tensor, group, "step") for tensor in mine]:
+            finish()
+        for tensor, of_ranks in zip(mine, parts, strict=True):
+            wide = [part.float() if dtype == torch.bfloat16 else part for part in of_ranks]  # rounded once
+            expected = sum(wide[2:], wide[0] + wide[1]).to(dtype)
+            assert torch.equal(tensor, expected) and tensor.dtype == dtype
+            assert torch.equal(all_reduce_sum(of_ranks[group.rank].clone(), group, "step"), expected)
+            differing += not torch.equal(all_reduce_sum(of_ranks[group.rank].clone(), plain, "step"), expected)
+    return differing
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_in_rank_order(ranks, size) -> None:
+    """Of two numbers there is one order only; of more, the backend takes another one."""
+    assert all((differing > 0) == (size > 2) for differing in ranks(size, _ordered))
 
 
 def _traffic() -> dict:

@@ -213,3 +213,27 @@ def test_a_log_names_the_backend_and_why_it_is_no_faster_one():
 def test_spec_refuses(field, message):
     with pytest.raises(ValueError, match=message):
         NeuronSpec(**field)
+
+
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+@pytest.mark.parametrize("kind", ["lif", "plif"])
+def test_bfloat16_keeps_its_own_size(kind, backend):
+    """Of the input nothing wider is kept for backward; the potential goes on in float32."""
+    spec = NeuronSpec(kind=kind, detach_reset=False)
+    w = plif_weight(spec)
+    w = None if w is None else w.detach().float().requires_grad_()
+    x = (channels_last(4, 2, 7, 3, 3) * 2.5).bfloat16()
+    v0 = channels_last(2, 7, 3, 3, seed=2).float()
+    whole, leaf = x.float().requires_grad_(), x.clone().requires_grad_()
+    expected, last = neuron_multi_step(whole, spec, v0, w, backend)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
+        spikes, v = neuron_multi_step(leaf, spec, v0, w, backend)
+    assert spikes.dtype == torch.bfloat16 and v.dtype == torch.float32
+    assert torch.equal(spikes.float(), expected) and torch.equal(v, last)
+    assert (torch.bfloat16, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + v0.numel() + 1
+    learned = [] if w is None else [w]
+    wanted, *of_w = torch.autograd.grad(expected.sum() + last.sum(), [whole, *learned])
+    found, *of_mine = torch.autograd.grad(spikes.float().sum() + v.sum(), [leaf, *learned])
+    assert torch.equal(found, wanted.bfloat16())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_mine, of_w, strict=True))

@@ -189,22 +189,31 @@ def test_output_is_channels_last():
         assert spikes.movedim(2, -1).is_contiguous()
 
 
-def test_bfloat16_keeps_its_own_size():
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+def test_bfloat16_keeps_its_own_size(backend, training, pool):
     """The input is kept for backward as it came, in two bytes; the arithmetic is that of float32."""
     x = channels_last(4, 2, 8, 6, 6, dtype=torch.float32).bfloat16()
     norm = norm_of(8, 5, True).float()
-    wanted, *_ = norm_pool_neuron(x.float(), norm.weight, norm.bias, spec=NeuronSpec(), training=True, backend="fused")
+    parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    options = {"spec": NeuronSpec(), "training": training, "pool": pool, "backend": backend}
+    whole = x.float().requires_grad_()
+    wanted, *statistics = norm_pool_neuron(whole, *parameters, **options)
+    weights = channels_last(*wanted.shape, dtype=torch.float32).bfloat16()
+    of_whole = torch.autograd.grad(wanted, [whole, norm.weight, norm.bias], weights.float())
     leaf = x.clone().requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
-        spikes, mean, _ = norm_pool_neuron(
-            leaf, norm.weight, norm.bias, spec=NeuronSpec(), training=True, backend="fused"
-        )
+        spikes, mean, variance = norm_pool_neuron(leaf, *parameters, **options)
     assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32
-    assert torch.equal(spikes.float(), wanted)
+    assert torch.equal(spikes.float(), wanted) and not mean.requires_grad
+    assert torch.equal(mean, statistics[0]) and torch.equal(variance, statistics[1])
     assert sorted(saved, key=lambda item: -item[1])[0] == (torch.bfloat16, x.numel())
-    spikes.float().sum().backward()
-    assert leaf.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+    assert sum(size for _, size in saved) <= x.numel() + 4 * 8
+    gradient, *of_parameters = torch.autograd.grad(spikes, [leaf, norm.weight, norm.bias], weights)
+    assert torch.equal(gradient, of_whole[0].bfloat16())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_parameters, of_whole[1:], strict=True))
 
 
 def test_saves_nothing_but_its_input():

@@ -50,7 +50,7 @@ class LayoutBenchmark(Flags):
     own: pp2:16."""
     regime: Literal["strong", "weak"] = "strong"
     """strong: every row computes the same global batch. weak: it grows with the data parallel size."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
     """Of MegaSNN's rows."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
+from megasnn.kernels.tensor_cores import let_products_round
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.pipeline.costs import layers_per_chunk
@@ -22,7 +23,7 @@ from tools.benchmark.models import Dimensions, configuration, spikingjelly_model
 
 OPTIMIZER = OptimizerConfig(lr_decay_style="constant")
 ENDLESS = 10**9  # steps
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "tf32", "bf16", "fp64"]
 
 
 class TrainingStep(Protocol):
@@ -53,6 +54,7 @@ class SpikingJellyStep:
             self.model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay
         )
         self._bf16 = precision == "bf16"
+        let_products_round(precision == "tf32")  # both sides in the same precision
 
     def forward_backward(self) -> float:
         self.optimizer.zero_grad()

@@ -12,6 +12,7 @@ from triton.language.random import philox_impl
 
 from megasnn.kernels.philox import Runs
 from megasnn.kernels.triton.launch import launch
+from megasnn.pinned import without_waiting
 
 _COUNTERS = 512  # of a program; each gives four values
 
@@ -44,7 +45,7 @@ def kept_by_kernel(
     """As `kept_by_tensors`: bool `[steps, N, runs, length]`."""
     kept = torch.empty(steps, len(keys), cut.runs, cut.length, dtype=torch.bool, device=device)
     if kept.numel():
-        k0, k1 = torch.tensor(keys, dtype=torch.int64).t().contiguous().to(device, non_blocking=True)
+        k0, k1 = without_waiting(torch.tensor(keys, dtype=torch.int64).t().contiguous(), device)
         blocks = -(-(cut.length + 3) // (4 * _COUNTERS))
         launch(
             keep_kernel, steps * len(keys) * cut.runs * blocks,

@@ -1,0 +1,159 @@
+"""What torch is told about arithmetic for a run: rounding of products, deterministic algorithms.
+
+It is told to the whole process, so Engines that are open at the same time want the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from megasnn.comm.group import Group
+from megasnn.config.training import TrainingConfig
+from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, OPERATIONS, let_products_round, takes_tf32
+from megasnn.parallel_state import ParallelState
+from megasnn.precisions import PRECISIONS
+
+_MKLDNN: Any = torch.backends.mkldnn
+_DETERMINISTIC: Any = torch.utils.deterministic
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = (":4096:8", ":16:8")
+"""With which cuBLAS promises the same bits in every run."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """
+    Attributes:
+        rounds: whether products of float32 may round their operands to TF32.
+        deterministic: see `--deterministic`.
+    """
+
+    rounds: bool
+    deterministic: bool
+
+    def apply(self) -> None:
+        let_products_round(self.rounds)
+        # On a CPU too products of float32 are IEEE, whatever torch.set_float32_matmul_precision was told before.
+        _MKLDNN.matmul.fp32_precision = _MKLDNN.conv.fp32_precision = "ieee"
+        # Parts of a sum in bfloat16 are added in float32.
+        CUBLAS.allow_bf16_reduced_precision_reduction = False
+        torch.use_deterministic_algorithms(self.deterministic)
+        CUDNN.deterministic = self.deterministic
+        if self.deterministic:
+            CUDNN.benchmark = False
+            # torch would fill all new memory, for programs that read what they have not written.
+            _DETERMINISTIC.fill_uninitialized_memory = False
+            os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # read when cuBLAS is first used
+
+
+def arithmetic_of(training: TrainingConfig) -> Arithmetic:
+    return Arithmetic(PRECISIONS[training.precision].rounds, training.deterministic)
+
+
+def require_possible(training: TrainingConfig, device: torch.device) -> None:
+    """Raises ValueError for arithmetic that this device does not have."""
+    wanted = arithmetic_of(training)
+    flags = {"--precision tf32": (wanted.rounds, "--precision fp32")}
+    flags["--fp32-products split"] = training.fp32_products == "split", "auto or ieee"
+    for flag, (given, instead) in flags.items():
+        if given and device.type != "cuda":
+            raise ValueError(f"{flag} is for GPUs, and this rank computes on a {device.type.upper()}: use {instead}")
+        if given and not takes_tf32(device):
+            raise ValueError(
+                f"{flag} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
+                f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use {instead}"
+            )
+    workspace = os.environ.get(WORKSPACE, WORKSPACES[0])
+    if wanted.deterministic and device.type == "cuda" and workspace not in WORKSPACES:
+        raise ValueError(
+            f"--deterministic with {WORKSPACE}={workspace} in the environment: cuBLAS gives the same bits in every run "
+            f"with {' or '.join(WORKSPACES)} only; set one of them, or unset it"
+        )
+
+
+def told_torch(training: TrainingConfig, device: torch.device) -> list[str]:
+    """For the log: what a run's arithmetic is where there is a choice."""
+    wanted, lines = arithmetic_of(training), []
+    if device.type == "cuda":
+        products = (
+            "products of fp32 round their operands to 11 bits: TF32 is on in cuDNN and cuBLAS"
+            if wanted.rounds
+            else "products of fp32 are IEEE: TF32 is off in cuDNN and cuBLAS"
+        )
+        algorithms = "deterministic algorithms only" if wanted.deterministic else "cuDNN chooses its algorithms"
+        lines.append(f"{products}; sums of bf16 products are taken in fp32; {algorithms}")
+    if wanted.deterministic:
+        lines.append("deterministic: sums over ranks are formed in the order of the ranks")
+    return lines
+
+
+class _Told:
+    """What torch is told, by how many Engines, and what takes it back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.arithmetic: Arithmetic | None = None
+        self.undo: Callable[[], None] = lambda: None
+
+
+_told = _Told()
+
+
+def tell_torch(training: TrainingConfig, device: torch.device) -> Callable[[], None]:
+    """Sets torch up for a run; the returned function takes that back, when no other Engine needs it any more.
+
+    Raises:
+        ValueError: this device does not have such arithmetic, or an open Engine wants another one.
+    """
+    require_possible(training, device)
+    wanted = arithmetic_of(training)
+    if _told.count and _told.arithmetic != wanted:
+        raise ValueError(
+            f"--precision {training.precision}{' --deterministic' * training.deterministic}: another Engine of this "
+            "process is open, whose products round otherwise or which differs in --deterministic; close it first"
+        )
+    if not _told.count:
+        _told.arithmetic, _told.undo = wanted, _restorer()
+        wanted.apply()
+    _told.count += 1
+    return _take_back
+
+
+def _take_back() -> None:
+    _told.count -= 1
+    if not _told.count:
+        _told.undo()
+
+
+def _restorer() -> Callable[[], None]:
+    """Puts the settings back that there are now."""
+    operations = *OPERATIONS, _MKLDNN.matmul, _MKLDNN.conv
+    precisions = [each.fp32_precision for each in operations]
+    bf16, fill = CUBLAS.allow_bf16_reduced_precision_reduction, _DETERMINISTIC.fill_uninitialized_memory
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    own = CUDNN.deterministic, CUDNN.benchmark
+
+    def restore() -> None:
+        let_products_round(precisions[0] == "tf32")
+        for operation, precision in zip(operations, precisions, strict=True):
+            operation.fp32_precision = precision
+        CUBLAS.allow_bf16_reduced_precision_reduction = bf16
+        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+        _DETERMINISTIC.fill_uninitialized_memory = fill
+        CUDNN.deterministic, CUDNN.benchmark = own
+
+    return restore
+
+
+def with_sums_in_rank_order(state: ParallelState) -> ParallelState:
+    """The same ranks, whose sums are formed in their order."""
+    groups = {each.name: getattr(state, each.name) for each in fields(state)}
+    ordered: dict[str, Any] = {
+        name: replace(group, in_rank_order=True) for name, group in groups.items() if isinstance(group, Group)
+    }
+    return replace(state, **ordered)

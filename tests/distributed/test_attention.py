@@ -1,0 +1,66 @@
+"""Products of spikes in attention: exact in bfloat16, which tensor cores multiply, as far as it holds their sums."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.layers import attention
+from megasnn.layers.attention import EXACT_BFLOAT16, _Attend, _exact_type
+from tests.distributed.whole import random, spikes
+
+FRAMES, HEADS, WIDTH = 2, 3, 8
+
+
+def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tuple[Tensor, Tensor]:
+    """The result for random spikes, or for values that are all the same, and its gradient."""
+    rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
+    rows = (rows if every is None else torch.full_like(rows, every)).requires_grad_()
+    out = _Attend.apply(rows, FRAMES, HEADS)
+    (gradient,) = torch.autograd.grad(out, rows, random(*out.shape, seed=1, dtype=dtype))
+    return out.detach(), gradient
+
+
+def emulated(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
+    """As a GPU adds products of bfloat16."""
+    return (q.float() @ kv.float()).to(dtype)
+
+
+@pytest.mark.parametrize("every", [None, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_spikes_are_exact_in_bfloat16(dtype: torch.dtype, every: float | None) -> None:
+    """On tensor cores: emulated here, the result is the same bit for bit, up to as many tokens as bfloat16 counts."""
+    expected, of_expected = attended(EXACT_BFLOAT16, dtype, every)
+    with (
+        mock.patch.object(attention, "_exact_type", return_value=torch.bfloat16),
+        mock.patch.object(attention, "_product", emulated),
+    ):
+        out, gradient = attended(EXACT_BFLOAT16, dtype, every)
+    assert out.dtype == dtype and torch.equal(out, expected)
+    if dtype == torch.float32:
+        assert torch.equal(gradient, of_expected)
+    else:  # one gradient on the way is rounded to bfloat16
+        torch.testing.assert_close(gradient, of_expected, rtol=0.03, atol=0.03 * float(of_expected.abs().mean()))
+
+
+def test_one_token_more_is_too_many() -> None:
+    ones = torch.ones(1, EXACT_BFLOAT16 + 1)
+    assert (ones @ ones.t()).bfloat16() == EXACT_BFLOAT16
+
+
+def test_only_a_gpu_takes_bfloat16_for_that() -> None:
+    for dtype, exact in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2):
+        assert _exact_type(torch.empty(4, dtype=dtype), 4) == exact
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [64, EXACT_BFLOAT16, EXACT_BFLOAT16 + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_on_a_gpu(dtype: torch.dtype, tokens: int) -> None:
+    rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
+    expected = _Attend.apply(rows, FRAMES, HEADS)
+    assert torch.equal(_Attend.apply(rows.cuda(), FRAMES, HEADS).cpu(), expected)

@@ -1,0 +1,236 @@
+"""What torch is told for a run, what is refused, and sums in the order of the ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megasnn import Engine
+from megasnn.config import ConfigError, TrainingConfig
+from megasnn.engine import arithmetic, split_products
+from megasnn.engine.arithmetic import WORKSPACE, require_possible, told_torch
+from megasnn.kernels.compared_products import Comparison, Comparisons, Measured
+from megasnn.kernels.products import KINDS, Kind, LayerShape
+from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
+from megasnn.layers import ParallelConv, ParallelLinear
+from tests.engine.test_engine import MODEL, SIZES
+from tests.training.runs import Outcome, train, whole
+
+CUDA = torch.device("cuda", 0)
+
+
+def settings() -> tuple[Any, ...]:
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    operations = cuda, cudnn.conv, cudnn.rnn, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv
+    return (
+        *(each.fp32_precision for each in operations),
+        cuda.allow_bf16_reduced_precision_reduction,
+        *(torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[tuple[Any, ...]]:
+    """The settings, which a test leaves as they were; and no word of cuBLAS in the environment."""
+    found = settings()
+    with mock.patch.dict(os.environ):
+        os.environ.pop(WORKSPACE, None)
+        yield found
+    assert settings() == found
+
+
+def test_fp32_is_ieee_everywhere_while_the_engine_is_open(before: tuple[Any, ...]) -> None:
+    with Engine(MODEL, **SIZES):
+        assert settings() == (*["ieee"] * 5, False, *before[6:])
+        # torch.compile reads these, and they raise where they contradict the others.
+        assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == "highest"
+        with Engine(MODEL, **SIZES, precision="bf16"):
+            assert settings()[0] == "ieee"
+        assert settings()[0] == "ieee"  # the first one is still open
+
+
+def test_an_open_engine_with_other_arithmetic() -> None:
+    with Engine(MODEL, **SIZES), pytest.raises(ValueError, match="--precision fp32 --deterministic: another Engine"):
+        Engine(MODEL, **SIZES, deterministic=True)
+
+
+def test_products_round_for_a_while() -> None:
+    assert products_round()  # torch rounds in cuDNN unless it is told otherwise
+    before = settings()[:3]
+    let_products_round(False)
+    try:
+        with rounding_products():
+            assert settings()[:3] == ("tf32", "tf32", "tf32") and torch.backends.cudnn.allow_tf32
+            assert torch.get_float32_matmul_precision() == "high"
+        assert settings()[:3] == ("ieee", "ieee", "ieee") and not products_round()
+    finally:
+        let_products_round(True)
+        torch.backends.cuda.matmul.fp32_precision = before[0]
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ({"precision": "fp16"}, "--precision fp16: gradients of float16 vanish without a loss scale, .* use bf16"),
+        (
+            {"precision": "tf32", "device": "cpu"},
+            "--precision tf32 is for GPUs, not --device cpu; use --precision fp32",
+        ),
+        ({"precision": "tf32"}, "--precision tf32 is for GPUs, and this rank computes on a CPU: use --precision fp32"),
+        ({"fp32_products": "split", "device": "cpu"}, "--fp32-products split is for GPUs, not --device cpu; use auto"),
+        ({"fp32_products": "split"}, "--fp32-products split is for GPUs, and this rank .* CPU: use auto or ieee"),
+        ({"fp32_products": "ieee", "precision": "bf16"}, "--fp32-products ieee is for --precision fp32, not bf16"),
+    ],
+)
+def test_refused_on_a_cpu(flags: dict[str, Any], problem: str) -> None:
+    with mock.patch("torch.cuda.device_count", return_value=0), pytest.raises(ValueError, match=problem):
+        Engine(MODEL, **SIZES, **flags)
+
+
+def test_refused_on_a_gpu() -> None:
+    training = TrainingConfig(precision="tf32", deterministic=True)
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(7, 5)),
+        mock.patch("torch.cuda.get_device_name", return_value="Tesla T4"),
+        pytest.raises(ValueError, match=r"needs a GPU of compute capability 8\.0 or more, and Tesla T4 has no"),
+    ):
+        require_possible(training, CUDA)
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        require_possible(training, CUDA)
+        os.environ[WORKSPACE] = ":0:0"
+        with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 in the environment"):
+            require_possible(training, CUDA)
+
+
+def test_the_log_says_what_products_are() -> None:
+    assert told_torch(TrainingConfig(), torch.device("cpu")) == []
+    (told,) = told_torch(TrainingConfig(), CUDA)
+    assert told.startswith("products of fp32 are IEEE: TF32 is off") and told.endswith("cuDNN chooses its algorithms")
+    rounded, ordered = told_torch(TrainingConfig(precision="tf32", deterministic=True), CUDA)
+    assert "round their operands to 11 bits" in rounded and "deterministic algorithms only" in rounded
+    assert ordered == "deterministic: sums over ranks are formed in the order of the ranks"
+
+
+def test_deterministic_algorithms_only() -> None:
+    with Engine(MODEL, **SIZES, deterministic=True) as engine:
+        assert settings()[-4:] == (True, True, False, False) and os.environ[WORKSPACE] == ":4096:8"
+        assert engine.state.data.in_rank_order and engine.distributed.context.tensor.in_rank_order
+
+
+def test_a_cut_that_is_measured_would_change_rounded_gradients() -> None:
+    flags = {"pipeline_model_parallel_size": 2, "pipeline_gradient_dtype": "bf16", "deterministic": True}
+    problem = "--deterministic with --pipeline-gradient-dtype bf16: .* give --pipeline-model-parallel-layout"
+    with pytest.raises(ConfigError, match=problem):
+        Engine(MODEL, **SIZES, **flags)
+
+
+def _split_layers(engine: Engine) -> list[frozenset[Kind]]:
+    modules = (module for chunk in engine.distributed.chunks.values() for module in chunk.modules())
+    return [module.plan.products.split for module in modules if isinstance(module, ParallelConv | ParallelLinear)]
+
+
+def test_a_cpu_splits_nothing() -> None:
+    with Engine(MODEL, **SIZES) as engine:
+        assert engine.distributed.context.products.told == () and set(_split_layers(engine)) == {frozenset()}
+
+
+def _measured(shapes: tuple[LayerShape, ...], samples: int, device: torch.device) -> Comparisons:
+    """As if outputs of 32 channels were worth splitting, and nothing else."""
+    assert dist.get_rank() == 0 and samples == 4
+    better, worse = Measured(1e-6, 1e-7, 0.5), Measured(2e-6, 2e-7, 1.0)
+    comparisons = {}
+    for shape in shapes:
+        for kind in KINDS:
+            worth = shape.weight[0] == 32 and kind == "output"
+            comparisons[shape, kind] = Comparison(worse, better) if worth else Comparison(better, worse)
+    return comparisons
+
+
+def _as_on_a_gpu(flags: dict[str, Any]) -> tuple[tuple[str, ...], list[frozenset[Kind]], bool]:
+    """What is told, what is split, and whether a step is finite. Tensor cores are emulated."""
+    with (
+        mock.patch.object(split_products, "_computes_on_gpu", return_value=True),
+        mock.patch.object(split_products, "compare_all", _measured),
+        mock.patch.object(arithmetic, "require_possible"),
+        Engine(MODEL, **SIZES, **flags) as engine,
+    ):
+        result = engine.train_step(torch.rand(10, 1, 8, 8), torch.arange(10))
+        return engine.distributed.context.products.told, _split_layers(engine), math.isfinite(result.loss)
+
+
+def test_all_ranks_split_what_the_first_has_measured(ranks) -> None:
+    first, second = ranks(2, _as_on_a_gpu, {})
+    assert first == second
+    told, split, finite = first
+    assert "the output is split for tensor cores in 4 of 8 shapes" in told[0] and finite
+    assert "the input gradient is split for tensor cores in 0 of 8 shapes" in told[1]
+    assert set(split) == {frozenset(), frozenset({"output"})} and len(split) > 5
+
+
+@pytest.mark.parametrize(
+    "flags, split, told",
+    [
+        (
+            {"fp32_products": "split"},
+            frozenset(KINDS),
+            "fp32 products: all of layers that take spikes or counts are split",
+        ),
+        ({"fp32_products": "ieee"}, frozenset(), None),
+        ({"precision": "bf16"}, frozenset(), None),
+        ({"precision": "tf32"}, frozenset(), None),
+        ({"deterministic": True}, frozenset(), "none is split, since --deterministic leaves no choice to times"),
+    ],
+)
+def test_where_nothing_is_measured(flags: dict[str, Any], split: frozenset[Kind], told: str | None) -> None:
+    said, of_layers, finite = _as_on_a_gpu(flags)
+    assert set(of_layers) == {frozenset(), split} and finite  # of images and averages nothing is split
+    assert said == () if told is None else told in said[0]
+
+
+def _runs(cache: str) -> list[Outcome]:
+    return [train(cache, "--train-iters", "2", "--deterministic") for _ in range(2)]
+
+
+def test_runs_on_three_ranks_have_the_same_bits(ranks, tmp_path) -> None:
+    first, second = (whole(of_run) for of_run in zip(*ranks(3, _runs, str(tmp_path)), strict=True))
+    assert first and all(torch.equal(first[name], value) for name, value in second.items())
+
+
+def _step(**flags: Any) -> tuple[float, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    images, labels = torch.rand(10, 1, 8, 8, generator=generator), torch.arange(10)
+    with Engine(MODEL, **SIZES, **flags) as engine:
+        return engine.train_step(images, labels).loss, engine.state_dict()
+
+
+def test_one_rank_computes_what_it_did() -> None:
+    (loss, weights), (expected, others) = _step(deterministic=True), _step()
+    assert loss == expected and all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_steps_on_a_gpu_have_the_same_bits(precision: str) -> None:
+    flags = {"device": "cuda", "deterministic": True, "precision": precision}
+    (loss, weights), (expected, others) = _step(**flags), _step(**flags)
+    assert loss == expected and all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("products", ["auto", "split"])
+def test_split_products_train_on_a_gpu(products: str) -> None:
+    loss, _ = _step(device="cuda", fp32_products=products)
+    expected, _ = _step(device="cuda", fp32_products="ieee")
+    assert math.isclose(loss, expected, rel_tol=1e-3)
