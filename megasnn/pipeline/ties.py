@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.data_parallel.statistics import StepStatistics
@@ -47,6 +48,7 @@ class Ties:
         bounds: the layers of each chunk. placement: its pipeline rank.
         chunks: this rank's chunks by index.
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
+        communicators: where those that this needs are started.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Ties:
         placement: Sequence[int],
         chunks: Mapping[int, PipelineChunk],
         pipeline: Group,
+        communicators: Communicators,
     ) -> None:
         self._pipeline = pipeline
         chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
@@ -72,6 +75,9 @@ class Ties:
                 pair.owned.append(owned[tie.name])
             if pipeline.rank == copy:
                 pair.copies.append(next(copies[index]).tensor)
+        for low, high in sorted({(min(pair.owner, pair.copy), max(pair.owner, pair.copy)) for pair in pairs.values()}):
+            if low < high:
+                communicators.start_messages(pipeline, low, high)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
         for pair in self._pairs:
             pair.owning_norms = [norm_of[tensor] for tensor in pair.owned if tensor in norm_of]

@@ -117,10 +117,12 @@ def _summary(
         if config.data.data_path == "sample"
         else config.data.data_path
     )
+    communicators = [state.communicators.describe()] if ranks > 1 else []
     return [
         f"{name} with {engine.parameters:,} parameters{frozen} in {len(engine.model.layers)} layers on {where}",
         what,
         f"data: {data}",
+        *communicators,
     ]
 
 

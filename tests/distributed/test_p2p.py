@@ -45,7 +45,7 @@ def _exchange(announce_early: bool) -> tuple[int, int, int, tuple[int, int]]:
     """Both ranks send all tensors to each other at the same time, before they receive any."""
     group = everybody("pipeline")
     peer, sent = 1 - group.rank, _tensors()
-    sender, receiver = Sender(peer, group, "forward", CPU), Receiver(peer, group, CPU)
+    sender, receiver = Sender(peer, group), Receiver(peer, group, CPU)
     statistics.reset()
     statistics.enable()
     messages = 0
@@ -59,7 +59,7 @@ def _exchange(announce_early: bool) -> tuple[int, int, int, tuple[int, int]]:
     dist.isend = counted
     try:
         for key, tensor, content in sent:
-            sender.send(key, tensor, content)
+            sender.send(key, tensor, content, "forward")
         if announce_early:
             receiver.post(sent[0][0])
         for index, (key, tensor, _) in enumerate(sent):
@@ -101,10 +101,10 @@ def test_any_tensor_arrives_as_it_was(ranks, announce_early) -> None:
 
 def _refusals() -> list[str]:
     group = everybody("pipeline")
-    sender = Sender(1 - group.rank, group, "forward", CPU, WireOptions(strict=True))
+    sender = Sender(1 - group.rank, group, WireOptions(strict=True))
     receiver = Receiver(1 - group.rank, group, CPU)
     messages = []
-    sender.send("a", random(2, 3), Content.DENSE)
+    sender.send("a", random(2, 3), Content.DENSE, "forward")
     for key, tensor, content in [
         ("a", random(3, 2), Content.DENSE),  # another shape under a known key
         ("a", random(2, 3, dtype=torch.float32), Content.DENSE),
@@ -116,10 +116,10 @@ def _refusals() -> list[str]:
         ("g", torch.tensor([1.0, -0.0]), Content.SPIKES),
     ]:
         with pytest.raises(ValueError) as raised:
-            sender.send(key, tensor, content)
+            sender.send(key, tensor, content, "forward")
         messages.append(str(raised.value))
     # Nothing of all that was sent: the link still works.
-    sender.send("a", random(2, 3, seed=1), Content.DENSE)
+    sender.send("a", random(2, 3, seed=1), Content.DENSE, "forward")
     for seed in range(2):
         receiver.post("a")
         assert torch.equal(receiver.receive("a"), random(2, 3, seed=seed))

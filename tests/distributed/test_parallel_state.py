@@ -17,7 +17,7 @@ from megasnn.parallel_state import (
     model_parallel_is_initialized,
 )
 
-AXES = ("tensor", "data", "pipeline", "backward", "model", "world")
+AXES = ("tensor", "data", "pipeline", "downward", "model", "world")
 
 
 def _describe(grids: list[tuple[int, int]]) -> list[dict]:
@@ -57,7 +57,7 @@ def test_grids_one_after_another_in_megatrons_order(ranks) -> None:
         view = everyone[5][index]
         where = view["coordinates"]
         assert (where.pipeline, where.data, where.tensor) == place
-        for axis, members in {**groups, "backward": groups["pipeline"], "world": list(range(8))}.items():
+        for axis, members in {**groups, "downward": groups["pipeline"], "world": list(range(8))}.items():
             assert view[axis][0] == members
         for rank, views in enumerate(everyone):
             assert views[index]["rank"] == rank
@@ -147,7 +147,7 @@ def test_without_ranks_every_group_is_this_process() -> None:
     state = initialize_model_parallel()
     try:
         assert all(getattr(state, axis).size == 1 and getattr(state, axis).handle is None for axis in AXES)
-        assert state.is_first_stage and state.is_last_stage and state.rank == 0 and state.mesh is None
+        assert state.is_first_stage and state.is_last_stage and state.rank == 0
         with pytest.raises(ValueError, match="world size 1 is not tensor 2"):
             destroy_model_parallel()
             initialize_model_parallel(2)
