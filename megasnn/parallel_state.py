@@ -136,7 +136,8 @@ def initialize_model_parallel(
     """Makes the groups of a data x tensor x pipeline grid over the whole world; data parallel is what is left over.
 
     Raises:
-        ValueError: the sizes do not multiply to the world size (every factor is printed).
+        ValueError: the sizes do not multiply to the world size (every factor is printed), or GPUs with a transport that
+            does not serve them.
         RuntimeError: a grid exists already.
     """
     global _state
@@ -146,6 +147,8 @@ def initialize_model_parallel(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     grid = Grid.fit(world_size, tensor=tensor_model_parallel_size, pipeline=pipeline_model_parallel_size)
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if world_size > 1 and device.type == "cuda":
+        _require_gpu_transport(dist.get_backend(), grid)
     groups = _Groups(grid, rank)
     _state = ParallelState(
         grid=grid,
@@ -162,6 +165,19 @@ def initialize_model_parallel(
             _state.communicators.start(getattr(_state, name))
     let_computing_go_first()
     return _state
+
+
+def _require_gpu_transport(backend: str, grid: Grid) -> None:
+    if backend == "nccl":
+        raise ValueError(
+            "init_process_group was given the backend nccl, which carries nothing that hosts tell each other: leave it "
+            f"out, or give {BACKENDS['cuda']!r}"
+        )
+    if "nccl" not in backend and grid.pipeline > 1:
+        raise ValueError(
+            f"--backend {backend} sends no tensor of a GPU from one pipeline stage to another: use --backend nccl with a "
+            "GPU for each rank, or --device cpu"
+        )
 
 
 class _Groups:

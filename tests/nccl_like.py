@@ -154,10 +154,6 @@ class _Group(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, patience)
         self._started: set[str] = set()
 
-    @property
-    def group_name(self) -> str:
-        return self._id
-
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> _Operation:
         return self._between("send to", to, lambda: self._gloo.send(tensors, to, tag).wait())
 

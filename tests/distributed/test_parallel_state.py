@@ -163,6 +163,19 @@ def test_devices_that_are_not_there(monkeypatch, backend, device) -> None:
         parallel_state.start_process_group(backend, device)
 
 
+def _refused_on_gpus(backend: str) -> str:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as raised:
+        patch.setattr(dist, "get_backend", lambda: backend)
+        initialize_model_parallel(1, 2, torch.device("cuda"))
+    assert not model_parallel_is_initialized()
+    return str(raised.value)
+
+
+def test_transports_that_do_not_serve_gpus_are_refused(ranks) -> None:
+    assert all("--backend gloo sends no tensor" in text for text in ranks(2, _refused_on_gpus, "gloo"))
+    assert all("or give 'cpu:gloo,cuda:nccl'" in text for text in ranks(2, _refused_on_gpus, "nccl"))
+
+
 def _policies() -> list[int]:
     state = initialize_model_parallel(1, 2)
     tasks = [task for task in TASKS.iterdir() if (task / "comm").read_text().startswith("gloo")]
