@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megasnn.comm.communicators import Communicators
-from megasnn.comm.group import Group, let_computing_go_first
+from megasnn.comm.group import Group, Groups, let_computing_go_first
 from megasnn.grid import AXES, Axis, Coordinates, Grid
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -148,8 +148,8 @@ def initialize_model_parallel(
     grid = Grid.fit(world_size, tensor=tensor_model_parallel_size, pipeline=pipeline_model_parallel_size)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world_size > 1 and device.type == "cuda":
-        _require_gpu_transport(dist.get_backend(), grid)
-    groups = _Groups(grid, rank)
+        _require_gpu_transport(dist.get_backend(), grid.pipeline, dist.group.WORLD)
+    groups = Groups(grid, rank)
     _state = ParallelState(
         grid=grid,
         coordinates=grid.coordinates(rank),
@@ -167,54 +167,22 @@ def initialize_model_parallel(
     return _state
 
 
-def _require_gpu_transport(backend: str, grid: Grid) -> None:
+def _require_gpu_transport(backend: str, stages: int, world: dist.ProcessGroup | None) -> None:
+    if getattr(world, "bound_device_id", None) is not None:
+        raise ValueError(
+            "init_process_group was given device_id, with which all messages of a group share one queue: stages of a "
+            "pipeline would wait for each other for ever; leave it out"
+        )
     if backend == "nccl":
         raise ValueError(
             "init_process_group was given the backend nccl, which carries nothing that hosts tell each other: leave it "
             f"out, or give {BACKENDS['cuda']!r}"
         )
-    if "nccl" not in backend and grid.pipeline > 1:
+    if "nccl" not in backend and stages > 1:
         raise ValueError(
-            f"--backend {backend} sends no tensor of a GPU from one pipeline stage to another: use --backend nccl with a "
-            "GPU for each rank, or --device cpu"
+            f"--backend {backend} sends no tensor of a GPU from one pipeline stage to another: use --backend nccl with "
+            "a GPU for each rank, or --device cpu"
         )
-
-
-class _Groups:
-    """Makes the groups of a grid, on all ranks in the same order. Those of the same ranks are one."""
-
-    def __init__(self, grid: Grid, rank: int) -> None:
-        self._grid, self._rank = grid, rank
-        self._handles: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-        if dist.is_initialized():
-            self._handles[_partition(grid, AXES)] = dist.group.WORLD
-
-    def __call__(self, name: str, axes: tuple[Axis, ...], apart: bool = False) -> Group:
-        """The group of this rank along some axes.
-
-        Args:
-            apart: whether it is made even where there is one of the same ranks.
-        """
-        partition = _partition(self._grid, axes)
-        mine = next(ranks for ranks in partition if self._rank in ranks)
-        if len(mine) == 1:
-            return Group(name, mine)
-        if apart:
-            handle = self._made(name, partition)
-        elif partition not in self._handles:
-            handle = self._handles[partition] = self._made(name, partition)
-        else:
-            handle = self._handles[partition]
-        return Group(name, mine, mine.index(self._rank), handle)
-
-    def _made(self, name: str, partition: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        # Every rank of the world takes part in making every group.
-        handles = {ranks: dist.new_group(list(ranks), group_desc=name) for ranks in partition}
-        return next(handle for ranks, handle in handles.items() if self._rank in ranks)
-
-
-def _partition(grid: Grid, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, grid.groups(*axes)))
 
 
 def model_parallel_is_initialized() -> bool:
