@@ -80,7 +80,8 @@ _state: ParallelState | None = None
 def start_process_group(backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
     """Joins the ranks that torchrun started, once; a process started alone stays alone.
 
-    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU.
+    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU. With Gloo and GPUs, several
+    ranks may share one.
 
     Returns:
         the device of this rank.
@@ -92,11 +93,15 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     kind = ("cuda" if gpus >= local_ranks else "cpu") if device == "auto" else device
-    if kind == "cuda" and gpus < local_ranks:
-        raise ValueError(f"--device cuda with {local_ranks} ranks on this machine, which has {gpus} GPU(s)")
+    shares = backend == "gloo" and gpus > 0
+    if kind == "cuda" and gpus < local_ranks and not shares:
+        raise ValueError(
+            f"--device cuda with {local_ranks} ranks on this machine, which has {gpus} GPU(s); ranks share a GPU with "
+            "--backend gloo only"
+        )
     if backend == "nccl" and kind != "cuda":
         raise ValueError(f"--backend nccl needs a GPU for each rank; {local_ranks} rank(s), {gpus} GPU(s): use gloo")
-    chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    chosen = torch.device(kind, local_rank % gpus) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(chosen)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
@@ -148,7 +153,9 @@ def initialize_model_parallel(
     grid = Grid.fit(world_size, tensor=tensor_model_parallel_size, pipeline=pipeline_model_parallel_size)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world_size > 1 and device.type == "cuda":
-        _require_gpu_transport(dist.get_backend(), grid.pipeline, dist.group.WORLD)
+        _require_gpu_transport(dist.get_backend(), dist.group.WORLD)
+    takes_gpus = world_size == 1 or "nccl" in dist.get_backend()
+    wire = device if takes_gpus else torch.device("cpu")
     groups = Groups(grid, rank)
     _state = ParallelState(
         grid=grid,
@@ -156,7 +163,7 @@ def initialize_model_parallel(
         **{name: groups(name, axes) for name, axes in _GROUPS.items()},
         downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,
-        communicators=Communicators(device),
+        communicators=Communicators(wire),
     )
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
     # destroyed a group would break the start of the others.
@@ -167,7 +174,7 @@ def initialize_model_parallel(
     return _state
 
 
-def _require_gpu_transport(backend: str, stages: int, world: dist.ProcessGroup | None) -> None:
+def _require_gpu_transport(backend: str, world: dist.ProcessGroup | None) -> None:
     if getattr(world, "bound_device_id", None) is not None:
         raise ValueError(
             "init_process_group was given device_id, with which all messages of a group share one queue: stages of a "
@@ -177,11 +184,6 @@ def _require_gpu_transport(backend: str, stages: int, world: dist.ProcessGroup |
         raise ValueError(
             "init_process_group was given the backend nccl, which carries nothing that hosts tell each other: leave it "
             f"out, or give {BACKENDS['cuda']!r}"
-        )
-    if "nccl" not in backend and stages > 1:
-        raise ValueError(
-            f"--backend {backend} sends no tensor of a GPU from one pipeline stage to another: use --backend nccl with "
-            "a GPU for each rank, or --device cpu"
         )
 
 

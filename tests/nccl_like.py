@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 NAME = "waiting"  # torch.distributed and megasnn take a name with "nccl" in it for GPUs
-LIMIT = 30.0  # seconds that a wait may take
+LIMIT = 60.0  # seconds that a wait may take
 COLLECTIVES = {  # by the name that torch.distributed calls, the name in Gloo
     "allgather": "allgather",
     "allreduce": "allreduce",

@@ -44,13 +44,16 @@ from megasnn.comm.group import Group
 class Communicators:
     """Those that were started on this rank.
 
+    Args:
+        wire: where a tensor lies that is sent to one other rank: the CPU where the transport takes none from a GPU.
+
     Attributes:
         names: what each is for.
         device_bytes: of the device's memory that they have taken; 0 on a CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, wire: torch.device) -> None:
+        self.wire = wire
         self._started: dict[tuple[object, ...], str] = {}
         self.device_bytes = 0
 
@@ -62,13 +65,13 @@ class Communicators:
         """That of a group's collectives. Every rank of the group calls it, in the same order as others."""
         if self._is_new(group, (), group.name):
             with self._counting_memory():
-                dist.all_reduce(torch.zeros(1, device=self._device), group=group.handle)
+                dist.all_reduce(torch.zeros(1, device=self.wire), group=group.handle)
 
     def start_messages(self, group: Group, source: int, target: int) -> None:
         """That of messages from one place in a group to another. Both ranks call it, in the same order as others."""
         ranks = group.ranks[source], group.ranks[target]
         if group.rank in (source, target) and self._is_new(group, ranks, f"{group.name} {source} to {target}"):
-            message = torch.zeros(1, device=self._device)
+            message = torch.zeros(1, device=self.wire)
             with self._counting_memory():
                 if group.rank == source:
                     dist.send(message, ranks[1], group=group.handle)
@@ -77,7 +80,7 @@ class Communicators:
 
     def describe(self) -> str:
         """For the log."""
-        memory = f", {self.device_bytes / 1e6:.0f} MB of the GPU's memory" if self._device.type == "cuda" else ""
+        memory = f", {self.device_bytes / 1e6:.0f} MB of the GPU's memory" if self.wire.type == "cuda" else ""
         return f"{len(self._started)} communicators on this rank{memory}: {', '.join(self.names)}"
 
     def _is_new(self, group: Group, between: tuple[int, ...], name: str) -> bool:
@@ -95,7 +98,7 @@ class Communicators:
         self.device_bytes += before - self._free()
 
     def _free(self) -> int:
-        if self._device.type != "cuda":
+        if self.wire.type != "cuda":
             return 0
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.mem_get_info(self._device)[0]
+        torch.cuda.synchronize(self.wire)
+        return torch.cuda.mem_get_info(self.wire)[0]

@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from tqdm import tqdm
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of
-from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.executor import Entry
 from megasnn.pipeline.link import LinkCost, measure_link
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
@@ -133,19 +133,20 @@ def agreed_costs(
     model: ModelDescription,
     samples: int,
     context: BuildContext,
-    device: torch.device,
-    world: Group,
-    pipeline: Group,
+    state: ParallelState,
     wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
 ) -> PipelineCosts:
     """The costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank."""
+    world, stages = state.world, state.pipeline.size
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    layers = measure_layers(model, samples, context, device, wires, pipeline.size)
+    layers = measure_layers(model, samples, context, state.device, wires, stages)
     measured = [PipelineCosts(tuple(layers), LinkCost())]
     if world.size > 1:
         dist.barrier(group=world.handle)
-        measured[0] = replace(measured[0], link=measure_link(pipeline, device))
+        if stages > 1:
+            state.communicators.start_messages(state.pipeline, 0, 1)
+        measured[0] = replace(measured[0], link=measure_link(state.pipeline, state.communicators.wire))
         dist.broadcast_object_list(measured, src=0, group=world.handle)
     return measured[0]
 

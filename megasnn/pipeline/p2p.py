@@ -145,16 +145,29 @@ def messages_of(flat: Tensor, descriptor: TensorDescriptor, strict: bool = False
     return [torch.cat([packed, packed.new_full((1,), FITS)])]
 
 
+def copied(message: Tensor, device: torch.device) -> Tensor:
+    """The message on a device: itself, or a copy, of a GPU's in pinned memory."""
+    if message.device.type == device.type:
+        return message
+    copy = torch.empty_like(message, device=device, pin_memory=message.is_cuda)
+    return copy.copy_(message)
+
+
 class Sender:
-    """The sending end of one link, to one peer. Sends do not wait for the peer."""
+    """The sending end of one link, to one peer. Sends do not wait for the peer.
+
+    Args:
+        wire: where messages lie when they are sent.
+    """
 
     def __init__(
         self,
         peer: int,
         group: Group,
+        wire: torch.device,
         options: WireOptions = WireOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        self._peer, self._group, self._options = peer, group, options
+        self._peer, self._group, self._wire, self._options = peer, group, wire, options
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -180,6 +193,8 @@ class Sender:
         if header is not None:
             self._known[key] = descriptor
             self._start(header)
+        # Where it has to come from another device, this waits for it.
+        messages = [copied(message, self._wire) for message in messages]
         for message, operation in zip(messages, ("send", "send_unfit"), strict=False):
             dense = tensor.nbytes if operation == "send" else 0
             statistics.record(TRAFFIC[direction], operation, direction, message.nbytes, dense)
@@ -204,10 +219,13 @@ class Receiver:
     """The receiving end of one link, from one peer. `post` announces the next tensor early, `receive` waits for it.
 
     One at a time: whether a dense message follows is only known when the packed one is there.
+
+    Args:
+        wire: where messages are received. device: where their tensors are to be.
     """
 
-    def __init__(self, peer: int, group: Group, device: torch.device) -> None:
-        self._peer, self._group, self._device = peer, group, device
+    def __init__(self, peer: int, group: Group, wire: torch.device, device: torch.device) -> None:
+        self._peer, self._group, self._wire, self._device = peer, group, wire, device
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._posted: tuple[Hashable, dist.Work, Tensor] | None = None
 
@@ -220,7 +238,7 @@ class Receiver:
         """Does nothing for the first tensor of its kind: its size is known when its descriptor is there."""
         assert self._posted is None, f"{key} is posted before the tensor announced last was received"
         if key in self._known:
-            buffer = self._known[key].buffer(self._device)
+            buffer = self._known[key].buffer(self._wire)
             self._posted = key, self._start(buffer), buffer
 
     def receive(self, key: Hashable) -> Tensor:
@@ -238,10 +256,10 @@ class Receiver:
         if descriptor.content is not Content.DENSE and buffer[-1] == DENSE_FOLLOWS:
             descriptor = descriptor.as_dense()
             buffer = self._fetch(descriptor)
-        return descriptor.restore(buffer)
+        return descriptor.restore(copied(buffer, self._device))
 
     def _fetch(self, descriptor: TensorDescriptor) -> Tensor:
-        buffer = descriptor.buffer(self._device)
+        buffer = descriptor.buffer(self._wire)
         self._start(buffer).wait()
         return buffer
 

@@ -21,6 +21,7 @@ from megasnn.data_parallel.statistics import StepStatistics
 from megasnn.layers import ParallelBatchNorm
 from megasnn.models.description import ModelDescription
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.p2p import copied
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Ties:
         pipeline: Group,
         communicators: Communicators,
     ) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self._wire = pipeline, communicators.wire
         chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
         owned = {entry.name: entry.tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
@@ -124,13 +125,14 @@ class Ties:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
             if mine:
-                message = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+                message = copied(torch.cat([tensors[place].detach().reshape(-1) for place in places]), self._wire)
                 statistics.record("ties", "send", "step", message.nbytes)
                 dist.send(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
                 continue
-            message = tensors[places[0]].new_empty(sum(tensors[place].numel() for place in places))
+            first = tensors[places[0]]
+            message = first.new_empty(sum(tensors[place].numel() for place in places), device=self._wire)
             dist.recv(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
-            parts = message.split([tensors[place].numel() for place in places])
+            parts = copied(message, first.device).split([tensors[place].numel() for place in places])
             moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
         return [moved[place] for place in sorted(moved)]
 

@@ -32,16 +32,16 @@ class Transfers:
         self._placement, self._rank = placement, state.pipeline.rank
         self._senders: dict[int, Sender] = {}  # by the peer's pipeline rank
         self._receivers: dict[int, Receiver] = {}
-        up, down = state.pipeline, state.downward
+        up, down, wire = state.pipeline, state.downward, state.communicators.wire
         for low, high in linked(placement):
             state.communicators.start_messages(up, low, high)
             state.communicators.start_messages(down, high, low)
             if self._rank == low:
-                self._senders[high] = Sender(up.ranks[high], up, options)
-                self._receivers[high] = Receiver(down.ranks[high], down, state.device)
+                self._senders[high] = Sender(up.ranks[high], up, wire, options)
+                self._receivers[high] = Receiver(down.ranks[high], down, wire, state.device)
             elif self._rank == high:
-                self._senders[low] = Sender(down.ranks[low], down, options)
-                self._receivers[low] = Receiver(up.ranks[low], up, state.device)
+                self._senders[low] = Sender(down.ranks[low], down, wire, options)
+                self._receivers[low] = Receiver(up.ranks[low], up, wire, state.device)
         self._coming: dict[int, deque[Action]] = {}  # the receives of each link, in the order of the sends
         self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
         self._sizes: Sequence[int] = ()

@@ -74,7 +74,7 @@ class TrainingRun:
             self.saves.entries,
             {axis: state.group(axis) for axis in HOLDING_AXES},
             state.world,
-            state.device,
+            state.communicators.wire,
             mends=config.parallel.replica_mismatch == "majority",
         )
         self.reporter: Reporter | None = None

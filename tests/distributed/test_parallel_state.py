@@ -171,9 +171,18 @@ def _refused_on_gpus(backend: str) -> str:
     return str(raised.value)
 
 
-def test_transports_that_do_not_serve_gpus_are_refused(ranks) -> None:
-    assert all("--backend gloo sends no tensor" in text for text in ranks(2, _refused_on_gpus, "gloo"))
+def test_a_transport_for_gpus_alone_is_refused(ranks) -> None:
     assert all("or give 'cpu:gloo,cuda:nccl'" in text for text in ranks(2, _refused_on_gpus, "nccl"))
+
+
+@pytest.mark.parametrize("local_rank, gpu", [(0, 0), (1, 1), (2, 0)])
+def test_ranks_share_a_gpu_with_gloo(monkeypatch, local_rank, gpu) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert parallel_state.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
 
 
 def _policies() -> list[int]:

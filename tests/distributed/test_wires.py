@@ -49,7 +49,7 @@ def _link(options: WireOptions | None = None) -> Iterator[tuple[Sender, Receiver
         mock.patch.object(p2p.dist, "isend", isend),
         mock.patch.object(p2p.dist, "irecv", lambda buffer, *_, **__: _Posted(content, buffer)),
     ):
-        yield Sender(1, PAIR, options or WireOptions()), Receiver(0, PAIR, CPU)
+        yield Sender(1, PAIR, CPU, options or WireOptions()), Receiver(0, PAIR, CPU, CPU)
         assert not content, "something was sent that nobody received"
 
 
