@@ -11,9 +11,10 @@ where groups of the same ranks share one; and one for each ordered pair of pipel
 to the second one, activations or gradients. The two directions of a pair do not share one: with both in one queue, a
 receive that is posted before its time would hold up the send that the peer needs to come to its own.
 
-In which order they start: collectives first, in the order of the table in parallel_state.py; then messages, by pairs of
-ranks in ascending order, upward before downward. It is the same on all ranks. Take the first one that is not started:
-whatever its ranks come to before it is started, so all of them come to it. Nothing in a step is a first use.
+In which order they start: collectives first, in the order of the table in parallel_state.py; then messages, those of
+the link that is measured, of ties and of the placement, each by pairs of ranks in ascending order, upward before
+downward. It is the same on all ranks. Take the first one that is not started: whatever its ranks come to before it is
+started, so all of them come to it. Nothing in a step is a first use.
 
 Why messages arrive: from a to b, a sends in the order of its actions, and b receives in the same order, which it reads
 from a's actions; what comes before it is needed is kept (Transfers). When b waits for a message it has received or
@@ -26,8 +27,8 @@ a model and the world they meet between steps; along data, buckets are reduced i
 nothing waits for that before the end of the step, when this rank owes nobody a message.
 
 What else could wait for a posted receive: whatever waits for the whole device. Nothing does inside a step; profiles
-take events (DeviceClock). Its allocator does when it gives memory back to the driver; therefore a receive
-is posted one computation before it is needed and not as early as possible.
+take events (DeviceClock). The allocator does when it gives memory back to the driver; therefore a receive is posted one
+computation before it is needed and not as early as possible.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Communicators:
     def describe(self) -> str:
         """For the log."""
         memory = f", {self.device_bytes / 1e6:.0f} MB of the GPU's memory" if self.wire.type == "cuda" else ""
-        return f"{len(self._started)} communicators on this rank{memory}: {', '.join(self.names)}"
+        count = f"{len(self._started)} communicator{'s' * (len(self._started) != 1)}"
+        return f"{count} on this rank{memory}: {', '.join(self.names)}"
 
     def _is_new(self, group: Group, between: tuple[int, ...], name: str) -> bool:
         """Groups of the same ranks may share a handle, and so their communicators."""

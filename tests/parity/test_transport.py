@@ -138,22 +138,23 @@ def test_every_schedule_ends(ranks, loss, world, cases) -> None:
         assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * len(here)
 
 
-def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str]]:
-    """What a rank has started before its first step, by the transport and by its own account."""
+def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:
+    """What a rank has started before its first step, by the transport and by its own account; and the log's line."""
     with nccl_like() as device:
         state = initialize_model_parallel(tensor, pipeline)
         build_engine(state, "zbv", torch.float64)
         destroy_model_parallel()
-        return device.communicators, state.communicators.names
+        return device.communicators, state.communicators.names, state.communicators.describe()
 
 
 def test_as_few_communicators_as_are_needed_are_started_and_counted(ranks) -> None:
-    for transport, told in ranks(8, _started, 2, 2):
+    for transport, told, _ in ranks(8, _started, 2, 2):
         # A V sends activations and gradients both ways between its two stages.
         assert [name.split()[0] for name in told] == ["tensor", "data", "model", "world", "pipeline", "pipeline"]
         assert len(transport) == len(told)
-    (transport, told), *_ = ranks(2, _started, 1, 2)
-    assert told == ["model", "pipeline 0 to 1", "pipeline 1 to 0"] and len(transport) == len(told)
+    for transport, told, line in ranks(2, _started, 1, 2):
+        assert told == ["model", "pipeline 0 to 1", "pipeline 1 to 0"] and len(transport) == len(told)
+        assert line == "3 communicators on this rank: model, pipeline 0 to 1, pipeline 1 to 0"
 
 
 def test_the_choice_has_every_schedule_with_every_number_of_stages() -> None:
