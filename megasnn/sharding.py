@@ -194,9 +194,10 @@ def describe_tensor(module: nn.Module, name: str, shard: Shard) -> None:
     _shards(module)[name] = shard
 
 
-def is_described(module: nn.Module) -> bool:
-    """Whether tensors of the module itself are described."""
-    return bool(vars(module).get("_described_shards"))
+def is_described(module: nn.Module, name: str | None = None) -> bool:
+    """Whether tensors of the module itself are described, or the one of this name."""
+    described = vars(module).get("_described_shards", {})
+    return bool(described) if name is None else name in described
 
 
 def _shards(module: nn.Module) -> dict[str, Shard]:
@@ -224,6 +225,12 @@ def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_th
     vars(module).setdefault("_owner_names", {})[name] = owner_name
 
 
+def owner_name(module: nn.Module, name: str, path: str) -> str:
+    """Global name of the tensor that a module at this path owns, or has a copy of."""
+    called: str = vars(module).get("_owner_names", {}).get(name, f"{path}.{name}")
+    return called
+
+
 def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
     """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order; no copies.
 
@@ -242,15 +249,16 @@ def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterato
     """All tensors, and whether each is a copy."""
     for prefix, layer in named_layers:
         for path, module in layer.named_modules(prefix=prefix):
-            shards, owners = _shards(module), vars(module).get("_owner_names", {})
+            shards = _shards(module)
             own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
             for name, tensor in own:
                 if name in module._non_persistent_buffers_set:
                     continue
                 if name not in shards:
                     raise ValueError(f"{path}.{name} has no shard description; make it with declare_parameter/_buffer")
-                called = owners.get(name, f"{path}.{name}")
-                yield ShardedTensor(called, tensor, shards[name], name in module._parameters), name in owners
+                called = owner_name(module, name, path)
+                entry = ShardedTensor(called, tensor, shards[name], name in module._parameters)
+                yield entry, called != f"{path}.{name}"
 
 
 def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
@@ -278,9 +286,8 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             values[entry.name] = _in_memory_order(entry.shard.cut(full).to(device, entry.tensor.dtype))
         for prefix, layer in layers:
             for path, module in layer.named_modules(prefix=prefix):
-                owners = vars(module).get("_owner_names", {})
                 for name in _shards(module):
-                    value = values[owners.get(name, f"{path}.{name}")]
+                    value = values[owner_name(module, name, path)]
                     if name in module._parameters:
                         module._parameters[name] = _with_all_of(module._parameters[name], value)
                     else:

@@ -6,7 +6,7 @@ sum too and uneven shares need no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,14 @@ class BucketedDataParallel:
     Buckets are filled from the last parameter to the first, the order in which backward finishes them, and are reduced
     in one order on every replica, from the last chunk to the first, each as soon as it and all before it are complete:
     replicas with other numbers of micro-batches finish their chunks in another order, and their collectives must still
-    meet. A parameter is complete when as many gradients were added to it as the step has micro-batches. One with
+    meet. A parameter is complete when all gradients of the step's micro-batches were added to it. One with
     `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
 
     Args:
         tensors: (chunk index, that chunk's tensors).
         data, tensor: the groups.
         bucket_bytes: a bucket is closed when it holds at least this much.
+        additions: how many gradients a micro-batch adds to a parameter, where that is not one.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class BucketedDataParallel:
         data: Group,
         tensor: Group,
         bucket_bytes: int = BUCKET_BYTES,
+        additions: Mapping[Tensor, int] | None = None,
     ) -> None:
-        self._data, self._tensor = data, tensor
+        self._data, self._tensor, self._additions = data, tensor, additions or {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._next = 0
@@ -95,11 +97,20 @@ class BucketedDataParallel:
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.attach()
-            bucket.due = dict.fromkeys(bucket.parameters, micro_batches)
+            bucket.due = {each: micro_batches * self._additions.get(each, 1) for each in bucket.parameters}
 
     def accumulated(self, parameter: Tensor) -> None:
-        """To be called when a micro-batch's gradient was added other than by autograd, whose hooks call it too."""
+        """To be called when a gradient was added other than by autograd, whose hooks call it too.
+
+        Raises:
+            ValueError: more were added than the dry run has shown.
+        """
         due = self._bucket_of[parameter].due
+        if parameter not in due:
+            raise ValueError(
+                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run: "
+                "let every forward call it as often"
+            )
         due[parameter] -= 1
         if due[parameter] == 0:
             del due[parameter]

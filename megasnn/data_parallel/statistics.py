@@ -1,5 +1,7 @@
 """Running statistics of the norms: one update a step, from all micro-batches of the global batch, in global order.
 
+A norm that a forward of the model calls several times has one for each call, in their order.
+
 Every replica sees every micro-batch's statistics and merges them in the same order, so that the buffers are equal on
 all of them, and equal to those of one rank.
 """
@@ -15,9 +17,10 @@ from torch import Tensor
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.holding import calls_of
 
 StepStatistics = tuple[ParallelBatchNorm, Tensor, Tensor]
-"""A norm, and mean and unbiased variance of all its input of a step."""
+"""A norm, and mean and unbiased variance `[calls, C_local]` of all its input of a step: for each call in a forward."""
 
 
 def merge_running_statistics(
@@ -36,29 +39,46 @@ def merge_running_statistics(
         data: the data-parallel group, in the order in which replicas take their micro-batches.
         most_micro_batches: the largest number of micro-batches that any replica has.
         of_owners: whose running statistics are updated by what was found, for norms that several layers have.
+    Raises:
+        ValueError: a norm was called otherwise than in the dry run.
     """
     tracked = [norm for norm in norms if norm.running_mean is not None and (norm.pending or data.size > 1)]
     if not tracked:
         return
     table = _gathered(_local_table(tracked, most_micro_batches), data)
-    sizes = [norm.running_mean.numel() for norm in tracked if norm.running_mean is not None]
-    counts, means, variances = table.split([len(sizes), sum(sizes), sum(sizes)], dim=1)
-    channels = table.new_tensor(sizes, dtype=torch.int64)
-    mean, unbiased = _pooled(counts.repeat_interleave(channels, dim=1), means, variances)
-    for norm, its_mean, its_variance in of_owners(
-        list(zip(tracked, mean.split(sizes), unbiased.split(sizes), strict=True))
-    ):
-        _update(norm, its_mean, its_variance)
+    sizes = [(calls_of(norm), norm.running_mean.numel()) for norm in tracked if norm.running_mean is not None]
+    channels = [size for calls, size in sizes for _ in range(calls)]
+    counts, means, variances = table.split([len(channels), sum(channels), sum(channels)], dim=1)
+    counts = counts.repeat_interleave(table.new_tensor(channels, dtype=torch.int64), dim=1)
+    pooled = [_of_each_call(values, sizes) for values in _pooled(counts, means, variances)]
+    for norm, its_means, its_variances in of_owners(list(zip(tracked, *pooled, strict=True))):
+        for mean, variance in zip(its_means, its_variances, strict=True):
+            _update(norm, mean, variance)
     for norm in tracked:
         norm.pending.clear()
 
 
+def _of_each_call(values: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The values of all norms, `[calls, C_local]` of each."""
+    parts = values.split([calls * channels for calls, channels in sizes])
+    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+
+
 def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
-    """One row for each micro-batch: counts, means and variances of all norms; unused rows have count 0."""
+    """One row for each micro-batch: counts, means and variances of all calls of all norms; unused rows have count 0.
+
+    Raises ValueError for a norm that forwards have not called as often as the dry run.
+    """
+    calls = [norm.pending[call :: calls_of(norm)] for norm in norms for call in range(calls_of(norm))]
+    if len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
+        raise ValueError(
+            f"batch norms recorded {[len(norm.pending) for norm in norms]} statistics, and by the dry run a forward "
+            f"calls them {[calls_of(norm) for norm in norms]} times: let every forward call each of them as often"
+        )
     buffers = [norm.running_mean for norm in norms if norm.running_mean is not None]
-    width = len(norms) + 2 * sum(buffer.numel() for buffer in buffers)
+    width = sum(calls_of(norm) * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
-    for row, records in enumerate(zip(*(norm.pending for norm in norms), strict=True)):
+    for row, records in enumerate(zip(*calls, strict=True)):
         counts = table.new_tensor([count for _, _, count in records])
         values = [mean for mean, _, _ in records] + [variance for _, variance, _ in records]
         table[row] = torch.cat([counts, torch.cat(values).double()])

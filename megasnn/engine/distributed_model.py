@@ -17,7 +17,8 @@ from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of, map_entries
 from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
-from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm
+from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
+from megasnn.layers.holding import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
@@ -96,6 +97,11 @@ class DistributedModel:
             [(index, chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
             state.data,
             state.tensor,
+            additions={
+                each.weight: calls_of(each)
+                for each in self._modules
+                if isinstance(each, (ParallelConv, ParallelLinear))
+            },
         )
         self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline, state.communicators)
         for chunk in self.chunks.values():

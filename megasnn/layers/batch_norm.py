@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels.reference import batch_norm
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import once
+from megasnn.layers.holding import count_call
 from megasnn.layers.initialisers import ones, zeros
 from megasnn.sharding import Initialiser, declare_buffer, declare_parameter
 
@@ -19,8 +19,8 @@ class ParallelBatchNorm(nn.Module):
 
     Every micro-batch is normalised by its own mean and biased variance. The running statistics are not touched by a
     forward: with `recording` on, it appends (mean, biased variance, values per channel) to `pending`, and
-    `merge_running_statistics` turns the whole global batch's records into one update. Recomputation, evaluation and
-    profiling leave `recording` off.
+    `merge_running_statistics` turns the whole global batch's records into one update, or, where a forward of the model
+    calls the norm several times, into one for each call. Recomputation, evaluation and profiling leave `recording` off.
 
     Args:
         channels: the global number; each rank holds `channels / size`.
@@ -75,13 +75,11 @@ class ParallelBatchNorm(nn.Module):
         return self.training or self.running_mean is None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_meta:
-            once(self)
-            if x.shape[2] != self._local_channels:
-                raise ValueError(
-                    f"a batch norm of {self.channels} channels, of which a rank has {self._local_channels}, is given "
-                    f"{x.shape[2]}"
-                )
+        if x.is_meta and x.shape[2] != self._local_channels:
+            raise ValueError(
+                f"a batch norm of {self.channels} channels, of which a rank has {self._local_channels}, is given "
+                f"{x.shape[2]}"
+            )
         flat = x.flatten(0, 1)
         if self.uses_batch_statistics:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
@@ -96,7 +94,10 @@ class ParallelBatchNorm(nn.Module):
         return y.unflatten(0, x.shape[:2])
 
     def record(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Keeps one micro-batch's statistics `[C_local]` over `count` values a channel, if recording is on."""
+        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on; the dry run
+        counts the calls."""
+        if mean.is_meta:
+            count_call(self)
         if self.recording and self.running_mean is not None:
             self.pending.append((mean.detach(), variance.detach(), count))
 

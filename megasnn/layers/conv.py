@@ -37,7 +37,7 @@ from megasnn.comm.group import Group
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of, once
+from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
@@ -169,16 +169,19 @@ class ParallelConv(nn.Module):
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
         """Learns from the input what it holds and whether it has all channels; gives the shape of the output.
 
-        Raises ValueError for dimensions and a number of channels that do not fit, and as `once` does.
+        Raises ValueError for dimensions and a number of channels that do not fit, and for two inputs in one forward of
+        which only one has all channels.
         """
-        once(self)
+        again = count_call(self) > 1
         if x.ndim != 5 or is_signal != (self.dims == 1) and not self.pointwise:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, and is given {x.ndim} dimensions")
         group, plan = self.plan.group, self.plan
         whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
         if self._learns_content:
-            plan = replace(plan, content=content_of(x))
+            plan = replace(plan, content=joined(plan.content, content_of(x)) if again else content_of(x))
+        if again and self._learns_whole and whole != plan.whole:
+            raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
         if whole and (plan.scatter or plan.geometry.groups > 1):
             raise ValueError(
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "

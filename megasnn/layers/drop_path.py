@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.holding import once
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.random import philox_key
 
@@ -44,6 +45,7 @@ class DropPath(KeyedLayer):
                 "block that has it inside is a KeyedLayer, and hands them on"
             )
         if x.is_meta:
+            once(self, f"would draw the same both times: make a second one, of another name than {self.name!r}")
             return torch.empty_like(x)
         keys = [philox_key(self.seed, "drop path", self.name, position) for position in samples]
         keep = kept(self.p, keys, 1, 1, range(1), 1, x.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.holding import once
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.random import philox_key
 
@@ -51,6 +52,7 @@ class ParallelDropout(KeyedLayer):
                 "block that has it inside is a KeyedLayer, and hands them on"
             )
         if x.is_meta:
+            once(self, f"would draw the same both times: make a second one, of another name than {self.name!r}")
             return torch.empty_like(x)
         return (x * self._kept(x, samples)).mul_(1 / (1 - self.p))
 

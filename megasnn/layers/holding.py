@@ -74,19 +74,27 @@ def content_of(tensor: Tensor) -> Content:
     return Content.SPIKES if largest <= 1 else Content.COUNTS
 
 
-def once(module: nn.Module) -> None:
-    """To be called in the dry run of a layer whose parameters or statistics expect one call in a forward.
+def count_call(module: nn.Module) -> int:
+    """To be called in the dry run of a layer whose gradients or statistics are counted: the number of this call."""
+    vars(module)["_calls"] = number = vars(module).get("_calls", 0) + 1
+    return number
 
-    Raises:
-        ValueError: the second time.
-    """
-    if vars(module).setdefault("_dry_runs", 0):
-        raise ValueError(
-            f"this {type(module).__name__} is called twice in one forward; its gradient is counted once for each "
-            "micro-batch: make a second one, which may have the same weights (second.weight = first.weight), or yield "
-            "the layer twice"
-        )
-    module._dry_runs = 1  # type: ignore[assignment]
+
+def calls_of(module: nn.Module) -> int:
+    """How often a forward of the model calls a layer, by the dry run; once where there was none."""
+    number: int = vars(module).get("_calls", 1)
+    return number
+
+
+def once(module: nn.Module, why: str) -> None:
+    """To be called in the dry run of a layer that a forward may call once. Raises ValueError the second time."""
+    if count_call(module) > 1:
+        raise ValueError(f"this {type(module).__name__} is called twice in one forward, and {why}")
+
+
+def joined(first: Content, second: Content) -> Content:
+    """What holds everything that one of the two does."""
+    return max(first, second, key=(Content.SPIKES, Content.COUNTS, Content.DENSE).index)
 
 
 class Holding(TorchFunctionMode):

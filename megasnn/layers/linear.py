@@ -21,7 +21,7 @@ from megasnn.comm.collectives import (
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import add_product
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of, once
+from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.sharding import Initialiser, declare_parameter
@@ -94,13 +94,17 @@ class ParallelLinear(nn.Module):
 
     def _dry_run(self, x: Tensor) -> Tensor:
         """Learns from the input what it holds; gives the shape of the output. Raises ValueError for features that do
-        not fit."""
-        once(self)
+        not fit, and for two inputs in one forward of which only one has all features."""
+        again = count_call(self) > 1
         size = self.plan.group.size
         is_whole = size > 1 and x.ndim == 3 and x.shape[-1] == self.in_features
         if x.shape[-1] * size != self.in_features and not is_whole:
             raise ValueError(f"a linear layer of {self.in_features} input features is given {x.shape[-1] * size}")
-        content = content_of(x) if self._learns_content else self.plan.content
+        if again and is_whole != self.plan.whole:
+            raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
+        content = self.plan.content
+        if self._learns_content:
+            content = joined(content, content_of(x)) if again else content_of(x)
         self.plan = replace(self.plan, content=content, whole=is_whole)
         whole = self.plan.style == "row" or self.gather_output
         features = self.out_features if whole else self.out_features // size

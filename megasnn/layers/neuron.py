@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megasnn.kernels import NEURONS, NeuronSpec
 from megasnn.kernels.unit import neuron_multi_step
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import hold
+from megasnn.layers.holding import hold, once
 from megasnn.sharding import declare_parameter
 
 SpikeObserver = Callable[[Tensor], None]
@@ -32,21 +32,27 @@ class NeuronLayer(nn.Module):
         carries: whether it keeps its state for the next call.
         observer: called with the spikes of every forward when set (spike statistics).
         largest: the largest value that a neuron gives, of the whole numbers from 0; None where others come too.
+        once_because: why one forward may not call it twice; None where it may, and each call starts at rest.
     """
 
     largest: int | None = 1
+    once_because: str | None = None
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.time_steps, self.carries = context.time_steps, context.carries
         self.observer: SpikeObserver | None = None
+        if self.carries:
+            self.once_because = "with --bptt-steps it goes on from what one call left: give each call a neuron"
 
     def steps_of(self, x: Tensor) -> int:
         """The number of time steps that the spikes for an input have."""
         return self.time_steps if len(x) == 1 else len(x)
 
     def at_every_step(self, x: Tensor) -> Tensor:
-        """The input at each of the time steps."""
+        """The input at each of the time steps. Raises ValueError in the dry run for a second call that may not be."""
+        if x.is_meta and self.once_because is not None:
+            once(self, self.once_because)
         steps = self.steps_of(x)
         return x if len(x) == steps else x.expand(steps, *x.shape[1:])
 

@@ -19,7 +19,6 @@ from megasnn.layers.channels import refuse_whole, say_whole
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout
-from megasnn.layers.holding import once
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm, TemporalEffectiveBatchNorm
@@ -181,16 +180,13 @@ class SwappedDropout(ParallelDropout):
 class SwappedNeuron(ParallelNeuron):
     """In place of SpikingJelly's IFNode, LIFNode and ParametricLIFNode in step mode "m"."""
 
+    once_because = "SpikingJelly's would go on with the potentials of the first call: give each call a neuron"
+
     def __init__(self, node: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
         super().__init__(spec_of(node), context)
         if self.w is not None:
             shard = context.shard((), partial_gradient=True, initialise=own_values(node, initialise, "w"))
             declare_parameter(self, "w", shard, context.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.is_meta:
-            once(self)  # a second call would go on with the potentials of the first
-        return super().forward(x)
 
 
 _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}

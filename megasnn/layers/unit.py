@@ -159,6 +159,23 @@ class NeuronConvNorm(nn.Module):
         return self.norm(self.conv(self.neuron(x)))
 
 
+class ResidualMLP(nn.Module):
+    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer.
+
+    Args:
+        dim, hidden: the global numbers of channels.
+        bias, initialise: as of ConvNormNeuron.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool = False, initialise: Initialiser | None = None) -> None:
+        super().__init__()
+        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, bias=bias, initialise=initialise)
+        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, bias=bias, initialise=initialise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.fc1(x))
+
+
 class Residual(nn.Module):
     """x + inner(x)."""
 

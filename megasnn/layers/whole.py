@@ -32,6 +32,7 @@ from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm
+from megasnn.layers.own_neuron import SpikingNeuron
 from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values, take_numbers, where_values_are
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
 from megasnn.sharding import describe_tensor, is_described
@@ -279,9 +280,11 @@ def _refuse_attached(module: nn.Module) -> None:
 
 
 def refuse_plain_parts(module: nn.Module) -> None:
-    """For a layer with sharded layers in it: raises ValueError for plain modules that work by themselves only."""
+    """For a layer with sharded layers in it: raises ValueError for plain modules that work by themselves only, and for
+    tensors that do not say how ranks share them."""
     for path, each in module.named_modules():
-        what = f"{path} ({type(each).__name__})"
+        kind = type(each).__name__
+        what = f"{path} ({kind})" if path else kind
         _refuse_dropout(what, each)
         if isinstance(each, _BatchNorm):
             raise ValueError(f"{what} inside a layer of MegaSNN's layers: use megasnn.ParallelBatchNorm")
@@ -290,6 +293,27 @@ def refuse_plain_parts(module: nn.Module) -> None:
                 f"{what} inside a layer of MegaSNN's layers keeps its state from one micro-batch to the next: use "
                 "megasnn.ParallelNeuron, or make it a layer of its own"
             )
+        refuse_alone(what, each)
+        for name, _ in own_tensors(each):
+            if not is_described(each, name):
+                place = f"{path}.{name}" if path else name
+                raise ValueError(f"{place} of {kind}{_instead_of_own(each, name)}")
+
+
+def _instead_of_own(module: nn.Module, name: str) -> str:
+    """What is wrong with a tensor that nothing describes, in a module inside a layer of MegaSNN's layers, and what to
+    do instead."""
+    if isinstance(module, SpikingNeuron):
+        return f" is not cut by channel with its neurons: declare it with self.per_channel({name!r}, its initial value)"
+    if is_plain(module):
+        return (
+            ": a plain module with parameters inside a layer of MegaSNN's layers cannot be cut: use ParallelConv, "
+            "ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
+        )
+    return (
+        " stands beside layers that are cut by channel, and does not say how ranks share it: move it, with what is "
+        "computed from it, to a module without them, and yield that as a layer of its own (`takes` names its inputs)"
+    )
 
 
 def _refuse_dropout(what: str, module: nn.Module) -> None:

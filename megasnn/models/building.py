@@ -42,7 +42,7 @@ from megasnn.models.description import (
 )
 from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
-from megasnn.models.ties import separate, tie_all
+from megasnn.models.ties import refuse_other_calls, separate, tie_all
 from megasnn.sharding import copied_tensors, sharded_tensors
 
 
@@ -63,16 +63,10 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
     _refuse_made_before(layers, built(model, BuildContext(), neuron))
     named = [(each.name, each.module) for each in layers]
-    try:
-        list(sharded_tensors(named))
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; a plain module with parameters inside a layer of MegaSNN's layers cannot be cut: use "
-            "ParallelConv, ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
-        ) from None
     taken = _sources(layers)
     outputs = dry_run(named, taken, model.input_shape, time_steps=model.time_steps)
     _require_logits(model, names[-1], outputs[-1])
+    refuse_other_calls(named)
     described = [
         LayerDescription(each.name, each.unit, _described(each, y), each.takes or ())
         for each, y in zip(layers, outputs, strict=True)

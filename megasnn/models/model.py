@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megasnn.config.checks import at_least, not_a_choice
 from megasnn.config.neuron import NeuronConfig
@@ -29,7 +29,8 @@ class Model(ABC):
     """The dimensions of a model. A subclass is a frozen dataclass, whose fields are flags, checked, saved with every
     checkpoint and explained by --help with the text below each of them.
 
-    A built-in model imports what needs torch in its methods: flags are checked before torch is imported.
+    A built-in model imports what needs torch in its methods (`layers_beside`): flags are checked before torch is
+    imported.
 
     Attributes:
         name: checkpoints keep it. By default that of the class, as a file would be called: sew_res_net of SewResNet.
@@ -111,6 +112,17 @@ class Model(ABC):
                 recipe = dialect.to_ours(state_dict)
                 return {ours: made.of(state_dict[name] for name in made.sources) for ours, made in recipe.items()}
         raise ValueError(f"SpikingJelly has no model {self.name}; leave --load-spikingjelly out")
+
+
+def layers_beside(module: str) -> Callable[[Any], Iterable[Layer]]:
+    """The method `layers` of a built-in model whose class is in this module: it calls `layers_of` of the module `model`
+    beside it, which needs torch and is imported then."""
+
+    def layers(self: Model) -> Iterable[Layer]:
+        found: Iterable[Layer] = import_module(f"{module.rpartition('.')[0]}.model").layers_of(self)
+        return found
+
+    return layers
 
 
 @cache

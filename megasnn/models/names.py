@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megasnn.config.checks import flag
 from megasnn.files.problems import CheckpointError, raise_problems
 
 NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -108,20 +109,30 @@ def unit_prefixes(units: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str,
     }
 
 
-def prefix_dialect(name: str, title: str, *, marker: str, prefixes: Mapping[str, str]) -> Dialect:
+def prefix_dialect(
+    name: str, title: str, *, marker: str, prefixes: Mapping[str, str], lacks: Mapping[str, Any] | None = None
+) -> Dialect:
     """A dialect in which the tensors are the same, and names differ in the path of the module only.
 
     Args:
         name, title, marker: as in Dialect.
         prefixes: our path of a module -> theirs; `{}` stands for the same number on both sides, in the same order.
+        lacks: values of our model's configuration with which theirs has no such model.
     """
+
+    def outgoing(ours: Collection[str], model: ModelValues | None) -> Recipe:
+        for field, value in (lacks or {}).items():
+            if model is not None and model.get(field) == value:
+                raise CheckpointError(f"{title} has no {flag(field)} {value}")
+        return renamed(_moved(ours, prefixes))
+
     back = {theirs: ours for ours, theirs in prefixes.items()}
     return Dialect(
         name,
         title,
         marker,
         incoming=lambda theirs: renamed(_moved(theirs, back)),
-        outgoing=lambda ours, model: renamed(_moved(ours, prefixes)),
+        outgoing=outgoing,
     )
 
 

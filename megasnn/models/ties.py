@@ -7,17 +7,18 @@ Those of a later layer are copies, tied to those of the first layer that has the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from megasnn.layers import DropPath, ParallelDropout
+from megasnn.layers import DropPath, ParallelBatchNorm, ParallelDropout
+from megasnn.layers.holding import calls_of
 from megasnn.layers.whole import SHARDED
 from megasnn.models.layer import Layer
-from megasnn.sharding import tie
+from megasnn.sharding import owner_name, tie
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,21 @@ def tie_all(layers: Sequence[Layer], ties: Ties) -> None:
             raise ValueError(
                 f"{_global_name(layers, place)} is tied to {_global_name(layers, owner)}: {error}"
             ) from None
+
+
+def refuse_other_calls(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Behind the dry run: raises ValueError for a norm that one layer calls more often than another that has it too,
+    because their statistics are paired."""
+    calls: dict[str, int] = {}
+    for layer, module in named_layers:
+        for path, norm in module.named_modules(prefix=layer):
+            if isinstance(norm, ParallelBatchNorm):
+                owner = owner_name(norm, "running_mean", path)
+                if calls.setdefault(owner, calls_of(norm)) != calls_of(norm):
+                    raise ValueError(
+                        f"{path} is called {calls_of(norm)} times in a forward, and {owner.rpartition('.')[0]}, of "
+                        f"which it is a copy, {calls[owner]} times: let both layers call the norm as often"
+                    )
 
 
 def _global_name(layers: Sequence[Layer], place: _Place) -> str:

@@ -19,6 +19,7 @@ from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.data_parallel.statistics import StepStatistics
 from megasnn.layers import ParallelBatchNorm
+from megasnn.layers.holding import calls_of
 from megasnn.models.description import ModelDescription
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import copied
@@ -144,4 +145,5 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:
     assert norm.running_mean is not None
-    return norm.running_mean.new_empty((2, norm.running_mean.numel()), dtype=torch.float64)
+    shape = 2, calls_of(norm), norm.running_mean.numel()  # a copy is called as often as its owner
+    return norm.running_mean.new_empty(shape, dtype=torch.float64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from spikingjelly.activation_based import functional, neuron, surrogate
@@ -13,18 +14,11 @@ from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 import megasnn
-from megasnn.checkpoint import load_globals_into
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.layers import BuildContext, ConvNormNeuron
-from megasnn.models.building import describe
+from megasnn.layers import ConvNormNeuron
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
-from tests.parity.ranks import Layout, RankStep, record_step
+from tests.parity.beside import Case
 
-SIZES = [2, 2, 1]
 CLASSES = 4
 TIME = 3
 
@@ -220,45 +214,23 @@ class Signals(Model):
                 yield layer("unit", ConvNormNeuron(8, 16, 3, dims=1))
 
 
-MODELS: dict[str, tuple[Model, Callable[[], nn.Sequential]]] = {
-    "vgg": (Vgg(), vgg),
-    "residual": (Residual(), residual),
-    "signals": (Signals(), signals),
-    "rest": (Rest(), rest),
-}
-
-
-def data(name: str) -> tuple[Tensor, Tensor]:
-    """A global batch with labels."""
-    generator = torch.Generator().manual_seed(7)
-    shape = (sum(SIZES), *MODELS[name][0].input_shape)
-    values = 2 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    return values, torch.randint(0, CLASSES, (sum(SIZES),), generator=generator)
-
-
-def build(name: str) -> nn.Module:
-    """The network itself, with norm parameters away from their initial values, on what a data loader gives."""
+def _prepared(make: Callable[[], nn.Module]) -> nn.Module:
+    """In float64, with norm parameters away from their initial values."""
     torch.manual_seed(1)
-    net = MODELS[name][1]().double()
+    net = make().double()
     for path, parameter in net.named_parameters():
         if parameter.ndim == 1 or "norm" in path:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    frames = len(MODELS[name][0].input_shape) == 4
-    net.register_forward_pre_hook(
-        lambda _, given: given[0].transpose(0, 1) if frames else given[0].expand(TIME, *given[0].shape)
-    )
     return net
 
 
-def one_step(name: str, layout: Layout, weights: dict[str, Tensor]) -> RankStep:
-    """One of our steps, on every rank of an initialised world."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
-    try:
-        model = describe(MODELS[name][0])
-        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        engine = DistributedModel(model, state, BuildContext(state.tensor, torch.float64, torch.float64), bounds, plan)
-        load_globals_into(engine.tensors, weights, state.world.handle)
-        return record_step(engine, state, *data(name), SIZES[0])
-    finally:
-        destroy_model_parallel()
+def _case(model: Model, make: Callable[[], nn.Module]) -> Case:
+    return Case(model, partial(_prepared, make), steps=3, scale=2.0)
+
+
+CASES = {
+    "vgg": _case(Vgg(), vgg),
+    "residual": _case(Residual(), residual),
+    "signals": _case(Signals(), signals),
+    "rest": _case(Rest(), rest),
+}

@@ -1,18 +1,22 @@
-"""One step of any small model on every rank of a layout."""
+"""Steps of any small model on every rank of a layout."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from megasnn.checkpoint import load_globals_into
+from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.grid import HOLDING_AXES
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.model import Model
+from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
-from tests.parity.ranks import Layout, RankStep, assemble, record_step
+from tests.parity.ranks import Layout, RankStep, assemble, record_step, weights_of
 from tests.parity.test_layouts import error
 
 SIZES = [2, 2, 1]
@@ -23,29 +27,51 @@ LAYOUTS = [
     Layout(1, 1, 4, "gpipe"),
     Layout(2, 2, 2, "zbv"),
 ]
+SGD = OptimizerConfig("sgd", lr=0.05, sgd_momentum=0.9, weight_decay=0.0)
 
 
-def images(model: Model) -> tuple[Tensor, Tensor]:
+def images(model: Model, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """A global batch with labels."""
     generator = torch.Generator().manual_seed(7)
-    values = torch.randn(sum(SIZES), *model.input_shape, generator=generator, dtype=torch.float64)
+    values = scale * torch.randn(sum(SIZES), *model.input_shape, generator=generator, dtype=torch.float64)
     return values, torch.randint(0, model.num_classes, (sum(SIZES),), generator=generator)
 
 
-def one_step(model: Model, layout: Layout, dtype: torch.dtype = torch.float64) -> RankStep:
-    """From the keyed initial values, on every rank of an initialised world."""
+def take_steps(
+    model: Model, layout: Layout, batch: tuple[Tensor, Tensor], count: int, weights: dict[str, Tensor] | None = None
+) -> list[RankStep]:
+    """Steps of SGD on one batch, in its precision, on every rank of an initialised world. A single one is up to the
+    gradients.
+
+    Args:
+        weights: by global names; without them, steps begin at the keyed initial values.
+    """
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
-        described = describe(model)
+        described, dtype = describe(model), batch[0].dtype
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
-        context = BuildContext(state.tensor, dtype, dtype)
-        x, labels = images(model)
-        return record_step(
-            DistributedModel(described, state, context, bounds, plan), state, x.to(dtype), labels, SIZES[0]
-        )
+        engine = DistributedModel(described, state, BuildContext(state.tensor, dtype, dtype), bounds, plan)
+        if weights is not None:
+            load_globals_into(engine.tensors, weights, state.world.handle)
+        optimizer = build_optimizer(engine.tensors, SGD, {axis: state.group(axis) for axis in HOLDING_AXES})
+        steps = list[RankStep]()
+        for _ in range(count):
+            steps.append(record_step(engine, state, *batch, SIZES[0]))
+            if count > 1:
+                optimizer.step()
+                engine.refresh_copies()
+                steps[-1].weights = weights_of(engine)
+        return steps
     finally:
         destroy_model_parallel()
+
+
+def one_step(model: Model, layout: Layout, dtype: torch.dtype = torch.float64) -> RankStep:
+    """From the keyed initial values."""
+    x, labels = images(model)
+    (step,) = take_steps(model, layout, (x.to(dtype), labels), 1)
+    return step
 
 
 def assert_equal(steps: list[RankStep], one: list[RankStep]) -> None:

@@ -1,4 +1,4 @@
-"""Neurons of one's own, of the literature: the same on every layout, and what their equations say."""
+"""Neurons of one's own, of the literature; tests/parity/test_networks.py compares two of them with SpikingJelly's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megasnn.models.model import Model
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.sharding import materialise
 from tests.models.steps import LAYOUTS, assert_equal, one_step
-from tests.parity.ranks import Layout, assemble
+from tests.parity.ranks import Layout
 from tests.parity.test_layouts import name_of
 
 
@@ -115,18 +115,17 @@ class Own(Model):
 
 def _pair(kind: str, layout: Layout) -> Any:
     """What neurons of counts have besides is seen where they meet other ranks: there, and all of them by the marker."""
-    rare = kind in ("CountingLIF", "TernaryLIF") and layout.tensor * layout.pipeline != 4
-    return pytest.param(layout, kind, id=f"{kind}-{name_of(layout)}", marks=[pytest.mark.matrix] if rare else [])
+    marks = [] if layout.tensor * layout.pipeline == 4 else [pytest.mark.matrix]
+    return pytest.param(layout, kind, id=f"{kind}-{name_of(layout)}", marks=marks)
 
 
-@pytest.mark.parametrize(("layout", "kind"), [_pair(kind, layout) for kind in NEURONS for layout in LAYOUTS])
+@pytest.mark.parametrize(
+    ("layout", "kind"), [_pair(kind, layout) for kind in ("CountingLIF", "TernaryLIF") for layout in LAYOUTS]
+)
 def test_every_layout_computes_the_same(ranks, layout: Layout, kind: str) -> None:
     one = ranks(1, one_step, Own(kind=kind), Layout())
     assert one[0].spikes > 100
     assert_equal(ranks(layout.world_size, one_step, Own(kind=kind), layout), one)
-    learned = {name: value for name, value in assemble(one, "gradients").items() if ".neuron." in name}
-    assert bool(learned) == (kind in ("AdaptiveLIF", "GatedLIF"))
-    assert all(value.abs().max() > 0 and value.ndim == 1 for value in learned.values())
 
 
 def test_a_neuron_of_ones_own_computes_what_the_same_neuron_of_the_table_does() -> None:

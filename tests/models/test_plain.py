@@ -8,23 +8,27 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as functional_torch
-from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelDropout, SpikingNeuron
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    KeyedLayer,
+    MeanLinear,
+    ParallelBatchNorm,
+    ParallelDropout,
+    SpikingNeuron,
+)
 from megasnn.layers.holding import content_of
-from megasnn.layers.whole import apply_layer
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.sharding import materialise
-from tests.models.steps import LAYOUTS, assert_equal, images, one_step
-from tests.parity.ranks import Layout, assemble
-from tests.parity.test_layouts import name_of
 
 CLASSES = 4
 CPU = torch.device("cpu")
@@ -58,34 +62,6 @@ class Plain(Model):
         yield layer("mean", nn.AdaptiveAvgPool2d(1))
         yield layer("flat", nn.Flatten())
         yield layer("head", nn.Linear(2 * self.width, self.num_classes))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_every_layout_computes_the_same(ranks, layout: Layout) -> None:
-    one = ranks(1, one_step, Plain(), Layout())
-    assert_equal(ranks(layout.world_size, one_step, Plain(), layout), one)
-    expected = assemble(one, "gradients")
-    assert expected["block.0.weight"].abs().max() > 0 < expected["conv.weight"].abs().max()
-
-
-def test_one_rank_computes_what_the_modules_compute_by_themselves() -> None:
-    described = describe(Plain(sharded=False))
-    built = described.named_layers(BuildContext(dtype=torch.float64, compute_dtype=torch.float64))
-    materialise(built, CPU, seed=3)
-    theirs = nn.Sequential(*(each.module for each in Plain(sharded=False).layers())).double()
-    named = dict(zip([layer.name for layer in described.layers], theirs, strict=True))
-    for name, module in built:
-        named[name].load_state_dict(module.state_dict())
-    functional.set_step_mode(theirs, "m")
-    x, _ = images(Plain())
-    y = x.unsqueeze(0)
-    for _, module in built:
-        y = apply_layer(module, y, None)
-    z = x.expand(3, *x.shape)
-    for name, module in named.items():
-        folds = name not in ("fire", "block")
-        z = module(z.flatten(0, 1)).unflatten(0, z.shape[:2]) if folds else module(z)
-    assert torch.allclose(y, z, rtol=1e-12, atol=1e-12) and y.shape == (3, 5, CLASSES)
 
 
 def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -> None:
@@ -226,9 +202,42 @@ class WithDropout(ConvNormNeuron):
         self.part = part
 
 
-class Twice(ConvNormNeuron):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
+class Scaled(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = nn.Parameter(torch.Tensor(1))
+
+
+class Unsaved(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_buffer("mask", torch.ones(8, 1, 1), persistent=False)
+
+
+class Steeper(SpikingNeuron):
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.steep = nn.Parameter(torch.ones(8))
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return self.of("steep", x) * x
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
+
+
+class Steep(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8, neuron=Steeper())
+
+
+class DropsTwice(KeyedLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = ParallelDropout(0.2, "twice")
+
+    def forward(self, x: Tensor, samples: range | None) -> Tensor:
+        return self.dropout(self.dropout(x, samples), samples)
 
 
 class Dropping(ConvNormNeuron):
@@ -251,8 +260,23 @@ class Unkeyed(ConvNormNeuron):
         (lambda: WithDropout(nn.Dropout(0.1)), r"plain\.0: part \(Dropout\) draws random numbers"),
         (lambda: WithDropout(nn.BatchNorm2d(8)), r"plain\.0: part \(BatchNorm2d\) .* use megasnn\.ParallelBatchNorm"),
         (lambda: WithDropout(neuron.LIFNode(step_mode="m")), r"part \(LIFNode\) .* keeps its state"),
-        (Mixed, r"plain\.0\.plain\.weight .* a plain module with parameters inside .* cannot be cut: use ParallelConv"),
-        (lambda: Twice(8, 8), r"plain\.0.* this ParallelConv is called twice in one forward"),
+        (
+            Mixed,
+            r"plain\.0: plain\.weight of Conv2d: a plain module with parameters inside .* cannot be cut: use Parallel",
+        ),
+        (
+            Scaled,
+            r"plain\.0: scale of Scaled stands beside layers that are cut by channel.* yield that as a layer of its",
+        ),
+        (
+            Steep,
+            r"plain\.0: neuron\.steep of Steeper is not cut .* declare it with self\.per_channel\('steep', its init",
+        ),
+        (Unsaved, r"plain\.0: Unsaved has a buffer 'mask' that is not saved"),
+        (
+            DropsTwice,
+            r"plain\.0.* this ParallelDropout is called twice in one forward, and would draw the same both times",
+        ),
         (lambda: Dropping(8, 8), r"plain\.0.* dropout draws random numbers that depend on the layout"),
         (Unkeyed, r"plain\.0.*dropout needs the positions of 2 samples, got None; .* is a KeyedLayer"),
     ],

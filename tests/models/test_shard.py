@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,56 +20,18 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models import given_to_shard as networks
 from tests.models import steps
-from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, assemble
-from tests.parity.test_layouts import TOLERANCE, error, logits_in_order, name_of
+from tests.parity.beside import Case, assert_equal_to_truth
+from tests.parity.ranks import Layout
+from tests.parity.test_layouts import name_of
 
-LAYOUTS = [
-    Layout(),
-    Layout(tensor=2),
-    Layout(2, 2, 1),
-    Layout(1, 4, 2, "zbv"),
-    Layout(pipeline=2),
-    Layout(1, 1, 4, "1f1b"),
-    Layout(2, 2, 2, "zbv"),
-    Layout(tensor=8),
-]
-USUAL = {"vgg": (0, 2, 3), "residual": (0, 1, 3, 6), "signals": (0, 2, 4), "rest": (0, 7)}
+WHOLE = replace(networks.CASES["rest"], counts=False)  # its votes do not divide by 8 ranks, which all have them
+LARGE = [(networks.CASES[name], Layout(1, 4, 2, "zbv")) for name in ("vgg", "residual")] + [(WHOLE, Layout(tensor=8))]
+"""With more tensor parallel ranks than in tests/parity/test_networks.py."""
 
 
-def _layouts(name: str) -> range:
-    """Of the others, some sizes do not divide by 8 ranks."""
-    return range(len(LAYOUTS) if name == "rest" else len(LAYOUTS) - 1)
-
-
-def _pair(name: str, index: int) -> Any:
-    marks = [] if index in USUAL[name] else [pytest.mark.matrix]
-    return pytest.param(name, LAYOUTS[index], id=f"{name}-{name_of(LAYOUTS[index])}", marks=marks)
-
-
-@cache
-def truth(name: str) -> reference.ReferenceStep:
-    return reference.step(networks.build(name), *networks.data(name), networks.SIZES)
-
-
-@pytest.mark.parametrize(("name", "layout"), [_pair(name, i) for name in USUAL for i in _layouts(name)])
-def test_a_layout_computes_what_the_network_does(ranks, name: str, layout: Layout) -> None:
-    expected = truth(name)
-    assert 0.02 < expected.firing < 0.8 and all(grad.abs().max() > 0 for grad in expected.gradients.values())
-    found_steps = ranks(layout.world_size, networks.one_step, name, layout, expected.state_before)
-    assert all(step.loss == pytest.approx(expected.loss, rel=TOLERANCE) for step in found_steps)
-    if name != "rest":  # which has neurons that nobody counts
-        assert sum(step.spikes for step in found_steps) == expected.spikes, "spikes flipped"
-    for ours, theirs in zip(logits_in_order(found_steps), expected.logits, strict=True):
-        assert error(ours, theirs) < TOLERANCE
-    for what in ("gradients", "buffers"):
-        found = assemble(found_steps, what)
-        values = getattr(expected, what)
-        assert found.keys() == values.keys() - (expected.gradients.keys() if what == "buffers" else set())
-        for tensor, value in found.items():
-            # A bias before a batch norm has no gradient but what rounding leaves of it.
-            nothing = max(value.abs().max(), values[tensor].abs().max()) < 1e-12
-            assert nothing or error(value, values[tensor]) < TOLERANCE, tensor
+@pytest.mark.parametrize(("case", "layout"), LARGE)
+def test_many_tensor_parallel_ranks_compute_what_the_network_does(ranks, case: Case, layout: Layout) -> None:
+    assert_equal_to_truth(case, ranks, layout)
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(1, 2, 2)], ids=name_of)
@@ -153,8 +113,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"1\.conv is a ParallelConv, cut already",
     ),
     "own forward": (Mixing, r"Mixing has a forward of its own, .* and is one layer: yield layer\("),
-    "twice": (lambda: nn.Sequential(Twice(sj.Conv2d(3, 3, 1, step_mode="m"))), "0, given .* is called twice"),
-    "neuron twice": (lambda: nn.Sequential(Twice(neuron.IFNode(step_mode="m"))), "0, given .* is called twice"),
+    "neuron twice": (
+        lambda: nn.Sequential(Twice(neuron.IFNode(step_mode="m"))),
+        "0, given .* is called twice in one forward, and SpikingJelly's would go on .*: give each call a neuron",
+    ),
+    "dropout twice": (
+        lambda: nn.Sequential(Twice(sj.Dropout(0.1, step_mode="m"))),
+        "0, given .* would draw the same both",
+    ),
     "mixing": (lambda: nn.Sequential(Mixing()), r"0, given .*mean along the channels .*--tensor-model-parallel-size"),
     "channels": (
         lambda: nn.Sequential(nn.Conv2d(3, 5, 1), nn.Conv2d(5, 4, 1)),

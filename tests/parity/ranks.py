@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
+from spikingjelly.activation_based import neuron
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
@@ -13,6 +14,7 @@ from megasnn.checkpoint.whole import load_globals_into
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
+from megasnn.layers.whole import is_called_as_sharded
 from megasnn.models.building import describe
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
@@ -39,13 +41,14 @@ class Layout:
 
 @dataclass
 class RankStep:
-    """One rank's part of a step, with the description of every tensor."""
+    """One rank's part of a step, with the description of every tensor; weights are those behind the optimizer."""
 
     rank: tuple[int, int, int]
     loss: float
     norm: float
     logits: list[Tensor] = field(default_factory=list)
     spikes: int = 0
+    weights: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
     gradients: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
     buffers: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
 
@@ -119,8 +122,16 @@ def record_step(
         for i in mine
     ]
     fired: list[int] = []
-    for _, neuron in engine.neurons():
-        neuron.observer = lambda spikes: fired.append(int(spikes.sum()))
+    for _, each in engine.neurons():
+        each.observer = lambda spikes: fired.append(int(spikes.sum()))
+    hooks = [
+        node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
+        for chunk in engine.chunks.values()
+        for layer in chunk
+        if is_called_as_sharded(layer) or state.tensor.rank == 0  # others are whole on every rank
+        for node in layer.modules()
+        if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode))
+    ]
     logits: list[Tensor] = []
     inner = engine.loss
 
@@ -131,6 +142,9 @@ def record_step(
     engine.loss = keeping
     most = max(len(micro_batches_of(len(sizes), state.data.size, r)) for r in range(state.data.size))
     loss = engine.forward_backward(batches, len(labels))
+    engine.loss = inner
+    for hook in hooks:
+        hook.remove()
     engine.merge_statistics(most)
     place = state.coordinates
     result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits, sum(fired))
@@ -143,6 +157,11 @@ def record_step(
         else:
             result.buffers[entry.name] = (_plain(entry.shard), entry.tensor.clone())
     return result
+
+
+def weights_of(engine: DistributedModel) -> dict[str, tuple[Shard, Tensor]]:
+    """This rank's parts of the parameters."""
+    return {e.name: (_plain(e.shard), e.tensor.detach().clone()) for e in engine.tensors if e.is_parameter}
 
 
 def _plain(shard: Shard) -> Shard:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ IMAGE_SIZE = 16
 
 @dataclass
 class ReferenceStep:
-    """What the step gave, by SpikingJelly's names."""
+    """What the step gave, by SpikingJelly's names; weights are those behind the optimizer, where there is one."""
 
     state_before: dict[str, Tensor]
     loss: float
@@ -27,6 +27,7 @@ class ReferenceStep:
     buffers: dict[str, Tensor]
     firing: float
     spikes: int
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,8 @@ def step(
     sizes: list[int],
     loss_sum: Callable[[Tensor, Tensor], Tensor] = mean_over_time,
 ) -> ReferenceStep:
-    """Loss mean over all samples, micro-batch by micro-batch; norms' running statistics as if over all of them."""
+    """Loss mean over all samples, micro-batch by micro-batch; norms' running statistics as if over all of them, call
+    by call of those that a forward calls several times."""
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     inputs: dict[str, list[Tensor]] = {}
     hooks = [
@@ -71,7 +73,7 @@ def step(
     hooks += [
         module.register_forward_hook(lambda _m, _a, out: spikes.append((int(out.sum()), out.numel())))
         for module in model.modules()
-        if isinstance(module, neuron.BaseNode)
+        if isinstance(module, (neuron.BaseNode, neuron.SimpleBaseNode))
     ]
     loss, logits = 0.0, []
     model.zero_grad()
@@ -86,12 +88,13 @@ def step(
         hook.remove()
     buffers = dict(before)
     for name, parts in inputs.items():
-        channels = len(before[f"{name}.weight"])
+        channels, calls = len(before[f"{name}.weight"]), len(parts) // len(sizes)
         frames = [part if part.shape[1] == channels else part.flatten(0, 1) for part in parts]
-        values = torch.cat([part.transpose(0, 1).flatten(1) for part in frames], dim=1)
-        buffers[f"{name}.running_mean"] = 0.9 * before[f"{name}.running_mean"] + 0.1 * values.mean(1)
-        buffers[f"{name}.running_var"] = 0.9 * before[f"{name}.running_var"] + 0.1 * values.var(1)
-        buffers[f"{name}.num_batches_tracked"] = before[f"{name}.num_batches_tracked"] + 1
+        for call in range(calls):
+            values = torch.cat([part.transpose(0, 1).flatten(1) for part in frames[call::calls]], dim=1)
+            for kind, found in (("mean", values.mean(1)), ("var", values.var(1))):
+                buffers[f"{name}.running_{kind}"] = 0.9 * buffers[f"{name}.running_{kind}"] + 0.1 * found
+        buffers[f"{name}.num_batches_tracked"] = before[f"{name}.num_batches_tracked"] + calls
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     fired = sum(count for count, _ in spikes)
     firing = fired / sum(size for _, size in spikes)

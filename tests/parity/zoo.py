@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from unittest import mock
 
 import torch
 from spikingjelly.activation_based import functional, neuron
-from torch import Tensor, nn
+from torch import nn
 
-from megasnn.checkpoint import load_globals_into
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext
-from megasnn.models.building import describe
-from megasnn.models.model import Model
 from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
-from tests.parity.ranks import Layout, RankStep, record_step
+from tests.parity.beside import Case
 
-SIZES = [2, 2, 1]
 CLASSES = 5
-
-
-@dataclass(frozen=True)
-class Case:
-    """
-    Attributes:
-        model: ours. reference: makes SpikingJelly's.
-    """
-
-    model: Model
-    reference: Callable[[], nn.Module]
 
 
 def sew_resnets() -> ModuleType:
@@ -52,6 +31,23 @@ def sew_resnets() -> ModuleType:
     return sew_resnet
 
 
+def _multi_step(make: Callable[[], nn.Module]) -> nn.Module:
+    model = with_other_norms(make)
+    functional.set_step_mode(model, "m")
+    return model
+
+
+def with_other_norms(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model with norm parameters away from their initial values, so that errors in them show; in float64."""
+    torch.manual_seed(1)
+    model = make().double()
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            nn.init.uniform_(module.weight, 0.8, 1.6)
+            nn.init.uniform_(module.bias, 0.2, 1.2)
+    return model
+
+
 def _sew_resnet(connect: str, depth: int = 18) -> Case:
     model = SewResNet(connect=connect, depth=depth, image_size=32, time_steps=2, num_classes=CLASSES)  # type: ignore[arg-type]
 
@@ -60,7 +56,7 @@ def _sew_resnet(connect: str, depth: int = 18) -> Case:
             cnf=connect.upper(), spiking_neuron=neuron.LIFNode, num_classes=CLASSES, detach_reset=True
         )
 
-    return Case(model, reference)
+    return Case(model, partial(_multi_step, reference))
 
 
 def _qkformer() -> Case:
@@ -81,7 +77,7 @@ def _qkformer() -> Case:
             detach_reset=True,
         )
 
-    return Case(model, reference)
+    return Case(model, partial(_multi_step, reference))
 
 
 def _spike_driven() -> Case:
@@ -103,55 +99,8 @@ def _spike_driven() -> Case:
             detach_reset=True,
         )
 
-    return Case(model, reference)
+    return Case(model, partial(_multi_step, reference))
 
 
 CASES = {f"sew_resnet-{connect}": _sew_resnet(connect) for connect in ("add", "and", "iand")}
 CASES |= {"sew_resnet-34": _sew_resnet("add", 34), "qkformer": _qkformer(), "spike_driven": _spike_driven()}
-
-
-def data(model: Model, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Images and labels of a global batch."""
-    generator = torch.Generator().manual_seed(7)
-    images = torch.randn(sum(SIZES), *model.input_shape, generator=generator, dtype=torch.float64)
-    return images.to(dtype), torch.randint(0, CLASSES, (sum(SIZES),), generator=generator)
-
-
-def build(case: Case) -> nn.Module:
-    """SpikingJelly's model on images that are shown at every step."""
-    model = with_other_norms(case.reference)
-    functional.set_step_mode(model, "m")
-    model.register_forward_pre_hook(lambda _, inputs: inputs[0].expand(case.model.time_steps, *inputs[0].shape))
-    # Theirs takes the mean over time before a linear head, ours behind it.
-    model.register_forward_hook(lambda _, inputs, y: y if y.ndim == 3 else y.unsqueeze(0))
-    return model
-
-
-def with_other_norms(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model with norm parameters away from their initial values, so that errors in them show; in float64."""
-    torch.manual_seed(1)
-    model = make().double()
-    for module in model.modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            nn.init.uniform_(module.weight, 0.8, 1.6)
-            nn.init.uniform_(module.bias, 0.2, 1.2)
-    return model
-
-
-def one_step(
-    name: str, layout: Layout, weights: dict[str, Tensor] | None, dtype: torch.dtype = torch.float64
-) -> RankStep:
-    """One of our steps, on every rank of an initialised world."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
-    try:
-        case = CASES[name]
-        model = describe(case.model, NeuronSpec())
-        context = BuildContext(state.tensor, dtype, dtype)
-        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        engine = DistributedModel(model, state, context, bounds, plan)
-        if weights is not None:
-            load_globals_into(engine.tensors, case.model.from_spikingjelly(weights), state.world.handle)
-        return record_step(engine, state, *data(case.model, dtype), SIZES[0])
-    finally:
-        destroy_model_parallel()

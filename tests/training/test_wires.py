@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.models.spikformer.model import MLPHalf
+from megasnn.layers.unit import ResidualMLP
 from tests.training.runs import Outcome, train, whole, without_trial
 
 PP2 = "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --train-iters 2 --eval-iters 0".split()
@@ -43,19 +43,19 @@ def test_gradients_in_bf16_take_half_the_bytes(ranks, cache, tmp_path) -> None:
 
 def _with_a_stranger(cache: str, *flags: str) -> Outcome:
     """A run in which the last block hands on, for the third micro-batch, values that are no counts."""
-    forward, calls = MLPHalf.forward, 0
+    forward, calls = ResidualMLP.forward, 0
 
-    def strange(self: MLPHalf, x: torch.Tensor) -> torch.Tensor:
+    def strange(self: ResidualMLP, x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += not x.is_meta  # a dry run is none
         return forward(self, x) + 0.5 * (calls == 3)
 
-    MLPHalf.forward = strange  # type: ignore[method-assign]
+    ResidualMLP.forward = strange  # type: ignore[method-assign]
     try:
         with without_trial():
             return train(cache, *flags)
     finally:
-        MLPHalf.forward = forward  # type: ignore[method-assign]
+        ResidualMLP.forward = forward  # type: ignore[method-assign]
 
 
 def test_what_does_not_fit_goes_dense_and_changes_nothing(ranks, cache, tmp_path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from megasnn.config.checks import above, at_least
+from megasnn.config.checks import above, at_least, flag, refusal
 from megasnn.config.pretrain import ADDED_LATER
-from megasnn.models.model import Model
-
-if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+from megasnn.models.model import Model, layers_beside
 
 STAGES = 3
 
@@ -22,6 +18,7 @@ class QKFormer(Model):
 
     name = "qkformer"
     marker = "stage1.0.attention.inner.qk.conv.weight"
+    layers = layers_beside(__name__)
 
     embed_dim: int = 384
     """Channels of the last stage; the two before it have a quarter and a half of them."""
@@ -46,24 +43,15 @@ class QKFormer(Model):
 
     def of_stages(self, name: str) -> tuple[int, ...]:
         """`depths` or `num_heads` as numbers. Raises ValueError for anything but three of them."""
-        flag, text = f"--{name.replace('_', '-')}", str(getattr(self, name))
+        text = str(getattr(self, name))
         words = [word.strip() for word in text.split(",")]
         if len(words) != STAGES or not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise ValueError(f'{flag} "{text}" must be {STAGES} numbers with commas between them, like "1,2,7"')
+            raise ValueError(f'{flag(name)} "{text}" must be {STAGES} numbers with commas between them, like "1,2,7"')
         return tuple(map(int, words))
-
-    def layers(self) -> Iterable[Layer]:
-        from megasnn.models.qkformer.model import layers_of
-
-        return layers_of(self)
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel) + at_least(self, 1, "embed_dim") + above(self, 0, "mlp_ratio")
-        for name in ("depths", "num_heads"):
-            try:
-                self.of_stages(name)
-            except ValueError as error:
-                wrong.append(str(error))
+        wrong += refusal(self.of_stages, "depths") + refusal(self.of_stages, "num_heads")
         if not wrong and self.embed_dim % 8:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
         return wrong

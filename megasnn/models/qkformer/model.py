@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from megasnn.layers import ConvNormNeuron, MeanLinear, SpikingSelfAttention, TokenAttention
-from megasnn.layers.unit import Residual
+from megasnn.layers.unit import Residual, ResidualMLP
 from megasnn.models.layer import Layer, layer
 from megasnn.models.qkformer.dimensions import STAGES, QKFormer
 
@@ -29,7 +29,7 @@ def layers_of(model: QKFormer) -> Iterable[Layer]:
         for block in range(depth):
             name = f"stage{number}.{block}"
             yield layer(f"{name}.attention", Residual(attention(dim, heads)), unit=name)
-            yield layer(f"{name}.mlp", MLP(dim, int(dim * model.mlp_ratio)), unit=name)
+            yield layer(f"{name}.mlp", ResidualMLP(dim, int(dim * model.mlp_ratio), bias=True), unit=name)
         inputs = dim
     yield layer("head", MeanLinear(inputs, model.num_classes))
 
@@ -56,15 +56,3 @@ class PatchEmbedding(nn.Module):
         x = x if self.begin is None else self.begin(x)
         y = self.down(x)
         return (y if self.last is None else self.last(y)) + self.shortcut(x)
-
-
-class MLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, bias=True)
-        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(self.fc1(x))

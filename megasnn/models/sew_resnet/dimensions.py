@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megasnn.config.checks import at_least
-from megasnn.models.model import Model
-
-if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+from megasnn.models.model import Model, layers_beside
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage
 
@@ -21,6 +17,7 @@ class SewResNet(Model):
 
     name = "sew_resnet"
     marker = "layer1.0.first.conv.weight"
+    layers = layers_beside(__name__)
 
     depth: Literal[18, 34] = 18
     """Number of layers with weights, as in ResNet-18 and ResNet-34."""
@@ -32,11 +29,6 @@ class SewResNet(Model):
     """Height and width of the images."""
     num_classes: int = 1000
     """Number of classes."""
-
-    def layers(self) -> Iterable[Layer]:
-        from megasnn.models.sew_resnet.model import layers_of
-
-        return layers_of(self)
 
     def problems(self, tensor_parallel: int) -> list[str]:
         return super().problems(tensor_parallel) + at_least(self, 1, "width")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megasnn.config.checks import above, at_least
-from megasnn.models.model import Model
-
-if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
+from megasnn.models.model import Model, layers_beside
 
 STEM_STAGES = 4
 
@@ -21,6 +16,7 @@ class SpikeDrivenTransformer(Model):
 
     name = "spike_driven"
     marker = "patch_embed.positional_encoding.inner.conv.weight"
+    layers = layers_beside(__name__)
 
     embed_dim: int = 384
     """Channels of the blocks; the stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
@@ -34,11 +30,6 @@ class SpikeDrivenTransformer(Model):
     """Height and width of the images."""
     num_classes: int = 1000
     """Number of classes."""
-
-    def layers(self) -> Iterable[Layer]:
-        from megasnn.models.spike_driven.model import layers_of
-
-        return layers_of(self)
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)

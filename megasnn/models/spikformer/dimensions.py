@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from megasnn.config.checks import above, at_least
 from megasnn.config.pretrain import SAME_FUNCTION
-from megasnn.models.model import Model
+from megasnn.models.model import Model, layers_beside
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megasnn.models.layer import Layer
     from megasnn.models.names import Dialect
 
 LARGEST_COUNT = 255  # the stream between blocks travels as uint8
@@ -37,6 +36,7 @@ class Spikformer(Model):
 
     name = "spikformer"
     marker = "patch_embed.stages.3.conv.weight"
+    layers = layers_beside(__name__)
 
     variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = field(
         default=None, metadata=SAME_FUNCTION
@@ -78,11 +78,6 @@ class Spikformer(Model):
         """Of one sample: (C, H, W), or (T, C, H, W) for event frames."""
         image = (self.in_channels, self.image_size, self.image_size)
         return (self.time_steps, *image) if self.event_frames else image
-
-    def layers(self) -> Iterable[Layer]:
-        from megasnn.models.spikformer.model import layers_of
-
-        return layers_of(self)
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megasnn.layers import ConvNormNeuron, MeanLinear, SpikingSelfAttention
 from megasnn.layers.initialisers import trunc_normal, zeros
+from megasnn.layers.unit import ResidualMLP
 from megasnn.models.layer import Layer, layer
 from megasnn.models.spikformer.dimensions import STEM_STAGES, Spikformer
 
@@ -32,7 +33,7 @@ def layers_of(model: Spikformer) -> Iterable[Layer]:
     for block in range(model.depth):
         name = f"blocks.{block}"
         yield layer(f"{name}.attention", AttentionHalf(dim, model.num_heads, initialise=trunc_normal), unit=name)
-        yield layer(f"{name}.mlp", MLPHalf(dim, model.mlp_dim), unit=name)
+        yield layer(f"{name}.mlp", ResidualMLP(dim, model.mlp_dim, initialise=trunc_normal), unit=name)
     head = MeanLinear(dim, model.num_classes, initialise=trunc_normal, initialise_bias=zeros)
     yield layer("head", head)
 
@@ -49,15 +50,3 @@ class AttentionHalf(SpikingSelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
-
-
-class MLPHalf(nn.Module):
-    """The second half of a block: x + fc2(fc1(x)), pointwise over tokens."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, initialise=trunc_normal)
-        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, initialise=trunc_normal)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(self.fc1(x))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megasnn.config.checks import from_zero_to_below_one, refusal
 from megasnn.config.neuron import NeuronConfig, Surrogate
 from megasnn.config.pretrain import LISTED_LAST, SAME_FUNCTION
-from megasnn.models.model import Model
+from megasnn.models.model import Model, layers_beside
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megasnn.models.layer import Layer
 
 POOL = "P"
 CIFAR10_DVS = "64,128,P,256,256,P,512,512,P,512,512,P"
@@ -72,6 +70,7 @@ class VggDvs(Model):
 
     name = "vgg_dvs"
     marker = "classifier.linear.weight"
+    layers = layers_beside(__name__)
     neuron: ClassVar[type[NeuronConfig]] = VggNeuronConfig
 
     channels: str = CIFAR10_DVS
@@ -106,11 +105,6 @@ class VggDvs(Model):
     @property
     def input_shape(self) -> tuple[int, ...]:
         return self.time_steps, self.in_channels, self.image_size, self.image_size
-
-    def layers(self) -> Iterable[Layer]:
-        from megasnn.models.vgg_dvs.model import layers_of
-
-        return layers_of(self)
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly

@@ -1,0 +1,138 @@
+"""A network of ours beside the same one of SpikingJelly's and torch's, which one process trains with torch's optimizer:
+loss, logits, spikes, gradients, buffers and weights of some steps, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.models.model import Model
+from tests.models.steps import SGD, SIZES, images, take_steps
+from tests.parity import spikingjelly_reference as reference
+from tests.parity.ranks import Layout, RankStep, assemble
+from tests.parity.test_layouts import TOLERANCE, error, logits_in_order, name_of
+
+CHOSEN = [
+    Layout(),
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(2, 2, 1),
+    Layout(1, 1, 4, "1f1b"),
+    Layout(2, 2, 2, "zbv"),
+]
+ALL = [
+    Layout(data, tensor, pipeline, schedule)
+    for data, tensor, pipeline in product((1, 2), (1, 2), (1, 2, 4))
+    for schedule in (("1f1b", "zbv") if pipeline > 1 else ("1f1b",))
+    if data * tensor * pipeline <= 8
+]
+PIPELINES = [Layout(1, 1, size, schedule) for size in (2, 4) for schedule in ("gpipe", "1f1b", "zbv")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        model: ours.
+        reference: makes the other one, in float64 and step mode "m"; it is given `[T, N, C, ...]`.
+        steps: how many of the optimizer are compared.
+        scale: of the images.
+        counts: whether spikes are compared; not where several ranks count those of the same neurons.
+    """
+
+    model: Model
+    reference: Callable[[], nn.Module]
+    steps: int = 1
+    scale: float = 1.0
+    counts: bool = True
+
+    def network(self) -> nn.Module:
+        """The other one, on what a data loader gives."""
+        net, time, frames = self.reference(), self.model.time_steps, len(self.model.input_shape) == 4
+        net.register_forward_pre_hook(
+            lambda _, given: given[0].transpose(0, 1) if frames else given[0].expand(time, *given[0].shape)
+        )
+        # Some take the mean over time before their last layer, which is linear, and ours behind it.
+        net.register_forward_hook(lambda _, given, y: y if y.ndim == 3 else y.unsqueeze(0))
+        return net
+
+    def ours(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Its tensors by our names."""
+        return self.model.from_spikingjelly(values) if self.model.dialects() else dict(values)
+
+
+@lru_cache(maxsize=1)  # of a large network these are gigabytes, so that the tests of one stand together
+def truth(case: Case) -> list[reference.ReferenceStep]:
+    """Each step of the other one. The comparison means something: neurons fire, some do not, and every weight has a
+    gradient."""
+    net, (x, labels), steps = case.network(), images(case.model, case.scale), list[reference.ReferenceStep]()
+    optimizer = torch.optim.SGD(net.parameters(), SGD.lr, SGD.sgd_momentum)
+    while len(steps) < case.steps:
+        steps.append(reference.step(net, x, labels, SIZES))
+        net.load_state_dict(steps[-1].buffers)
+        if case.steps > 1:
+            optimizer.step()
+            steps[-1].weights = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    assert 0.02 < steps[0].firing < 0.8
+    assert all(gradient.abs().max() > 0 for gradient in steps[0].gradients.values())
+    return steps
+
+
+def assert_equal_to_truth(case: Case, ranks: Any, layout: Layout) -> None:
+    """Every step on a layout, to 1e-9 relative in float64, no spike flipped."""
+    expected, batch = truth(case), images(case.model, case.scale)
+    weights = case.ours(expected[0].state_before)
+    found = ranks(layout.world_size, take_steps, case.model, layout, batch, case.steps, weights)
+    for number, theirs in enumerate(expected):
+        _assert_equal(case, [each[number] for each in found], theirs)
+
+
+def _assert_equal(case: Case, steps: list[RankStep], expected: reference.ReferenceStep) -> None:
+    assert all(step.loss == pytest.approx(expected.loss, rel=TOLERANCE) for step in steps)
+    assert not case.counts or sum(step.spikes for step in steps) == expected.spikes, "spikes flipped"
+    for mine, theirs in zip(logits_in_order(steps), expected.logits, strict=True):
+        assert error(mine if len(mine) == len(theirs) else mine.mean(0, keepdim=True), theirs) < TOLERANCE
+    for what in ("gradients", "weights", "buffers"):
+        values, found = getattr(expected, what), assemble(steps, what)
+        assert what == "buffers" or len(found) == len(values)
+        by_our_names = case.ours({**expected.state_before, **values})
+        for name, value in found.items():
+            # A bias before a batch norm has no gradient but what rounding leaves of it.
+            nothing = what == "gradients" and max(value.abs().max(), by_our_names[name].abs().max()) < 1e-12
+            assert nothing or error(value, by_our_names[name]) < TOLERANCE, (what, name)
+
+
+def on_layouts(cases: Mapping[str, Case], chosen_of: Mapping[str, Iterable[Layout]]) -> Iterator[Any]:
+    """(case, layout) for pytest: of each case a choice of layouts, and the rest under the marker.
+
+    Args:
+        chosen_of: by the name of the case; CHOSEN of all others.
+    """
+    for name, case in cases.items():
+        chosen = list(chosen_of.get(name, CHOSEN))
+        for layout in dict.fromkeys([*chosen, *CHOSEN, *ALL]):
+            marks = [] if layout in chosen else [pytest.mark.matrix]
+            yield pytest.param(case, layout, id=f"{name}-{name_of(layout)}", marks=marks)
+
+
+def assert_schedules_agree(ranks: Any, case: Case, layouts: Iterable[Layout] = PIPELINES) -> None:
+    """On other sizes of the pipeline and schedules everything has the bits of one rank, in float32."""
+    x, labels = images(case.model, case.scale)
+    one: list[list[RankStep]] = ranks(1, take_steps, case.model, Layout(), (x.float(), labels), case.steps)
+    for layout in layouts:
+        found = ranks(layout.world_size, take_steps, case.model, layout, (x.float(), labels), case.steps)
+        for number, expected in enumerate(one[0]):
+            steps = [each[number] for each in found]
+            assert {(step.loss, step.norm) for step in steps} == {(expected.loss, expected.norm)}, layout
+            assert all(map(torch.equal, logits_in_order(steps), expected.logits))
+            for what in ("gradients", "weights", "buffers"):
+                values = assemble(steps, what)
+                for name, value in assemble([expected], what).items():
+                    assert torch.equal(values[name], value), (what, name, layout)

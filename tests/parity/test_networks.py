@@ -1,0 +1,26 @@
+"""Networks of one's own on every layout: three steps equal those of SpikingJelly's modules under torch's SGD, to 1e-9
+relative in float64, no spike flipped."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.beside import CHOSEN, Case, assert_equal_to_truth, assert_schedules_agree, on_layouts
+from tests.parity.networks import CASES
+from tests.parity.ranks import Layout
+
+FEW = [CHOSEN[1], CHOSEN[-1]]
+CHOSEN_OF = {"plain-beside-ours": FEW, "shard-residual": FEW, "shard-signals": FEW, "shard-rest": FEW, "gated": FEW}
+
+
+@pytest.mark.parametrize(("case", "layout"), list(on_layouts(CASES, CHOSEN_OF)))
+def test_layout_equals_spikingjelly(ranks, case: Case, layout: Layout) -> None:
+    assert_equal_to_truth(case, ranks, layout)
+
+
+RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in CHOSEN_OF]
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in CHOSEN_OF), *RARE])
+def test_schedules_agree_bit_for_bit(ranks, name: str) -> None:
+    assert_schedules_agree(ranks, CASES[name])
