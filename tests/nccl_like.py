@@ -204,6 +204,7 @@ for _name in COLLECTIVES:
 def nccl_like(limit: float = LIMIT) -> Iterator[Device]:
     """Inside, the world is one of this transport; to be entered in a world of Gloo, which is gone then."""
     store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # those that still connect would find it gone
     dist.destroy_process_group()
     store = dist.PrefixStore(NAME, store)
     device = Device(store, rank, ranks, limit)

@@ -133,7 +133,7 @@ def loss(ranks) -> float:
 def test_every_schedule_ends(ranks, loss, world, cases) -> None:
     here = [case for case in cases if case.world == world]
     tensor, pipeline, data = world
-    found = ranks(tensor * pipeline * data, _run, here)
+    found = ranks(tensor * pipeline * data, _run, here, timeout=120 + 10 * len(here))
     for losses in found:
         assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * len(here)
 
