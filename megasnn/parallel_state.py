@@ -147,7 +147,9 @@ def initialize_model_parallel(
     """
     global _state
     if _state is not None:
-        raise RuntimeError(f"a grid exists already ({_state.grid}); call destroy_model_parallel first")
+        raise RuntimeError(
+            f"a grid exists already ({_state.grid}); close the Engines on it, or call destroy_model_parallel"
+        )
     device = torch.device("cpu") if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     grid = Grid.fit(world_size, tensor=tensor_model_parallel_size, pipeline=pipeline_model_parallel_size)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megasnn.checkpoint.choice import first_legible
 from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
-from megasnn.config.defaults import Values
+from megasnn.config.defaults import Values, config_named, defaults_of
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
@@ -67,7 +67,7 @@ def _in_table(model: str | type[Model]) -> type[Model]:
 
 def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
-    from megasnn.models.building import building_problems
+    from megasnn.models.problems import building_problems
 
     problems = building_problems(config.model, config.neuron.spec, config.parallel.tensor_model_parallel_size)
     if problems:
@@ -82,7 +82,10 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     Raises:
         as `parse`.
     """
-    given = parse(run_config(model), argv, console_outputs, model.recipes())
+    try:
+        given = parse(run_config(model), argv, console_outputs, model.recipes())
+    except ConfigError as error:
+        raise ConfigError(_of_another_model(model, config_named(argv)) or error.problems) from None
     saved = _saved_model(model, given.checkpoint)
     if not saved:
         return given
@@ -91,6 +94,26 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
     return config
+
+
+def _of_another_model(model: type[Model], name: str | None) -> list[str]:
+    """What is wrong where --config names a recipe, or a file that a run wrote, of other models than this one."""
+    if name is None:
+        return []
+    fits = [other.name for other in MODELS.values() if other is not model and _takes(other, name)]
+    if not fits:
+        return []
+    run = " or ".join(f"python -m megasnn {other} --config {in_message(name)}" for other in fits)
+    return [f"--config {in_message(name)} is of the model {' or '.join(fits)}, not {model.name}; run it with {run}"]
+
+
+def _takes(model: type[Model], name: str) -> bool:
+    """Whether a model can be trained with a file of --config."""
+    try:
+        defaults_of(run_config(model), ["--config", name], model.recipes(), {})
+    except ConfigError:
+        return False
+    return True
 
 
 def _saved_model(model: type[Model], options: CheckpointConfig) -> Values:

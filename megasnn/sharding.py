@@ -36,6 +36,8 @@ class Piece:
 
 
 def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    if tensor.shape == sizes:  # nearly always
+        return tensor
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor

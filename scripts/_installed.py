@@ -1,4 +1,6 @@
-"""Exit status 0 when this Python has megasnn and all that pyproject.toml asks for; else says what is missing.
+"""Exit status 0 when this Python can import megasnn and has all that pyproject.toml asks for; else says what it lacks.
+
+megasnn may be installed, or lie on PYTHONPATH; where it is neither, the scripts install it.
 
 python scripts/_installed.py [extra ...]
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 try:
@@ -19,10 +22,11 @@ except ImportError as error:  # it comes with the dependencies: without it, they
 def missing(pyproject: Path, extras: list[str]) -> list[str]:
     """The requirements of `pyproject` and of its `extras` that the running Python does not meet."""
     project = tomllib.loads(pyproject.read_text())["project"]
-    wanted = [project["name"], *project["dependencies"]]
+    wanted = list(project["dependencies"])
     for extra in extras:
         wanted += project["optional-dependencies"][extra]
-    return [text for text in wanted if not met(Requirement(text))]
+    lacking = [text for text in wanted if not met(Requirement(text))]
+    return lacking if find_spec(project["name"]) else [project["name"], *lacking]
 
 
 def met(requirement: Requirement) -> bool:

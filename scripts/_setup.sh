@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside it. `prepare_python [extra]` sets $PYTHON to an interpreter that has megasnn and what
-# pyproject.toml pins: the active environment's if it has them already, else that of .venv, made and filled here.
+# pyproject.toml pins: the active one if it imports them already, also a megasnn on PYTHONPATH that is not installed; else
+# that of .venv, made and filled here.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -20,8 +21,8 @@ prepare_python() {
     fi
 }
 
-# complete [EXTRA]: whether $PYTHON has everything. -P keeps the current folder off its path: the metadata that an
-# editable installation leaves in a checkout must not pass for an installation.
+# complete [EXTRA]: whether $PYTHON has everything. -P keeps the current folder off its path: a checkout that one happens to
+# stand in is not importable from elsewhere.
 complete() {
     "$PYTHON" -P "$ROOT/scripts/_installed.py" ${1:+"$1"} 2>/dev/null
 }

@@ -79,7 +79,7 @@ def test_an_unknown_recipe_lists_those_there_are(capsys) -> None:
     text = capsys.readouterr().err
     assert "--config spikformer/cifar100 is neither" in text and "spikformer/cifar10, spikformer/digits" in text
     assert pretrain("vgg_dvs", ["--config", "spikformer/cifar10", "--train-iters", "1"]) == 2
-    assert "recipes: vgg_dvs/cifar10dvs, vgg_dvs/digits" in capsys.readouterr().err
+    assert "run it with python -m megasnn spikformer --config spikformer/cifar10" in capsys.readouterr().err
 
 
 def test_other_errors_pass() -> None:

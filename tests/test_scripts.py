@@ -6,6 +6,7 @@ The scripts run with a `python` that prints its arguments, in place of one that 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -131,6 +132,19 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     assert f"--load {folder}/checkpoints --save {folder}/checkpoints" in started.said
     assert f"{length} <more than before>" in started.said
     assert f"pretrain_{run.removesuffix('_7')}.sh <the same arguments>" in started.said
+
+
+def test_a_megasnn_that_can_be_imported_need_not_be_installed(tmp_path, monkeypatch) -> None:
+    missing = runpy.run_path(str(ROOT / "scripts" / "_installed.py"))["missing"]
+    project = tmp_path / "pyproject.toml"
+    for needs, lacking in (("numpy>=1", []), ("numpy>=1000", ["numpy>=1000"])):
+        name = f"lies_there_{len(lacking)}"
+        project.write_text(f'[project]\nname = "{name}"\ndependencies = ["{needs}"]\n')
+        assert missing(project, []) == [name, *lacking]
+        (tmp_path / name).mkdir()
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(tmp_path)
+            assert missing(project, []) == lacking
 
 
 def test_slurm_names_the_nodes(tmp_path) -> None:

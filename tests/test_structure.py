@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["table", "lazy"],
-    ["files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "precisions", "telemetry"],
+    ["table", "lazy", "child_process"],
+    [
+        *("files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "pinned"),
+        *("precisions", "telemetry"),
+    ],
     ["schedule", "augment"],
     ["cache"],
     ["kernels"],

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megasnn.checkpoint import CheckpointError, find_checkpoint, read_metadata, verify_checkpoint
+from megasnn.checkpoint import CheckpointError, find_checkpoint, verify_checkpoint
 from megasnn.config.cli import subcommands
 from megasnn.config.names import name_in
 from megasnn.convert.differences import differences
@@ -32,7 +32,7 @@ from megasnn.convert.listing import as_json, as_text, size_text
 from megasnn.convert.opening import in_our_names, open_source
 from megasnn.convert.rank_files import reshard
 from megasnn.convert.source import TensorSource
-from megasnn.convert.target import Target
+from megasnn.convert.target import Target, config_problems
 from megasnn.process.terminal import keep_going
 from megasnn.schedule.partition import PLACEMENTS
 
@@ -54,7 +54,8 @@ def _inspect(path: Place, ckpt_step: int | None = None, json_output: bool = Fals
 
 
 def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
-    """Read every byte of a checkpoint and check it. Status 1 when something is wrong.
+    """Read every byte of a checkpoint and check it, and every field of its configuration. Status 1 when something is
+    wrong.
 
     Args:
         path: a run's folder, or one checkpoint in it.
@@ -65,7 +66,9 @@ def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
     for count, problem in verify_checkpoint(found):
         total += count
         problems += [problem] if problem else []
-    model = read_metadata(found).model
+    source = open_source(found)
+    problems += config_problems(source)
+    model = source.facts.model
     title = f"{found}, of the model {model}" if model else str(found)
     print("\n".join([*problems, f"{title}: {size_text(total)} read, {len(problems) or 'no'} problem(s)"]))
     return bool(problems)

@@ -72,7 +72,7 @@ class Mixing:
         mix = self.plan(first, len(images))
         if mix is None:
             return images
-        others = images[mix.partners]
+        others = _chosen(images, mix.partners)
         if mix.box is None:
             return images * mix.share + others * (1 - mix.share)
         mixed = images.clone()
@@ -85,7 +85,15 @@ class Mixing:
 
         mix = self.plan(first, len(labels))
         wanted = torch.nn.functional.one_hot(labels.reshape(-1), self.classes).double()
-        return wanted if mix is None else wanted * mix.share + wanted[mix.partners] * (1 - mix.share)
+        return wanted if mix is None else wanted * mix.share + _chosen(wanted, mix.partners) * (1 - mix.share)
+
+
+def _chosen(values: Tensor, places: list[int]) -> Tensor:
+    import torch
+
+    from megasnn.pinned import without_waiting
+
+    return values[without_waiting(torch.tensor(places), values.device)]
 
 
 def _span(side: int, share: float, draws: Draws) -> slice:

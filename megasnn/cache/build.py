@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def cached_name(source: Path, suffix: str, *version: str) -> str:
     return f"{readable}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}{suffix}"
 
 
-def build_once(target: Path, build: Callable[[Path], None], lasting: bool = True) -> Path:
+def build_once(
+    target: Path, build: Callable[[Path], None], lasting: bool = True, patience: float = _PATIENCE_SECONDS
+) -> Path:
     """Return `target`; where it does not exist yet, `build(temporary path)` makes it first.
 
     Any number of processes may call it at the same time. Whatever `build` raises, nothing is left behind.
@@ -39,16 +42,17 @@ def build_once(target: Path, build: Callable[[Path], None], lasting: bool = True
         target: in the cache.
         lasting: the file stays until this process ends. Otherwise it may be gone at any time: the cache removes what
             was used least recently when it needs room.
+        patience: seconds to wait for another process, or thread, that makes it.
 
     Raises:
         CacheError: the file cannot be written (no right, disk or cache full); the message names it and the cause.
-        LockError: another process has been making it for half an hour; the message names it.
+        LockError: another process has been making it for so long; the message names it.
     """
-    temporary = target.parent / f".{target.name}.{socket.gethostname()}.{os.getpid()}"
+    temporary = target.parent / f".{target.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
     try:
         while not (claim(target) if lasting else target.exists()):
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with held(target.parent / f".{target.name}.lock", f"makes {target.name}", _PATIENCE_SECONDS):
+            with held(target.parent / f".{target.name}.lock", f"makes {target.name}", patience):
                 if not target.exists():
                     build(temporary)
                     sync(temporary)  # lest a power cut leave an empty file in its place

@@ -1,4 +1,4 @@
-"""The data files of a checkpoint: torch.distributed.checkpoint's format, each block of each piece with a checksum.
+"""Reads the data files of a checkpoint: torch.distributed.checkpoint's format, a checksum for each block of each piece.
 
 A file holds pieces one after the other, each as `torch.save` writes a tensor, so that torch's own reader understands
 them. Where they lie, and the checksums, is in `pieces.json`; our reader goes straight to the bytes it needs, and takes
@@ -8,81 +8,22 @@ no byte that it has not checked.
 from __future__ import annotations
 
 import io
-import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from megasnn.checkpoint.checksum import BLOCK
-from megasnn.checkpoint.piece_file import PieceFile
-from megasnn.checkpoint.pieces import SavedPiece, SavedTensor, values_at, write_pieces
+from megasnn.checkpoint.pieces import SavedPiece, SavedTensor
 from megasnn.checkpoint.planner import Slice
+from megasnn.checkpoint.torch_frame import values_at
 from megasnn.files.described import open_within
 from megasnn.files.problems import DamagedError
 
 _WINDOW = 64 * BLOCK
-
-
-class PieceWriter(FileSystemWriter):
-    """Writes one file for each rank that has something to write; the others leave no empty file behind.
-
-    Attributes:
-        tensors: what has been written by all ranks, on the one that `finish` is called on.
-    """
-
-    tensors: tuple[SavedTensor, ...] = ()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: Future[list[WriteResult]] = Future()
-        name = f"{plan.storage_data.prefix if plan.storage_data else ''}0.distcp"
-        results.set_result(self._write_file(name, plan.items, planner) if plan.items else [])
-        return results
-
-    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        with open(Path(self.path) / name, "wb", buffering=0) as stream:
-            file = PieceFile(stream.fileno())
-            results = [_write(file, name, item, planner.resolve_data(item)) for item in items]
-            file.flush()
-            os.fsync(stream.fileno())
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes `pieces.json`, for megasnn, and `.metadata`, for torch."""
-        written = {(result.index.fqn, result.index.offset): result for rank in results for result in rank}
-        self.tensors = tuple(_saved(name, told, written) for name, told in sorted(metadata.state_dict_metadata.items()))
-        write_pieces(Path(self.path), self.tensors)
-        super().finish(metadata, [[_as_torch_stores(result) for result in rank] for rank in results])
-
-
-def _saved(name: str, told: object, written: Mapping[tuple[str, torch.Size | None], WriteResult]) -> SavedTensor:
-    assert isinstance(told, TensorStorageMetadata)
-    pieces = tuple(written[name, chunk.offsets].storage_data for chunk in told.chunks)
-    return SavedTensor(name, tuple(told.size), str(told.properties.dtype).removeprefix("torch."), pieces)  # type: ignore[arg-type]
-
-
-def _as_torch_stores(result: WriteResult) -> WriteResult:
-    piece: SavedPiece = result.storage_data
-    return replace(result, storage_data=_StorageInfo(piece.file, piece.position, piece.length))
-
-
-def _write(file: PieceFile, name: str, item: WriteItem, tensor: Tensor | io.BytesIO) -> WriteResult:
-    assert isinstance(tensor, Tensor) and item.tensor_data is not None
-    place, chunk = file.add(tensor.cpu()), item.tensor_data.chunk
-    crc32 = "".join(f"{checksum:08x}" for checksum in place.checksums)
-    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-    piece = SavedPiece(offsets, sizes, name, place.position, place.length, crc32, place.values)
-    return WriteResult(item.index, piece.length, piece)
 
 
 class PieceReader:

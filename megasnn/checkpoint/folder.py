@@ -60,6 +60,11 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match and (path / METADATA).is_file() else None
 
 
+def aside_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of this iteration is written until it is complete."""
+    return folder / f"{step_folder(folder, step).name}.tmp"
+
+
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     """The iterations of all complete checkpoints in a folder, ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
@@ -94,7 +99,7 @@ def set_named(folder: Path, file: str, step: int) -> None:
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of this iteration into, until `commit`."""
     folder.mkdir(parents=True, exist_ok=True)
-    aside = _aside(folder, step)
+    aside = aside_folder(folder, step)
     shutil.rmtree(aside, ignore_errors=True)
     if aside.is_symlink():
         aside.unlink()
@@ -109,7 +114,7 @@ def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
         best: whether it is the best, too.
     """
     step = metadata.iteration
-    aside, final = _aside(folder, step), step_folder(folder, step)
+    aside, final = aside_folder(folder, step), step_folder(folder, step)
     metadata = replace(metadata, serial=min(1 + last_serial(folder), LAST_SERIAL))
     write_whole(aside / METADATA, to_text(metadata))
     read_metadata(aside)  # what could not be read is not saved
@@ -136,7 +141,7 @@ def last_serial(folder: Path) -> int:
 
 def discard(folder: Path, step: int) -> None:
     """Removes what was written since `begin`."""
-    shutil.rmtree(_aside(folder, step), ignore_errors=True)
+    shutil.rmtree(aside_folder(folder, step), ignore_errors=True)
 
 
 @contextmanager
@@ -180,10 +185,6 @@ def _is_free(handle: int, shared: bool = False) -> bool:
         return try_lock(handle, shared) is not Outcome.HELD
     except OSError:
         return True
-
-
-def _aside(folder: Path, step: int) -> Path:
-    return folder / f"{step_folder(folder, step).name}.tmp"
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,21 @@ All of it is checked against the files' sizes before anything is allocated or re
 
 from __future__ import annotations
 
-import io
 import json
-import struct
-import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import torch
 from pydantic import FailFast, Field, with_config
 
 from megasnn.checkpoint.checksum import BLOCK, block_lengths, file_checksum, joined
 from megasnn.checkpoint.description import METADATA, FileFacts, GlobalName, Metadata, TensorFacts
 from megasnn.checkpoint.format_2 import saved_in
-from megasnn.checkpoint.raw import member_begin
 from megasnn.files.described import (
     STRICT,
     Count,
@@ -38,6 +33,9 @@ from megasnn.files.described import (
 )
 from megasnn.files.durable import write_whole
 from megasnn.files.problems import DamagedError, problem_list
+
+if TYPE_CHECKING:
+    import torch
 
 PIECES = "pieces.json"
 DCP_METADATA = ".metadata"
@@ -85,6 +83,8 @@ class SavedTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        import torch  # here: the process that writes checkpoints does without
+
         return getattr(torch, self.dtype)
 
     @property
@@ -216,25 +216,3 @@ def covers_once(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple
     return not any(
         ((starts[box] < ends[box + 1 :]) & (starts[box + 1 :] < ends[box])).all(1).any() for box in range(len(filled))
     )
-
-
-def values_at(content: memoryview | bytes, size: int, item: int) -> int:
-    """Where in what `torch.save` wrote for one tensor its values begin.
-
-    Args:
-        size: bytes of all values.
-        item: bytes of one.
-    Raises:
-        DamagedError: there are no such values, or they are not aligned.
-    """
-    try:
-        with zipfile.ZipFile(stream := io.BytesIO(content)) as archive:
-            (entry,) = (entry for entry in archive.filelist if entry.filename.endswith("/data/0"))
-            begin = member_begin(stream, entry)
-    except (zipfile.BadZipFile, ValueError, struct.error, OverflowError, NotImplementedError) as error:
-        raise DamagedError(f"a small piece is not as torch.save writes it: {error}") from None
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != size or not 0 <= begin <= len(content) - size:
-        raise DamagedError(f"a small piece holds {entry.file_size} bytes of values instead of {size}")
-    if begin % item:
-        raise DamagedError(f"a small piece holds its values at {begin}, which is not aligned for {item} bytes each")
-    return begin

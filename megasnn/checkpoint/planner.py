@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint writes and reads: the pieces of global tensors that this rank holds.
+"""Which pieces of global tensors a rank's file holds, what all files hold together, and which pieces a load reads.
 
 A save writes every element of every global tensor exactly once, whichever ranks hold it; that is checked
 before the first byte is written. A load reads the saved boxes that overlap what a rank holds.
@@ -6,32 +6,29 @@ before the first byte is written. A load reads the saved boxes that overlap what
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
+from megasnn.checkpoint.complete import Content, file_name
 from megasnn.checkpoint.pieces import COPY, SavedPiece, SavedTensor, covers_once
+from megasnn.checkpoint.raw import bytes_of
+from megasnn.checkpoint.torch_frame import torch_frame
 from megasnn.files.problems import CheckpointError
-from megasnn.sharding import ShardedTensor
+from megasnn.sharding import Piece, ShardedTensor
 
 
 def copy_name(entry: ShardedTensor) -> str:
@@ -43,74 +40,72 @@ def copy_name(entry: ShardedTensor) -> str:
     return f"{COPY}{place.index('tensor')}/{place.size('tensor')}.{entry.name}"
 
 
-def boxes_of(entry: ShardedTensor) -> Iterator[tuple[MetadataIndex, ChunkStorageMetadata, Tensor]]:
-    """The pieces of one tensor: where each lies in the global tensor, and its view of the local memory."""
-    for piece in entry.shard.pieces():
-        chunk = ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(piece.sizes))
-        yield MetadataIndex(entry.name, piece.global_offset), chunk, piece.of_local(entry.tensor.detach())
+def pieces_of(entries: Iterable[ShardedTensor], rank: int) -> list[SavedTensor]:
+    """What this rank's file holds of these tensors, one piece after the other, still without checksums."""
+    file, position, held = file_name(rank), 0, []
+    for entry in entries:
+        dtype, pieces = entry.tensor.dtype, []
+        for piece in entry.shard.pieces():
+            before, after = torch_frame(piece.sizes, dtype)
+            length = len(before) + prod(piece.sizes) * dtype.itemsize + len(after)
+            pieces.append(SavedPiece(piece.global_offset, piece.sizes, file, position, length, "", len(before)))
+            position += length
+        held.append(SavedTensor(entry.name, entry.shard.global_shape, f"{dtype}".removeprefix("torch."), tuple(pieces)))  # type: ignore[arg-type]
+    return held
 
 
-class PieceSavePlanner(SavePlanner):
-    """Writes the given tensors' pieces, from the one rank that answers for each element.
+def pieces_in_memory(entry: ShardedTensor) -> list[Tensor]:
+    """The pieces of one tensor, as views of the local one."""
+    return [piece.of_local(entry.tensor.detach()) for piece in entry.shard.pieces()]
+
+
+def parts_of(values: Tensor) -> list[memoryview]:
+    """What a piece with these values consists of, in a file."""
+    before, after = torch_frame(tuple(values.shape), values.dtype)
+    return [memoryview(before), bytes_of(values.cpu()), memoryview(after)]
+
+
+def content_of(ranks: Iterable[Sequence[SavedTensor]], names: Collection[str]) -> Content:
+    """What the ranks' files hold together.
 
     Args:
-        entries: what this rank holds.
+        ranks: what each rank's file holds.
         names: every tensor that the ranks together must write.
+    Raises:
+        CheckpointError: a tensor is written by no rank, in part, twice, or with different descriptions (names all).
     """
-
-    def __init__(self, entries: Iterable[ShardedTensor], names: Collection[str]) -> None:
-        self._names = names
-        self._views: dict[MetadataIndex, Tensor] = {}
-        self._items: list[WriteItem] = []
-        for entry in entries:
-            if entry.shard.is_primary():
-                self._add(entry)
-
-    def _add(self, entry: ShardedTensor) -> None:
-        size = torch.Size(entry.shard.global_shape)
-        for index, chunk, view in boxes_of(entry):
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(view), size)
-            self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            self._views[index] = view
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Everything is known from the constructor; the state dict handed through is empty."""
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self._items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = create_default_global_save_plan(all_plans)
-        items = (item for plan in all_plans for item in plan.items)
-        problems = [f"{name}: no rank writes it" for name in self._names if name not in metadata.state_dict_metadata]
-        if problems := [*problems, *_disagreements(items, metadata), *_cover_problems(metadata)]:
-            raise CheckpointError(*problems)
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._views[write_item.index]
-
-
-def _disagreements(items: Iterable[WriteItem], metadata: Metadata) -> Iterator[str]:
-    for item in items:
-        saved, mine = metadata.state_dict_metadata[item.index.fqn], item.tensor_data
-        assert isinstance(saved, TensorStorageMetadata) and mine is not None
-        if (saved.size, saved.properties.dtype) != (mine.size, mine.properties.dtype):
-            yield (
-                f"{item.index.fqn}: one rank describes it as {list(saved.size)} {saved.properties.dtype}, "
-                f"another as {list(mine.size)} {mine.properties.dtype}"
+    found: dict[str, SavedTensor] = {}
+    problems = []
+    for mine in (tensor for held in ranks for tensor in held):
+        saved = found.get(mine.name)
+        if saved is not None and saved.facts != mine.facts:
+            problems.append(
+                f"{mine.name}: one rank describes it as {list(saved.shape)} {saved.torch_dtype}, "
+                f"another as {list(mine.shape)} {mine.torch_dtype}"
             )
+        found[mine.name] = mine if saved is None else replace(saved, pieces=(*saved.pieces, *mine.pieces))
+    problems += [f"{name}: no rank writes it" for name in names if name not in found]
+    for name, tensor in found.items():
+        if not covers_once(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):
+            written, needed = sum(prod(piece.sizes) for piece in tensor.pieces), prod(tensor.shape)
+            problems.append(f"{name}: the ranks would write {written} elements of {needed}, or the same ones twice")
+    if problems:
+        raise CheckpointError(*problems)
+    return Content(tuple(found[name] for name in sorted(found)), _for_torch(found.values()))
 
 
-def _cover_problems(metadata: Metadata) -> Iterator[str]:
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
-        written, needed = sum(prod(chunk.sizes) for chunk in tensor.chunks), prod(tensor.size)
-        if not covers_once(tensor.size, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
-            yield f"{name}: the ranks would write {written} elements of {needed}, or the same ones twice"
+def _for_torch(tensors: Iterable[SavedTensor]) -> bytes:
+    """What torch.distributed.checkpoint keeps in `.metadata` of these tensors."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for tensor in tensors:
+        boxes = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces]
+        properties = TensorProperties(tensor.torch_dtype)
+        described[tensor.name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
+        for number, piece in enumerate(tensor.pieces):
+            index = MetadataIndex(tensor.name, torch.Size(piece.offsets), number)
+            places[index] = _StorageInfo(piece.file, piece.position, piece.length)
+    return pickle.dumps(Metadata(described, storage_data=places, version=CURRENT_DCP_VERSION))
 
 
 @dataclass(frozen=True)
@@ -140,19 +135,21 @@ def plan_reading(entries: Iterable[ShardedTensor], saved: Mapping[str, SavedTens
             problems.append(f"{name}: the files hold no tensor of shape {list(entry.shard.global_shape)}")
             continue
         for piece in tensor.pieces:
-            for _, chunk, view in boxes_of(entry):
-                wanted += _common(tensor, piece, chunk, view)
+            for box in entry.shard.pieces():
+                wanted += _common(tensor, piece, box, entry.tensor.detach())
     if problems:
         raise CheckpointError(*problems)
     return wanted
 
 
-def _common(tensor: SavedTensor, piece: SavedPiece, box: ChunkStorageMetadata, view: Tensor) -> Iterator[Slice]:
+def _common(tensor: SavedTensor, piece: SavedPiece, box: Piece, local: Tensor) -> Iterator[Slice]:
     """What a saved piece and a box of the same tensor have in common, if anything."""
-    starts = [max(pair) for pair in zip(piece.offsets, box.offsets, strict=True)]
-    ends = [min(a + m, b + n) for a, m, b, n in zip(piece.offsets, piece.sizes, box.offsets, box.sizes, strict=True)]
+    starts = [max(pair) for pair in zip(piece.offsets, box.global_offset, strict=True)]
+    saved_and_held = zip(piece.offsets, piece.sizes, box.global_offset, box.sizes, strict=True)
+    ends = [min(a + m, b + n) for a, m, b, n in saved_and_held]
     if any(start >= end for start, end in zip(starts, ends, strict=True)):
         return
-    for dim, (start, end, offset) in enumerate(zip(starts, ends, box.offsets, strict=True)):
+    view = box.of_local(local)
+    for dim, (start, end, offset) in enumerate(zip(starts, ends, box.global_offset, strict=True)):
         view = view.narrow(dim, start - offset, end - start)
     yield Slice(tensor, piece, tuple(a - b for a, b in zip(starts, piece.offsets, strict=True)), view)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import datetime
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megasnn.checkpoint.description import BESIDE
+from megasnn.checkpoint.aside import Aside
 from megasnn.checkpoint.folder import BEST, Retention, prune, set_named
-from megasnn.checkpoint.saving import Group, Progress, with_optimizer, write_checkpoint
-from megasnn.checkpoint.snapshot import Snapshot
+from megasnn.checkpoint.saving import AtOnce, Group, Progress, Writing, kind_of, with_optimizer, write_checkpoint
 from megasnn.comm.agreement import all_do, is_first
 from megasnn.files.problems import CheckpointError
 from megasnn.sharding import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
 _PATIENCE = datetime.timedelta(days=7)
-# How much a save in the background steps back, of 19: it gets about a tenth of a core that training is using.
-_BACKGROUND = 10
 
 
 class Saver:
@@ -36,6 +30,7 @@ class Saver:
         background: write while training goes on; a group of its own lets the ranks agree beside it.
         report: takes lines for the user; may be called from another thread. Only the first rank calls it.
         complete: the same for iteration and path of each checkpoint that is complete.
+        saved: an iteration that is in the folder already, as it would be saved now.
     Attributes:
         saved: the iteration that was saved last; None before the first.
         failed: the save that was asked for last has failed. The same on every rank after `finish`.
@@ -50,24 +45,25 @@ class Saver:
         retention: Retention | None = None,
         report: Callable[[str], None] = print,
         complete: Callable[[int, Path], None] = lambda iteration, path: None,
+        saved: int | None = None,
     ) -> None:
         self._folder, self._retention = folder, retention or Retention()
         self._group = process_group
-        self._snapshot = Snapshot() if background else None
         self._watched: torch.optim.Optimizer | None = None
         if background and process_group is not None:
             self._group = dist.new_group(dist.get_process_group_ranks(process_group), _PATIENCE, backend="gloo")
             dist.barrier(self._group)  # making a group does not wait for its members
+        self._aside = Aside(self._group) if background else None
         self._thread: threading.Thread | None = None
         self._in_flight: int | None = None
         self.report, self._complete = report, complete
-        self.saved: int | None = None
+        self.saved = saved
         self.failed = False
 
     def prepare(self, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> None:
         """Gets ready for the first save in the background, once the optimizer has its state; otherwise does nothing."""
-        if self._snapshot is not None:
-            self._snapshot.prepare(_written_here(with_optimizer(tensors, optimizer)))
+        if self._aside is not None:
+            self._aside.prepare(with_optimizer(tensors, optimizer))
 
     def save(
         self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
@@ -79,32 +75,29 @@ class Saver:
         `settle` first. A failure is told and remembered; the next save tries again.
         """
         if self._in_flight is not None:
-            if self._thread is not None and self._thread.is_alive() and self._in_flight != progress.iteration:
+            if self.busy and self._in_flight != progress.iteration:
                 self._tell(f"the checkpoint of iteration {self._in_flight} is still being written: waiting for it")
             self.finish()
         if self.saved == progress.iteration:
             if progress.best and is_first(self._group):
                 set_named(self._folder, BEST, progress.iteration)
             return
-        entries = with_optimizer(tensors, optimizer)
-        kind = type(optimizer).__name__ if optimizer is not None else None
-        if self._snapshot is None:
-            self._write(progress, entries, kind)
+        entries, kind = with_optimizer(tensors, optimizer), kind_of(optimizer)
+        if self._aside is None:
+            self._write(progress, kind, AtOnce(entries, self._group))
             return
-        mine = _written_here(entries)
-        copies = {copy.name: copy for copy in self._snapshot.take(mine, _stays_until_update)}
+        self._aside.take(entries)
         self._settle_before_updates_of(optimizer)
-        entries = [copies.get(entry.name, entry) for entry in entries]
         self._in_flight = progress.iteration
         self._thread = threading.Thread(
-            target=self._write_aside, args=(progress, entries, kind), name="megasnn-save", daemon=True
+            target=self._write, args=(progress, kind, self._aside), name="megasnn-save", daemon=True
         )
         self._thread.start()
 
     def settle(self) -> None:
         """Waits until the save in the background has its copies: from here on every tensor may be changed."""
-        if self._snapshot is not None:
-            self._snapshot.settle()
+        if self._aside is not None:
+            self._aside.settle()
 
     @property
     def busy(self) -> bool:
@@ -117,23 +110,22 @@ class Saver:
             self._thread.join()
         self._thread = self._in_flight = None
 
+    def close(self) -> None:
+        """Ends what works beside training. What it is writing is lost."""
+        if self._aside is not None:
+            self._aside.close()
+
     def _settle_before_updates_of(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None and optimizer is not self._watched:
             optimizer.register_step_pre_hook(lambda *_: self.settle())
             self._watched = optimizer
 
-    def _write_aside(self, progress: Progress, entries: Sequence[ShardedTensor], kind: str | None) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own: training comes first
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND)
-        self._write(progress, entries, kind)
-
-    def _write(self, progress: Progress, entries: Sequence[ShardedTensor], kind: str | None) -> None:
+    def _write(self, progress: Progress, kind: str | None, writing: Writing) -> None:
         began = time.monotonic()
         try:
-            if self._snapshot is not None:
-                all_do(self._group, self._snapshot.wait, "the tensors could not be copied:")
-            path = write_checkpoint(self._folder, progress, entries, kind, self._group)
+            if self._aside is not None:
+                all_do(self._group, self._aside.wait, "the tensors could not be copied:")
+            path = write_checkpoint(self._folder, progress, kind, writing, self._group)
         except Exception as error:
             self.failed = True
             self._tell(
@@ -145,13 +137,13 @@ class Saver:
         self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
         if is_first(self._group):
             self._complete(progress.iteration, path)
-        self._prune()
+        self._prune(writing)
 
-    def _prune(self) -> None:
+    def _prune(self, writing: Writing) -> None:
         if not is_first(self._group):
             return
         try:
-            for path in prune(self._folder, self._retention):
+            for path in writing.call(prune, self._folder, self._retention):
                 self._tell(f"removed {path} (--keep-last {self._retention.last})")
         except OSError as error:
             self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")
@@ -159,15 +151,6 @@ class Saver:
     def _tell(self, text: str) -> None:
         if is_first(self._group):
             self.report(text)
-
-
-def _written_here(entries: Sequence[ShardedTensor]) -> list[ShardedTensor]:
-    return [entry for entry in entries if entry.shard.is_primary()]
-
-
-def _stays_until_update(entry: ShardedTensor) -> bool:
-    """Running statistics do not: the forward pass changes them."""
-    return entry.is_parameter or entry.name.startswith(BESIDE)
 
 
 def _text(error: Exception) -> str:

@@ -9,35 +9,29 @@ from __future__ import annotations
 import json
 import os
 import platform
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 import megasnn
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.checksum import file_checksum
-from megasnn.checkpoint.description import FileFacts, Metadata, require_model_name
-from megasnn.checkpoint.files import PieceWriter
+from megasnn.checkpoint.complete import Content, complete, file_name
+from megasnn.checkpoint.description import Metadata, require_model_name
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
-from megasnn.checkpoint.pieces import COPY, DCP_METADATA, PIECES, SavedTensor, by_file, file_checksum_of
-from megasnn.checkpoint.planner import PieceSavePlanner
-from megasnn.comm.agreement import all_do, first_decides, gather, is_first
-from megasnn.files.described import open_within
+from megasnn.checkpoint.piece_file import write_pieces_file
+from megasnn.checkpoint.planner import content_of, parts_of, pieces_in_memory, pieces_of
+from megasnn.comm.agreement import all_do, first_decides, first_gathers, is_first, rank_in
 from megasnn.files.problems import CheckpointError, problem_list
 from megasnn.sharding import ShardedTensor
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
-
-# A process on its own saves without torch.distributed, which torch finds worth a warning each time.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,35 +85,58 @@ def save_checkpoint(
     """
     progress = Progress(iteration, consumed_samples, extra, config, layout, model)
     entries = all_do(process_group, lambda: with_optimizer(tensors, optimizer), "this run cannot be saved:")
-    kind = type(optimizer).__name__ if optimizer is not None else None
-    return write_checkpoint(folder, progress, entries, kind, process_group)
+    return write_checkpoint(folder, progress, kind_of(optimizer), AtOnce(entries, process_group), process_group)
+
+
+class Writing(Protocol):
+    """How the files of one checkpoint are written."""
+
+    def agree(self) -> Content:
+        """What all ranks' files hold together; empty on all but the first rank. Collective. Raises CheckpointError."""
+
+    def write(self, aside: Path) -> list[str]:
+        """Writes this rank's file into a folder; the checksums of its pieces."""
+
+    def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What the function returns or raises. Called on the first rank only, where it may work in another process."""
+
+
+class AtOnce:
+    """Writes tensors as they are, in this process, while the caller waits."""
+
+    def __init__(self, entries: Sequence[ShardedTensor], process_group: Group) -> None:
+        self._entries, self._group = entries, process_group
+
+    def agree(self) -> Content:
+        return agree(self._entries, self._group)
+
+    def write(self, aside: Path) -> list[str]:
+        mine = written_here(self._entries)
+        parts = (parts_of(view) for entry in mine for view in pieces_in_memory(entry))
+        return write_pieces_file(aside / file_name(rank_in(self._group)), parts) if mine else []
+
+    def call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        return function(*arguments, **named)
 
 
 def write_checkpoint(
-    folder: PathLike,
-    progress: Progress,
-    entries: Sequence[ShardedTensor],
-    optimizer: str | None,
-    process_group: Group,
+    folder: PathLike, progress: Progress, optimizer: str | None, writing: Writing, process_group: Group
 ) -> Path:
     """`save_checkpoint` of tensors that are all described, the optimizer's state (of this kind) among them."""
     root = Path(folder)
-
-    def names_of_all() -> list[str]:
-        for label in ("extra", "config", "layout"):
-            _require_json(label, getattr(progress, label))
-        require_model_name(progress.model)
-        return [entry.name for entry in entries]
-
-    mine = all_do(process_group, names_of_all, "this run cannot be saved:")
-    names = set[str]().union(*gather(process_group, mine))
+    metadata = all_do(process_group, lambda: described(progress, optimizer), "this run cannot be saved:")
     aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
+    title = f"cannot write the checkpoint {aside}:"
     try:
-        planner = PieceSavePlanner(entries, names)
-        written = _write(aside, planner, process_group)
+        try:
+            content = writing.agree()
+        except CheckpointError as error:
+            raise problem_list(title, error.args) from None
+        mine = all_do(process_group, lambda: _write_file(writing, aside, rank_in(process_group)), title)
+        checksums = first_gathers(process_group, mine)
 
         def commit() -> Path:
-            return folders.commit(root, describe_written(progress, optimizer, aside, written), progress.best)
+            return writing.call(complete, root, metadata, content, checksums, progress.best)
 
         return first_decides(process_group, commit)
     except CheckpointError:
@@ -128,14 +145,11 @@ def write_checkpoint(
         raise
 
 
-def describe_written(
-    progress: Progress, optimizer: str | None, aside: Path, written: Sequence[SavedTensor]
-) -> Metadata:
-    """What `metadata.json` says of the files written to `aside`."""
-    sums = {name: file_checksum_of(piece for piece, _ in pieces) for name, pieces in by_file(written).items()}
-    for name in (PIECES, DCP_METADATA):
-        with open_within(aside, name) as stream:
-            sums[name] = file_checksum(stream)
+def described(progress: Progress, optimizer: str | None) -> Metadata:
+    """What `metadata.json` will say, but for tensors and files."""
+    for label in ("extra", "config", "layout"):
+        _require_json(label, getattr(progress, label))
+    require_model_name(progress.model)
     return Metadata(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
@@ -143,40 +157,46 @@ def describe_written(
         layout=progress.layout,
         extra=progress.extra,
         optimizer=optimizer,
-        tensors={tensor.name: tensor.facts for tensor in written if not tensor.name.startswith(COPY)},
-        files={
-            name: FileFacts((aside / name).stat().st_size, f"{checksum:08x}") for name, checksum in sorted(sums.items())
-        },
-        versions=_versions(),
+        tensors={},
+        files={},
+        versions={"megasnn": megasnn.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         model=progress.model,
     )
 
 
-def _write(path: Path, planner: PieceSavePlanner, process_group: Group) -> Sequence[SavedTensor]:
-    """What has been written, on the first rank. Failures of torch become one error, on every rank."""
-    writer = PieceWriter(path)
+def _write_file(writing: Writing, aside: Path, rank: int) -> list[str]:
+    """Raises CheckpointError, which names the rank."""
     try:
-        dcp.save(
-            {},
-            storage_writer=writer,
-            planner=planner,
-            process_group=process_group,
-            no_dist=process_group is None,
-        )
-        return writer.tensors
-    except CheckpointException as failure:
-        problems = [text for rank, (error, _) in failure.failures.items() for text in _texts(rank, error)]
-        raise problem_list(f"cannot write the checkpoint {path}:", problems) from None
+        return writing.write(aside)
+    except Exception as error:
+        raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from None
 
 
-def _texts(rank: int, error: BaseException) -> list[str]:
-    if isinstance(error, CheckpointError):
-        return list(error.args)
-    return [f"rank {rank}: {type(error).__name__}: {error}"]
+def agree(entries: Sequence[ShardedTensor], process_group: Group) -> Content:
+    """What all ranks' files hold together; empty on all but the first rank. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when the ranks together do not hold each element of a tensor exactly once.
+    """
+    mine = pieces_of(written_here(entries), rank_in(process_group))
+    ranks = first_gathers(process_group, ([entry.name for entry in entries], mine))
+    found = [Content((), b"")]
+
+    def join() -> None:
+        names = {name for names, _ in ranks for name in names}
+        found.append(content_of([held for _, held in ranks], names))
+
+    first_decides(process_group, join)
+    return found[-1]
 
 
-def _versions() -> dict[str, str]:
-    return {"megasnn": megasnn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+def written_here(entries: Iterable[ShardedTensor]) -> list[ShardedTensor]:
+    """The tensors that this rank writes, of those that it holds."""
+    return [entry for entry in entries if entry.shard.is_primary()]
+
+
+def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:
+    return type(optimizer).__name__ if optimizer is not None else None
 
 
 def with_optimizer(tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> list[ShardedTensor]:

@@ -16,8 +16,12 @@ from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
 T = TypeVar("T")
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
+
+
 def is_first(group: dist.ProcessGroup | None) -> bool:
-    return group is None or dist.get_rank(group) == 0
+    return rank_in(group) == 0
 
 
 def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
@@ -27,6 +31,15 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
+
+
+def first_gathers(group: dist.ProcessGroup | None, value: T) -> list[T]:
+    """Every rank's value, in rank order, on the first rank; nothing on the others."""
+    if group is None:
+        return [value]
+    values: list[T] | None = [value] * dist.get_world_size(group) if is_first(group) else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
 
 
 def first_decides(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -14,6 +14,8 @@ from megasnn.config.checks import at_least, needs
 @dataclass(frozen=True)
 class CheckpointConfig:
     """A checkpoint continues on any layout."""
+
+    for_runs: ClassVar[bool] = True
 
     save: str | None = None
     """Folder to save checkpoints in; one is always saved at the end."""

@@ -6,6 +6,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args, get_origin, get_type_hints
 
+FOR_RUNS = {"for_runs": True}
+"""Metadata of a field whose flag only a whole run takes: an Engine has no use for it."""
+FOR_ENGINES = {"for_runs": False}
+"""Metadata of a field whose flag an Engine takes, in a part of the configuration that is `for_runs` otherwise."""
+
 
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration.

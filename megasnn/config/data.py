@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe
 from megasnn.augment.rand_augment import parse_rand_augment
-from megasnn.config.checks import above, at_least, flag, needs, refusal
+from megasnn.config.checks import FOR_ENGINES, above, at_least, flag, needs, refusal
 from megasnn.config.names import name_in
 from megasnn.files.sample_size import SAMPLE_MB
 
@@ -23,9 +23,12 @@ CHANGES = (
 class DataConfig:
     """The order of samples depends on the seed only, never on the layout or the number of workers."""
 
+    for_runs: ClassVar[bool] = True
+
     data_path: str = "sample"
-    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz); "sample" is scikit-learn's bundled digits, for
-    models of event frames as recordings of a simulated event camera."""
+    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz), or a URL that webdataset opens (http, s3, gs, and
+    pipe: before a command); "sample" is scikit-learn's bundled digits, for models of event frames as recordings of a
+    simulated event camera."""
     valid_data_path: str | None = None
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
@@ -57,10 +60,10 @@ class DataConfig:
     center_crop: float | None = None
     """Where the middle of an image is taken, in evaluation and without --augment crop: the share of its shorter side
     that is kept, all of it by default. 0.875 with --image-size 224 is what others call scaling to 256."""
-    mixup_alpha: float | None = None
+    mixup_alpha: float | None = field(default=None, metadata=FOR_ENGINES)
     """Mix each image and its label with another one's of the micro-batch, by a share of the beta distribution of this
     parameter, drawn for each micro-batch."""
-    cutmix_alpha: float | None = None
+    cutmix_alpha: float | None = field(default=None, metadata=FOR_ENGINES)
     """Replace a rectangle of each image by another one's, whose area is such a share; with --mixup-alpha, each is done
     in half of the micro-batches."""
     mixup_off_epoch: int | None = None
@@ -79,6 +82,10 @@ class DataConfig:
     """A sample that takes more megabytes, in its file or decoded, cannot be read."""
     max_unpacked_gb: float | None = None
     """Gigabytes that a .tar.gz shard may unpack to; 100 times its own size by default."""
+    fetch_ahead: int = 4
+    """Shards behind URLs that a rank fetches at a time, before it needs them."""
+    fetch_timeout: float = 60.0
+    """Seconds after which a source of shards that sends nothing, or less than a kilobyte each, is asked again."""
 
     @property
     def mixes(self) -> bool:
@@ -107,7 +114,7 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration", "max_sample_mb")
-        wrong += self._change_problems()
+        wrong += at_least(self, 1, "fetch_ahead") + above(self, 0, "fetch_timeout") + self._change_problems()
         if self.max_unpacked_gb is not None and not self.max_unpacked_gb > 0:
             wrong.append(f"--max-unpacked-gb must be above 0, got {self.max_unpacked_gb}")
         if self.frame_duration is not None and self.split_by is not None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megasnn.config.checks import ConfigError
+from megasnn.config.checks import ConfigError, flag
 from megasnn.config.serialise import from_dict
 from megasnn.files.described import DescriptionError, FreeForm, described, in_message, open_regular, read_bounded
 
@@ -19,6 +19,7 @@ Values = Mapping[str, Mapping[str, Any]]
 LARGEST = 1 << 20
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 _NOT_GIVEN = "(not given)"
+_MAY_BE_COMMANDS = ("data_path", "valid_data_path")
 
 
 def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mapping[str, Path], saved: Values) -> Config:
@@ -31,20 +32,36 @@ def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mappin
     Raises:
         ConfigError: the file of `--config` cannot be read, or holds what is no configuration of this class.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config", nargs="?")
-    early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
-    flags = early.parse_known_args(list(argv))[0]
+    flags = _early_flags(argv)
     plain = config_class()
     values: dict[str, Any] = dict(saved)
-    if not _is_none(flags.config):
+    if flags.config is not None:
         given = _read(config_class, flags.config, recipes)
+        _refuse_commands(given, flags)
         if "variant" in given.get("model", {}):
             values = _with_variant(plain, values, given["model"]["variant"])
         values = {part: {**values.get(part, {}), **given.get(part, {})} for part in {**values, **given}}
     if flags.variant != _NOT_GIVEN:
         values = _with_variant(plain, values, None if _is_none(flags.variant) else flags.variant)
     return from_dict(config_class, dict(values))
+
+
+def config_named(argv: Sequence[str]) -> str | None:
+    """What `--config` names in a command line; None without it."""
+    name: str | None = _early_flags(argv).config
+    return name
+
+
+def _early_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags that change the defaults of all others, before those are read."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", nargs="?")
+    early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
+    for name in _MAY_BE_COMMANDS:
+        early.add_argument(flag(name), nargs="?")
+    flags = early.parse_known_args(list(argv))[0]
+    flags.config = None if _is_none(flags.config) else flags.config
+    return flags
 
 
 def _is_none(text: str | None) -> bool:
@@ -72,6 +89,19 @@ def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> di
     except (OSError, ValueError) as error:  # ValueError: a name with a zero in it
         raise ConfigError([f"--config {shown} cannot be read: {error}"]) from None
     return values
+
+
+def _refuse_commands(values: dict[str, Any], flags: argparse.Namespace) -> None:
+    """Raises ConfigError where a file names a command to be run, unless a flag replaces it: files are strangers'."""
+    for name in _MAY_BE_COMMANDS:
+        paths = values.get("data", {}).get(name) or ""
+        if getattr(flags, name) is None and any(part.startswith("pipe:") for part in paths.split("::")):
+            raise ConfigError(
+                [
+                    f"--config {in_message(flags.config)}: data.{name} is {in_message(paths)}, a command that would be "
+                    f"run; only the command line may give one: {flag(name)}"
+                ]
+            )
 
 
 def _with_variant(plain: Any, values: dict[str, Any], variant: str | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ RARELY_USED = {
         *("crop_scale", "crop_ratio", "rand_augment_ops", "random_erasing_mode", "normalize_images", "center_crop"),
         *("mixup_off_epoch",),
         *("last_batch", "split_by", "frame_duration", "normalize_frames"),
-        *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb"),
+        *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb", "fetch_ahead", "fetch_timeout"),
     ),
     "training": ("evaluate_only", "exit_interval", "exit_duration_in_mins", "bptt_steps", "tet_lambda", "tet_mean"),
     "optimizer": (
@@ -34,7 +34,10 @@ RARELY_USED = {
         *("check_replicas_interval", "replica_mismatch"),
     ),
     "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
-    "logging": ("log_throughput", "log_pictures_interval", "model_summary"),
+    "logging": (
+        *("log_throughput", "log_pictures_interval", "model_summary"),
+        *("profile_steps", "profile_ranks", "record_memory_history"),
+    ),
     "neuron": ("decay_input", "detach_reset", "surrogate_alpha", "neuron_backend"),
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from megasnn.config.checks import above, at_least, flag, from_zero_to_below_one, refusal
+from megasnn.config.checks import FOR_RUNS, above, at_least, flag, from_zero_to_below_one, refusal
 from megasnn.config.names import flags_of_others, name_in
 from megasnn.config.patterns import Pattern, patterns
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
@@ -29,13 +29,13 @@ class OptimizerConfig:
     """Iterations of linear warm-up."""
     lr_warmup_fraction: float | None = None
     """Warm-up as a share of all iterations, instead of --lr-warmup-iters."""
-    lr_warmup_epochs: int = 0
+    lr_warmup_epochs: int = field(default=0, metadata=FOR_RUNS)
     """Epochs of warm-up, instead of --lr-warmup-iters."""
     lr_warmup_init: float | None = None
     """Learning rate of the first step of the warm-up; by default --lr divided by the steps of the warm-up."""
-    lr_cooldown_epochs: int = 0
+    lr_cooldown_epochs: int = field(default=0, metadata=FOR_RUNS)
     """Epochs at the end of the training that stay at --min-lr."""
-    lr_interval: Literal["iteration", "epoch"] = "iteration"
+    lr_interval: Literal["iteration", "epoch"] = field(default="iteration", metadata=FOR_RUNS)
     """How long a learning rate stays: one iteration, or all those of an epoch as in timm's recipes."""
     lr_decay_from: Literal["warmup", "start"] = "warmup"
     """What the decay is counted from: the end of the warm-up; or the start of the training as in timm's recipes, where

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megasnn.config.checks import above, at_least, refusal
+from megasnn.config.checks import FOR_RUNS, above, at_least, refusal
 from megasnn.config.names import name_in
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.named import AUTO, SCHEDULES
@@ -45,10 +45,10 @@ class ParallelConfig:
     """auto takes GPUs where there is one for each rank of a node."""
     distributed_timeout_minutes: float = 10.0
     """How long a rank waits for another before it gives up."""
-    check_replicas_interval: int | None = None
+    check_replicas_interval: int | None = field(default=None, metadata=FOR_RUNS)
     """Iterations between two comparisons of the ranks that hold the same weights, optimizer state and norm statistics,
     by checksums; they are also compared before each save. By default 200; 0 never compares."""
-    replica_mismatch: Literal["stop", "majority"] = "stop"
+    replica_mismatch: Literal["stop", "majority"] = field(default="stop", metadata=FOR_RUNS)
     """When they differ: stop ends the run before it is saved; majority, with three replicas or more, gives the minority
     the values that most ranks hold, and ends the run only where there is no majority."""
 

@@ -56,9 +56,24 @@ def _build(config_class: type[Config], values: Any, place: str, problems: list[s
         elif _fits(hints[name], value):
             known[name] = float(value) if type(value) is int and float in _members(hints[name]) else value
         else:
-            wanted = " or ".join(dict.fromkeys(_wanted(hints[name])))
-            problems.append(f"{place}{name} ({flag(name)}) cannot be {reprlib.repr(value)}; give {wanted}")
+            problems.append(_wrong_type(place, name, hints[name], value))
     return config_class(**known)
+
+
+def wrong_types(part: Any) -> list[str]:
+    """Fields of a dataclass whose values are not of their types, as from Python they may be."""
+    hints = get_type_hints(type(part), include_extras=True)
+    values = {entry.name: getattr(part, entry.name) for entry in fields(part)}
+    return [
+        _wrong_type(f"{type(part).__name__}.", name, hints[name], value)
+        for name, value in values.items()
+        if not _fits(hints[name], value)
+    ]
+
+
+def _wrong_type(place: str, name: str, hint: Any, value: Any) -> str:
+    wanted = " or ".join(dict.fromkeys(_wanted(hint)))
+    return f"{place}{name} ({flag(name)}) cannot be {reprlib.repr(value)}; give {wanted}"
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -93,9 +108,11 @@ def _fits(hint: Any, value: Any) -> bool:
         return value in get_args(hint)
     if hint is NoneType:
         return value is None
+    if hint is Any:
+        return True
     if isinstance(value, bool):
         return hint is bool
-    return isinstance(value, (int, float)) if hint is float else isinstance(value, hint)
+    return isinstance(value, (int, float) if hint is float else get_origin(hint) or hint)
 
 
 def describe(config: Any) -> str:

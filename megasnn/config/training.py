@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Annotated
 
-from megasnn.config.checks import above, at_least, flag, from_zero_to_below_one
+from megasnn.config.checks import FOR_RUNS, above, at_least, flag, from_zero_to_below_one
 from megasnn.config.names import flags_of_others, name_in
 from megasnn.losses import LOSSES
 from megasnn.precisions import PRECISIONS
@@ -32,6 +32,10 @@ class Length:
         return float(self.iterations / self.epoch)
 
 
+LENGTHS = ("train_iters", "train_samples", "train_epochs")
+"""The fields that say how long a training is; one of them does."""
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """The length is given in iterations, in samples or in epochs."""
@@ -44,13 +48,13 @@ class TrainingConfig:
     """Optimizer steps to train, counted from the beginning of the first run."""
     train_samples: int | None = None
     """Samples to train on, instead of --train-iters; only whole global batches are trained on."""
-    train_epochs: int | None = None
+    train_epochs: int | None = field(default=None, metadata=FOR_RUNS)
     """Epochs to train, instead of --train-iters: how often to go through the training data."""
-    evaluate_only: bool = False
+    evaluate_only: bool = field(default=False, metadata=FOR_RUNS)
     """Evaluate what --load or --load-spikingjelly gives on the validation data, and end."""
-    exit_interval: int | None = None
+    exit_interval: int | None = field(default=None, metadata=FOR_RUNS)
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: float | None = field(default=None, metadata=FOR_RUNS)
     """Stop after so many minutes, and save if --save is given."""
     bptt_steps: int | None = None
     """Truncated backpropagation through time: show each sample in windows of so many time steps, each a micro-batch of
@@ -116,11 +120,10 @@ class TrainingConfig:
                 f"--micro-batch-size {self.micro_batch_size} is larger than "
                 f"--global-batch-size {self.global_batch_size}"
             )
-        lengths = {flag(name): getattr(self, name) for name in ("train_iters", "train_samples", "train_epochs")}
+        lengths = {flag(name): getattr(self, name) for name in LENGTHS}
         given = [f"{name} {value}" for name, value in lengths.items() if value is not None]
-        if len(given) > 1 or not (given or self.evaluate_only):
-            found = f"{' and '.join(given)} were given (none takes one back)" if given else "none was given"
-            wrong.append(f"give one of {', '.join(lengths)}; {found}")
+        if len(given) > 1:
+            wrong.append(f"give one of {', '.join(lengths)}; {' and '.join(given)} were given (none takes one back)")
         elif self.train_samples is not None and self.train_samples < self.global_batch_size:
             wrong.append(
                 f"--train-samples {self.train_samples} is less than one --global-batch-size {self.global_batch_size}"

@@ -6,6 +6,7 @@ from megasnn.batching import micro_batches_of
 from megasnn.config.checks import ConfigError, flag, refusal
 from megasnn.config.names import unknown_names
 from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.training import LENGTHS
 from megasnn.grid import Grid
 from megasnn.kernels import BACKENDS
 from megasnn.losses import LOSSES
@@ -39,6 +40,8 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _length_problems(config) + _evaluation_problems(config)
     problems += _mixing_problems(config) + _window_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
+    if not config.logging.problems():
+        problems += _trace_problems(config, world_size)
     if problems:
         raise ConfigError(problems)
 
@@ -122,9 +125,12 @@ def _replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 
 def _length_problems(config: PretrainConfig) -> list[str]:
-    """Warm-up against the length of the training."""
+    """A training without a length; warm-up against the length."""
     warm_up = config.optimizer.lr_warmup_iters
     training = config.training
+    trains = not (training.evaluate_only or config.logging.model_summary)
+    if trains and all(getattr(training, name) is None for name in LENGTHS):
+        return [f"give one of {', '.join(map(flag, LENGTHS))}; none was given"]
     if training.global_batch_size < 1:
         return []  # reported by TrainingConfig
     if config.data.last_batch == "keep" and training.train_samples is not None:
@@ -202,6 +208,26 @@ def _profile_problems(config: PretrainConfig) -> list[str]:
     if config.logging.profile_pipeline and config.parallel.pipeline_model_parallel_size == 1:
         return ["--profile-pipeline needs stages: --pipeline-model-parallel-size 2 or more"]
     return []
+
+
+def _trace_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """`--profile-steps` of iterations or ranks that there are not, without a folder; memory of what is no GPU."""
+    options, asked = config.logging, f"--profile-steps {config.logging.profile_steps}"
+    if options.profile_steps is None:
+        return []
+    wrong = []
+    if config.training.evaluate_only:
+        wrong.append(f"{asked} has no meaning with --evaluate-only")
+    if config.checkpoint.save is None and options.tensorboard_dir is None:
+        wrong.append(f"{asked} has no folder to write to: give --tensorboard-dir or --save")
+    if missing := [rank for rank in options.ranks_to_profile() if rank >= world_size]:
+        wrong.append(f"--profile-ranks {options.profile_ranks}: there is no rank {missing[0]}, of {world_size}")
+    last = config.training.iterations if config.training.global_batch_size > 0 else None
+    if last is not None and options.profiled_steps[0] > last:
+        wrong.append(f"{asked} is after the last of {last} iterations")
+    if options.record_memory_history and config.parallel.device == "cpu":
+        wrong.append("--record-memory-history is of the memory of GPUs: leave it out with --device cpu")
+    return wrong
 
 
 def _wire_problems(config: PretrainConfig) -> list[str]:

@@ -2,60 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from megasnn.checkpoint import CheckpointError
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.files import PieceWriter
-from megasnn.checkpoint.pieces import SavedTensor
-from megasnn.checkpoint.planner import PieceSavePlanner, boxes_of, copy_name
-from megasnn.checkpoint.saving import Progress, describe_written
+from megasnn.checkpoint.complete import complete, file_name
+from megasnn.checkpoint.piece_file import write_pieces_file
+from megasnn.checkpoint.planner import content_of, copy_name, parts_of, pieces_in_memory, pieces_of
+from megasnn.checkpoint.saving import Progress, described
 from megasnn.convert.new_file import new_checkpoint
 from megasnn.convert.opening import in_our_names
 from megasnn.convert.source import TensorSource
 from megasnn.convert.target import LaidOut, Target, lay_out, saved_model
 from megasnn.sharding import Shard, ShardedTensor
 from megasnn.telemetry.progress import byte_bar
-
-
-class _LazyPlanner(PieceSavePlanner):
-    """Plans with tensors that have no memory, and reads what they stand for when it is due to be written.
-
-    Args:
-        entries: what one rank writes.
-        names: what all ranks together write.
-        source_name: of a tensor that is a copy of another, the other's name.
-    """
-
-    def __init__(
-        self,
-        entries: Sequence[ShardedTensor],
-        names: Collection[str],
-        source_name: Mapping[str, str],
-        source: TensorSource,
-        bar: tqdm,
-    ) -> None:
-        super().__init__(entries, names)
-        self._entries = {entry.name: entry for entry in entries}
-        self._source_name, self._source, self._bar = source_name, source, bar
-        self._held: dict[MetadataIndex, Tensor] = {}
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        if write_item.index not in self._held:
-            self._held = {}  # let go of the last tensor before the next one is read
-            entry = self._entries[write_item.index.fqn]
-            value = self._source.read_shard(self._source_name.get(entry.name, entry.name), entry.shard)
-            self._held = {index: view for index, _, view in boxes_of(replace(entry, tensor=value))}
-        view = self._held[write_item.index]
-        self._bar.update(view.nbytes)
-        return view
 
 
 def write_rank_files(
@@ -82,10 +46,13 @@ def write_rank_files(
     with new_checkpoint(save, progress.iteration):
         aside = folders.begin(save, progress.iteration)
         try:
+            content = content_of([pieces_of(entries, rank) for rank, entries in enumerate(written)], names)
             with byte_bar("writing", sum(entry.tensor.nbytes for rank in written for entry in rank)) as bar:
-                planners = [_LazyPlanner(entries, names, copied, source, bar) for entries in written]
-                tensors_written = _write(PieceWriter(aside), planners)
-            return folders.commit(save, describe_written(progress, optimizer, aside, tensors_written))
+                checksums = [
+                    write_pieces_file(aside / file_name(rank), _read(entries, copied, source, bar)) if entries else []
+                    for rank, entries in enumerate(written)
+                ]
+            return complete(save, described(progress, optimizer), content, checksums)
         except BaseException:
             folders.discard(save, progress.iteration)
             raise
@@ -100,15 +67,19 @@ def _with_copies(entry: ShardedTensor, copied: dict[str, str]) -> ShardedTensor:
     return replace(entry, name=name, shard=Shard(entry.shard.global_shape))
 
 
-def _write(writer: PieceWriter, planners: Sequence[_LazyPlanner]) -> Sequence[SavedTensor]:
-    """What torch.distributed.checkpoint.save does on all ranks, one rank after the other."""
-    writer.set_up_storage_writer(True)
-    plans = [writer.prepare_local_plan(planner.create_local_plan()) for planner in planners]
-    plans, metadata = planners[0].create_global_plan(plans)
-    plans = writer.prepare_global_plan(plans)
-    results = [writer.write_data(plan, planner).wait() for plan, planner in zip(plans, planners, strict=True)]
-    writer.finish(metadata, results)
-    return writer.tensors
+def _read(
+    entries: Iterable[ShardedTensor], source_name: Mapping[str, str], source: TensorSource, bar: tqdm
+) -> Iterator[list[memoryview]]:
+    """The pieces of tensors without memory; each tensor is read when it is due to be written.
+
+    Args:
+        source_name: of a tensor that is a copy of another, the other's name.
+    """
+    for entry in entries:
+        value = source.read_shard(source_name.get(entry.name, entry.name), entry.shard)
+        for view in pieces_in_memory(replace(entry, tensor=value)):
+            yield parts_of(view)
+            bar.update(view.nbytes)
 
 
 def reshard(source: TensorSource, save: Path, target: Target) -> tuple[Path, LaidOut]:

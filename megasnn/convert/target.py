@@ -23,7 +23,8 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.dialects import model_of
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS
-from megasnn.pipeline.costs import layers_per_chunk, measure_layers
+from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
 from megasnn.sharding import Shard, ShardedTensor, sharded_tensors
@@ -80,10 +81,28 @@ def configured_model(model: type[Model], config: Mapping[str, Any], path: object
     return SavedModel(model.name, run.model, described)
 
 
+def config_problems(source: TensorSource) -> list[str]:
+    """What is wrong with the configuration that a checkpoint keeps: fields, sizes, tensors that are others.
+
+    None is found where there is no configuration, or the model is none of the table.
+    """
+    model = model_of(source.facts.model, source.tensors)
+    if source.facts.config is None or model is None:
+        return []
+    try:
+        saved = configured_model(model, source.facts.config, source.path)
+        _refuse_large_input(saved.description, _LARGEST_SAMPLE)
+        target_ranks(saved, source.tensors, 1, [range(len(saved.description.layers))], (0,))
+    except (CheckpointError, ValueError) as error:
+        return [str(error)]
+    return []
+
+
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, SHAPE_FLAG = "--target-virtual-stages", "--target-placement"
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 _LARGEST_INPUT = 16 << 20  # values; of ImageNet over four time steps it is 0.6 million
+_LARGEST_SAMPLE = 1 << 31  # values; nobody trains on a sample of 8 GB
 
 
 @dataclass(frozen=True)
@@ -139,19 +158,20 @@ class Target:
         saved = parse_layout(str((facts.layout or {}).get("bounds", len(layers))))
         if len(saved) == len(placement):
             return layout_to_bounds(saved, [layer.name for layer in layers], len(placement))
-        _refuse_large_input(model.description)
+        try:
+            _refuse_large_input(model.description, _LARGEST_INPUT)
+        except ValueError as error:
+            raise ValueError(f"{error} to measure its layers with; give the cut with {LAYOUT_FLAG}") from None
         costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
         return placed_bounds([cost.seconds for cost in costs], placement)
 
 
-def _refuse_large_input(model: ModelDescription) -> None:
-    """No saved tensor shows how large a sample is. Raises ValueError for one that would take all memory."""
+def _refuse_large_input(model: ModelDescription, most: int) -> None:
+    """No saved tensor shows how large a sample is. Raises ValueError for one with more than so many values."""
     shape = model.input_shape if len(model.input_shape) == 4 else (model.time_steps, *model.input_shape)
-    if prod(shape) > _LARGEST_INPUT:
-        raise ValueError(
-            f"the checkpoint describes samples of T x C x H x W = {' x '.join(map(str, shape))} values, too many to "
-            f"measure its layers with; give the cut with {LAYOUT_FLAG}"
-        )
+    if prod(shape) > most:
+        sizes = " x ".join(map(str, shape))
+        raise ValueError(f"the checkpoint describes samples of T x C x H x W = {sizes} values, too many")
 
 
 @dataclass(frozen=True)

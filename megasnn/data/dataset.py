@@ -6,15 +6,14 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from megasnn.data.formats import Decoder, FormatMismatch
+from megasnn.data.remote.shard import RemoteShard
 from megasnn.data.shards import Shard
-from megasnn.files.described import open_regular
 from megasnn.files.sample_size import too_large
 
 _OPEN_SHARDS = 16  # files that one reading thread keeps open
@@ -86,6 +85,17 @@ class ShardDataset(Generic[Format]):
                 return False
         return bool(self._state[index] == _SOUND)
 
+    @property
+    def fetch_ahead(self) -> int:
+        """How many shards are to be fetched at a time before they are needed; 0 where all are files of the user's."""
+        return max((shard.remote.options.ahead for shard in self._shards if shard.remote is not None), default=0)
+
+    def remote_shards(self, samples: Sequence[int]) -> Iterator[RemoteShard]:
+        """The shards behind URLs that hold these samples, each once, in the order of their first use."""
+        for number in dict.fromkeys((np.searchsorted(self._first, samples, side="right") - 1).tolist()):
+            if (remote := self._shards[number].remote) is not None:
+                yield remote
+
     def fingerprint(self) -> str:
         """A hash of the samples' names, classes and data sizes in file order.
 
@@ -113,7 +123,7 @@ class ShardDataset(Generic[Format]):
     def _read(self, index: int) -> bytes:
         shard, place = self._locate(index)
         size = int(shard.sizes[place])
-        data = os.pread(self._files.descriptor(str(shard.tar)), size, int(shard.offsets[place]))
+        data = os.pread(self._files.descriptor(shard), size, int(shard.offsets[place]))
         if len(data) < size:
             raise ValueError(f"{self.describe(index)} ends early: {shard.tar} was changed while in use")
         return data
@@ -138,8 +148,9 @@ class _OpenFiles(threading.local):
         """A copy in another process opens its own."""
         return _OpenFiles, ()
 
-    def descriptor(self, path: str) -> int:
-        file = self._open.pop(path, None) or _Descriptor(path)
+    def descriptor(self, shard: Shard) -> int:
+        path = str(shard.tar)
+        file = self._open.pop(path, None) or _Descriptor(shard)
         self._open[path] = file
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)
@@ -149,8 +160,8 @@ class _OpenFiles(threading.local):
 class _Descriptor:
     """A file descriptor for reading that is closed with the object, thus also when its thread ends."""
 
-    def __init__(self, path: str) -> None:
-        self._file = open_regular(Path(path))
+    def __init__(self, shard: Shard) -> None:
+        self._file = shard.open()
         self.number = self._file.fileno()
 
     def __del__(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -21,10 +22,14 @@ from numpy.typing import NDArray
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
+from megasnn.data.feed import Feed
 from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Stretch
 from megasnn.data.reading import SlotReader
+from megasnn.data.remote.ahead import ShardsAhead
 from megasnn.data.workers import AHEAD, WorkerPool
+
+_PLANNED = 16  # batches that are looked through for shards to fetch
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class MicroBatch:
         `[size, T, 2, H, W]`.
     labels: int64 `[size]`.
     skipped: the broken samples that were replaced, as messages name them; empty on ranks that read nothing.
+    arrived: on a GPU, the event after which images and labels are there.
     """
 
     first: int
@@ -48,6 +54,7 @@ class MicroBatch:
     images: torch.Tensor | None
     labels: torch.Tensor | None
     skipped: tuple[str, ...] = ()
+    arrived: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class BatchLoader:
     that sizes and the places of all others stay. Ranks that need only labels decode each sample once to come
     to the same choice.
     skipped: how often that happened on this rank, counted as batches are handed out.
-    pin_for: a GPU, for which images are laid where it can copy them from while the rank goes on.
+    pin_for: a GPU, to which images and labels are copied while the rank goes on, as soon as they are loaded.
 
     Raises:
         ValueError: a data parallel rank would have no micro-batch in training, or an epoch no batch.
@@ -122,7 +129,7 @@ class BatchLoader:
         self._reads = need_images or (need_labels and skip_broken)
         self._num_workers = num_workers if self._reads else 0
         self._training = training
-        self._pin_for = pin_for
+        self._feed = None if pin_for is None else Feed(pin_for)
 
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
         """The global batches from a position on, at most `limit` of them.
@@ -131,9 +138,13 @@ class BatchLoader:
         raised when that batch is asked for, with any number of workers.
         """
         plans = self._plans(consumed_samples, limit)
+        if self._reads and self.dataset.fetch_ahead:
+            plans = self._with_shards_ahead(plans, self.dataset.fetch_ahead)
         loaded = self._load_ahead(plans) if self._num_workers else map(self._load_batch, plans)
         for batch in loaded:
             self.skipped += sum(len(micro_batch.skipped) for micro_batch in batch.micro_batches)
+            if self._feed is not None:
+                self._feed.hand_over(batch.micro_batches)
             yield batch
 
     def _plans(self, position: int, limit: int | None) -> Iterator[_BatchPlan]:
@@ -149,6 +160,16 @@ class BatchLoader:
             yield _BatchPlan(self._own_micro_batches(position, size), size, position + size)
             position += size
             made += 1
+
+    def _with_shards_ahead(self, plans: Iterator[_BatchPlan], most: int) -> Iterator[_BatchPlan]:
+        """The plans; shards that they need and the cache has removed are fetched again, `most` of them ahead."""
+        with closing(ShardsAhead(most)) as ahead:
+            coming = deque(islice(plans, _PLANNED))
+            while coming:
+                needed = [list(self.dataset.remote_shards(plan.samples)) for plan in coming]
+                ahead.begin(list(dict.fromkeys(chain.from_iterable(needed)))[: len(needed[0]) + most])
+                yield coming.popleft()
+                coming.extend(islice(plans, 1))
 
     def _own_micro_batches(self, position: int, size: int) -> list[_MicroBatchPlan]:
         sizes = micro_batch_sizes(size, min(self._micro_batch_size, size))
@@ -184,21 +205,20 @@ class BatchLoader:
 
     def _finish(self, plan: _MicroBatchPlan, samples: list[int], values: NDArray[np.float32] | None) -> MicroBatch:
         """In the thread that takes what workers have read."""
-        if self._pin_for:
-            torch.cuda.set_device(self._pin_for)  # a new thread would pin memory by way of the first GPU
         return self._micro_batch(plan, samples, None if values is None else self.dataset.format.as_tensor(values))
 
     def _micro_batch(self, plan: _MicroBatchPlan, samples: list[int], images: torch.Tensor | None) -> MicroBatch:
         """Args: samples: those that are used in the slots of the plan."""
-        if images is not None and self._pin_for:
-            images = images.pin_memory()
         labels = torch.from_numpy(self.dataset.labels[samples]) if self._need_labels else None
+        arrived = None
+        if self._feed is not None:
+            (images, labels), arrived = self._feed.begin(images, labels)
         due, skipped = plan.samples, list[str]()
         if samples != due:
             pairs = zip(due, samples, strict=True)
             skipped = [self.dataset.describe(broken) for broken, used in pairs if broken != used]
         ids = torch.from_numpy(np.array(due, np.int64))
-        return MicroBatch(plan.index, plan.start, len(due), ids, images, labels, tuple(skipped))
+        return MicroBatch(plan.index, plan.start, len(due), ids, images, labels, tuple(skipped), arrived)
 
 
 def order_identity(dataset: ShardDataset[SampleFormat], global_batch_size: int, last_batch: str) -> str:
@@ -259,6 +279,11 @@ class _BatchPlan:
     micro_batches: list[_MicroBatchPlan]
     size: int
     consumed_samples: int
+
+    @property
+    def samples(self) -> list[int]:
+        """Those that the order puts into these micro-batches."""
+        return [sample for part in self.micro_batches for sample in part.samples]
 
     def batch(self, micro_batches: list[MicroBatch]) -> GlobalBatch:
         return GlobalBatch(micro_batches, self.size, self.consumed_samples)

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
-import tempfile
 from typing import Any
+
+from megasnn.child_process import shared_memory
 
 _ALIGNMENT = 64  # bytes
 Places = list[tuple[int, int]]
-
-
-def shared_memory(size: int) -> int:
-    """A new file descriptor for `size` bytes of zeros, to be closed by the caller.
-
-    It does not lie in /dev/shm, which has 64 MB in a container that nobody told otherwise.
-    """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("megasnn-data", os.MFD_CLOEXEC)
-    else:  # not on Linux
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
-    return descriptor
 
 
 class SharedPlaces:

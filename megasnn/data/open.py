@@ -16,8 +16,10 @@ from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings
 from megasnn.data.event_frames import EventFormat
 from megasnn.data.formats import SampleFormat
 from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat
-from megasnn.data.paths import expand_shards
-from megasnn.data.shards import Shard, open_shard
+from megasnn.data.paths import Address, expand_shards
+from megasnn.data.remote.shard import FetchOptions
+from megasnn.data.shard_list import open_shards
+from megasnn.data.shards import Shard
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
@@ -52,9 +54,9 @@ def open_datasets(
             to validate on; None where ``sample`` is not asked for.
 
     Raises:
-        ValueError: a shard is missing, cut or empty, a sample incomplete, a label out of range, the cache not
-            writable; the shards hold another kind of samples than the model takes, or frames of another shape; an
-            option does not go with them.
+        ValueError: a shard is missing, cut or empty or cannot be fetched, a sample incomplete, a label out of range,
+            the cache not writable; the shards hold another kind of samples than the model takes, or frames of another
+            shape; an option does not go with them.
     """
     format = _event_format(config, input_shape) if len(input_shape) == 4 else _image_format(config, input_shape)
     format.augmentation(config.augment)
@@ -64,7 +66,9 @@ def open_datasets(
     )
 
 
-def _paths(config: DataConfig, sample: Callable[[], tuple[Path, Path]] | None) -> tuple[list[Path], list[Path]]:
+def _paths(
+    config: DataConfig, sample: Callable[[], tuple[Path, Path]] | None
+) -> tuple[Sequence[Address], Sequence[Address]]:
     """The shards to train on and those to validate on."""
     valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
     made: tuple[Path, ...] = ()
@@ -72,17 +76,18 @@ def _paths(config: DataConfig, sample: Callable[[], tuple[Path, Path]] | None) -
         if sample is None:
             raise ValueError(f"--data-path {SAMPLE}: its shards are not made here; name shards")
         made = sample()
-    train = [made[0]] if config.data_path == SAMPLE else expand_shards(config.data_path)
+    train: Sequence[Address] = [made[0]] if config.data_path == SAMPLE else expand_shards(config.data_path)
     if valid_path is None:
         return train, []
     return train, [made[1]] if valid_path == SAMPLE else expand_shards(valid_path, "--valid-data-path")
 
 
 def _dataset(
-    config: DataConfig, paths: list[Path], format: SampleFormat, num_classes: int
+    config: DataConfig, addresses: Sequence[Address], format: SampleFormat, num_classes: int
 ) -> ShardDataset[SampleFormat]:
     unpacked = None if config.max_unpacked_gb is None else int(config.max_unpacked_gb * 1e9)
-    shards = [open_shard(path, tuple(_KINDS), format.limit, unpacked) for path in paths]
+    options = FetchOptions(config.fetch_ahead, config.fetch_timeout, unpacked)
+    shards = open_shards(addresses, tuple(_KINDS), format.limit, options)
     for shard in shards:
         _check_kind(config, shard, format)
     return ShardDataset(shards, format, num_classes)

@@ -1,4 +1,4 @@
-"""Which shards a data path means: braces, globs, folders and lists of them, on a mounted file system."""
+"""Which shards a data path means: braces, globs, folders, URLs, and lists of them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,46 @@ import glob
 import os
 from collections import Counter
 from pathlib import Path
+from urllib.request import url2pathname
 
 from braceexpand import braceexpand
 
+from megasnn.data.remote.address import is_http, is_url, scheme_of
+from megasnn.data.remote.tools import require_opener
+
 SHARD_ENDINGS = (".tar", ".tar.gz", ".tgz")
+Address = Path | str
+"""Of a shard: a file, or the text of a URL."""
 
 
-def expand_shards(data_path: str, flag: str = "--data-path") -> list[Path]:
+def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     """The shards of a data path, in the order that ``--no-shuffle`` reads them.
 
     A path is one of: a file; braces (``dir/train-{00000..00009}.tar``, in the order written); a glob
-    (sorted); a folder (its shards sorted by name). Several are joined with ``::``, as in webdataset.
+    (sorted); a folder (its shards sorted by name); a URL that webdataset opens, with braces (``file:`` is a path).
+    Several are joined with ``::``, as in webdataset. What is a URL is so before its braces are expanded.
 
     Raises:
         ValueError: a shard is missing, unreadable or named twice, nothing matches, the folder mixes splits,
-            the path is a URL, or the ending is not .tar, .tar.gz or .tgz.
+            nothing opens such URLs, or the ending of a path is not .tar, .tar.gz or .tgz.
     """
-    shards: list[Path] = []
+    shards: list[Address] = []
     for part in data_path.split("::"):
-        if "://" in part or part.startswith("pipe:"):
-            raise ValueError(f"{flag} {part!r} is a URL; shards are read from files: copy or mount them first")
+        if part.startswith("file:"):
+            part = url2pathname(part.removeprefix("file:").removeprefix("//"))
+        fetched = is_url(part)
+        if fetched and not is_http(part) and scheme_of(part) != "pipe":
+            require_opener(part)
         try:
             expanded = list(braceexpand(part))
         except ValueError as error:
             raise ValueError(f"{flag} {part!r} has unbalanced braces: {error}") from error
         for path in expanded:
-            shards += _expand_one(path, flag)
-    _check(shards, flag)
+            shards += [path] if fetched else _expand_one(path, flag)
+    _check([each for each in shards if isinstance(each, Path)], flag)
+    twice = [str(shard) for shard, count in Counter(shards).items() if count > 1]
+    if twice:
+        raise ValueError(f"{flag} names shards more than once: {', '.join(twice[:5])}")
     return shards
 
 
@@ -74,6 +87,3 @@ def _check(shards: list[Path], flag: str) -> None:
             raise ValueError(f"{flag}: {shard} is not a shard; endings read are {', '.join(SHARD_ENDINGS)}")
         if not shard.is_file() or not os.access(shard, os.R_OK):
             raise ValueError(f"{flag}: {shard} is not a readable file")
-    twice = [str(shard) for shard, count in Counter(shards).items() if count > 1]
-    if twice:
-        raise ValueError(f"{flag} names shards more than once: {', '.join(twice[:5])}")

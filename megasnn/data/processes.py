@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+
+from megasnn.child_process import start_program, working_folder
 
 
 class Template:
@@ -22,16 +23,8 @@ class Template:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control, theirs = Pipe()
-        path = os.pathsep.join(entry or _working_folder() for entry in sys.path)
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megasnn.data.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **one_thread, "PYTHONPATH": path},
-                process_group=0,  # Ctrl-C in a terminal goes to the rank only
-            )
+            self._process = start_program("megasnn.data.worker", theirs.fileno(), handles=[theirs.fileno()])
         self._owner = os.getpid()
 
     @property
@@ -45,7 +38,7 @@ class Template:
         Raises ChildProcessError when it cannot be started.
         """
         handles = (connection.fileno(), descriptors.fileno(), memory)
-        folder = _working_folder()
+        folder = working_folder()
         with self._lock:
             try:
                 self._control.send(("start", folder))
@@ -78,15 +71,6 @@ class Template:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
-
-
-def _working_folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise ChildProcessError(
-            "no data worker can be started: the working folder has been removed; start again from one that exists"
-        ) from None
 
 
 _LAST_SECONDS = 1.0

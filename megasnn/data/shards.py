@@ -8,18 +8,19 @@ Where tools/preprocess_data.py made the shard, its own index.json lies beside it
 
 A ``.tar.gz`` has no random access. It is unpacked once into the cache folder, which takes its uncompressed
 size there (one copy for a shard, shared by all ranks of a node); training on data too large for that wants
-plain ``.tar``.
+plain ``.tar``. A shard behind a URL is fetched into the cache (`megasnn.data.remote`); its index stays when its copy is
+removed there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import os
 import re
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,22 +29,22 @@ from typing import BinaryIO
 import numpy as np
 
 from megasnn.cache import build_once, cache_folder, cached_name
-from megasnn.cache.room import LIMIT, cache_limit
 from megasnn.data.event_files import FRAMES, decode_sample
 from megasnn.data.images import IMAGE_SUFFIXES
 from megasnn.data.index import INDEX_NAME, ShardRecord, read_index, require_finished
+from megasnn.data.remote.shard import RemoteShard
 from megasnn.data.tar_members import tar_members
+from megasnn.data.unpacking import unpack
 from megasnn.files.described import open_regular
 from megasnn.files.sample_size import SAMPLE_BYTES, require_size
 
 LABEL_SUFFIX = "cls"
-_INDEX_VERSION = "3"
+_INDEX_VERSION = "4"
 _TRIES = 10
 _LABEL_BYTES = 32
-_BLOCK = 1 << 20
-# An image or a recording packs to a tenth; headers of small files to a thirtieth.
-_UNPACKED_MOST, _UNPACKED_LEAST = 100, 256 << 20
-_COLUMNS = ("keys", "labels", "offsets", "sizes", "suffixes", "frames")
+_COLUMNS = ("keys", "labels", "offsets", "sizes", "suffixes", "frames", "length")
+_Columns = dict[str, np.ndarray]
+"""Those of `Shard` that are kept, by name."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Shard:
 
     source: the shard as the user named it, for messages.
     tar: the uncompressed file that is read.
+    length: int64 scalar, bytes of `tar`.
+    remote: where `tar` comes from when the cache has removed it; None for a file of the user's.
     keys: bytes `[n]`.
     labels: int64 `[n]`.
     offsets, sizes: int64 `[n]`, where the sample's data lies in `tar`, in bytes.
@@ -59,7 +62,7 @@ class Shard:
     frames: int64; shape `[T, 2, H, W]` of a sample of finished event frames, empty where there are none.
     """
 
-    source: Path
+    source: Path | str
     tar: Path
     keys: np.ndarray
     labels: np.ndarray
@@ -67,9 +70,19 @@ class Shard:
     sizes: np.ndarray
     suffixes: np.ndarray
     frames: np.ndarray
+    length: np.ndarray
+    remote: RemoteShard | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def open(self) -> io.FileIO:
+        """The file that is read, fetched again where it has to be.
+
+        Raises:
+            OSError: it cannot be opened. ValueError: as `RemoteShard.open`.
+        """
+        return open_regular(self.tar) if self.remote is None else self.remote.open(int(self.length))
 
 
 def open_shard(
@@ -93,14 +106,67 @@ def open_shard(
     record = _record_of(source)
     tar = source if source.suffix == ".tar" else _unpacked(source, unpacked_limit)
     target = cache_folder("index") / cached_name(tar, ".npz", _INDEX_VERSION, str(limit), *suffixes)
-    build_once(target, lambda path: _save_index(path, _scan(tar, source, suffixes, limit)), lasting=False)
-    columns = _load_index(target) or _scan(tar, source, suffixes, limit)
+
+    def scan() -> _Columns:
+        with open_regular(tar) as file:
+            return _scan(file, source, suffixes, limit)
+
+    build_once(target, lambda path: _save_index(path, scan()), lasting=False)
+    columns = _load_index(target) or scan()
+    _require_samples(source, columns, record)
+    return Shard(source=source, tar=tar, remote=None, **columns)
+
+
+def open_remote_shard(
+    remote: RemoteShard, suffixes: tuple[str, ...], limit: int, provide: Callable[[RemoteShard], object]
+) -> Shard:
+    """The index of a shard behind a URL; it is fetched only where that is not in the cache.
+
+    Args:
+        suffixes, limit: as of `open_shard`.
+        provide: fetches it.
+    Raises:
+        ValueError: as `open_shard`; it cannot be fetched.
+    """
+    target = index_of_remote(remote, suffixes, limit)
+
+    def scan() -> _Columns:
+        with remote.open() as file:
+            try:
+                return _scan(file, remote.name, suffixes, limit)
+            except ValueError:
+                remote.discard()
+                raise
+
+    if not target.exists():
+        provide(remote)  # first, because others do not wait long for an index
+    build_once(target, lambda path: _save_index(path, scan()))  # without it a shard would be fetched to be indexed
+    columns = _load_index(target)
+    if columns is None or _has_changed(remote.tar, columns):
+        columns = scan()
+    _require_samples(remote.name, columns, remote.record)
+    return Shard(source=remote.name, tar=remote.tar, remote=remote, **columns)
+
+
+def index_of_remote(remote: RemoteShard, suffixes: tuple[str, ...], limit: int) -> Path:
+    """Where the index of a shard behind a URL lies, or will lie."""
+    return cache_folder("index") / remote.cached_name(".npz", _INDEX_VERSION, str(limit), *suffixes)
+
+
+def _has_changed(tar: Path, columns: _Columns) -> bool:
+    """Whether the copy in the cache is another one than the one that was indexed."""
+    with contextlib.suppress(FileNotFoundError):
+        return tar.stat().st_size != int(columns["length"])
+    return False
+
+
+def _require_samples(source: Path | str, columns: _Columns, record: ShardRecord | None) -> None:
+    """Raises ValueError for another number of samples than index.json says."""
     if record is not None and len(columns["labels"]) != record.samples:
         raise ValueError(
             f"shard {source} holds {len(columns['labels'])} samples, {INDEX_NAME} beside it says {record.samples}; "
             f"make the shards again"
         )
-    return Shard(source=source, tar=tar, **columns)
 
 
 def _record_of(source: Path) -> ShardRecord | None:
@@ -127,40 +193,16 @@ def _records(folder: Path, changed: int) -> dict[str, ShardRecord]:
 
 def _unpacked(source: Path, limit: int | None) -> Path:
     """The uncompressed copy of a `.tar.gz` in the cache folder."""
-    if limit is None:
-        limit = max(_UNPACKED_LEAST, _UNPACKED_MOST * source.stat().st_size)
-
-    def unpack(path: Path) -> None:
-        left = min(limit, cache_limit())
-        try:
-            with open_regular(source) as file, gzip.GzipFile(fileobj=file) as packed, open(path, "wb") as plain:
-                while block := packed.read(_BLOCK):
-                    left -= len(block)
-                    if left < 0:
-                        raise ValueError(_too_much(source, limit))
-                    plain.write(block)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"shard {source} is cut or damaged ({error}); download it again") from error
-
-    return build_once(cache_folder("unpacked") / cached_name(source, ".tar"), unpack)
+    target = cache_folder("unpacked") / cached_name(source, ".tar")
+    return build_once(target, lambda path: unpack(source, path, source, limit))
 
 
-def _too_much(source: Path, limit: int) -> str:
-    size = source.stat().st_size
-    if cache_limit() < limit:
-        return f"shard {source} of {size} bytes unpacks to more than the cache may hold; raise {LIMIT}"
-    return (
-        f"shard {source} of {size} bytes unpacks to more than {limit / 1e9:.3g} GB; if it is sound, raise "
-        f"--max-unpacked-gb, or unpack it yourself"
-    )
-
-
-def _scan(tar: Path, source: Path, suffixes: tuple[str, ...], limit: int) -> dict[str, np.ndarray]:
+def _scan(raw: io.FileIO, source: Path | str, suffixes: tuple[str, ...], limit: int) -> _Columns:
     """Read all headers of a tar and the label files; returns the columns of `Shard`."""
     from webdataset.tariterators import base_plus_ext  # imports torch, which the processes that read do without
 
     samples: dict[str, dict[str, tuple[int, int]]] = {}
-    with open_regular(tar) as raw, io.BufferedReader(raw) as file:
+    with io.BufferedReader(raw) as file:
         for member in tar_members(file, source):
             key, suffix = base_plus_ext(member.name)
             if key is None or suffix is None:
@@ -178,8 +220,12 @@ def _scan(tar: Path, source: Path, suffixes: tuple[str, ...], limit: int) -> dic
 
 
 def _columns(
-    file: BinaryIO, samples: dict[str, dict[str, tuple[int, int]]], source: Path, suffixes: tuple[str, ...], limit: int
-) -> dict[str, np.ndarray]:
+    file: BinaryIO,
+    samples: dict[str, dict[str, tuple[int, int]]],
+    source: Path | str,
+    suffixes: tuple[str, ...],
+    limit: int,
+) -> _Columns:
     if not samples:
         raise ValueError(f"shard {source} holds no samples; leave it out or write it again")
     labels, places, seen = [], [], set()
@@ -201,6 +247,7 @@ def _columns(
         "sizes": table[:, 1],
         "suffixes": np.array(sorted(seen), dtype=np.bytes_),
         "frames": np.array(_frames_shape(file, places, limit) if FRAMES in seen else (), dtype=np.int64),
+        "length": np.array(os.fstat(file.fileno()).st_size, dtype=np.int64),
     }
 
 
@@ -215,7 +262,7 @@ def _frames_shape(file: BinaryIO, places: list[tuple[int, int]], limit: int) -> 
     return ()
 
 
-def _label(file: BinaryIO, place: tuple[int, int], key: str, source: Path) -> int:
+def _label(file: BinaryIO, place: tuple[int, int], key: str, source: Path | str) -> int:
     offset, size = place
     text = os.pread(file.fileno(), min(size, _LABEL_BYTES + 1), offset)
     if len(text) <= _LABEL_BYTES and re.fullmatch(rb"\s*[+-]?\d+\s*", text) and abs(label := int(text)) < 2**31:
@@ -226,12 +273,12 @@ def _label(file: BinaryIO, place: tuple[int, int], key: str, source: Path) -> in
     )
 
 
-def _save_index(path: Path, columns: dict[str, np.ndarray]) -> None:
+def _save_index(path: Path, columns: _Columns) -> None:
     with open(path, "wb") as file:
         np.savez(file, **columns)  # type: ignore[arg-type]
 
 
-def _load_index(path: Path) -> dict[str, np.ndarray] | None:
+def _load_index(path: Path) -> _Columns | None:
     """The columns of a cached index, or None where it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as stored:

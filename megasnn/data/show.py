@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings, decode_sample, make_frames
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
-from megasnn.data.index import read_index
 from megasnn.data.order import SampleOrder
 from megasnn.data.paths import expand_shards
-from megasnn.data.shards import open_shard
-from megasnn.files.sample_size import SAMPLE_MB
+from megasnn.data.remote.shard import FetchOptions
+from megasnn.data.shard_list import index_of, open_shards
+from megasnn.files.sample_size import SAMPLE_BYTES, SAMPLE_MB
 
 _ANY_CLASS = 2**31
 _ZIP = b"PK"  # an .npz is one
@@ -62,11 +62,11 @@ def read_samples(
         raise ValueError(f"--samples must be at least 1, got {count}")
     if max_sample_mb < 1:
         raise ValueError(f"--max-sample-mb must be at least 1, got {max_sample_mb}")
-    paths = expand_shards(data_path, "SHARDS")
+    addresses = expand_shards(data_path, "SHARDS")
     format = AsStored(time_steps, max_sample_mb << 20)
     FrameSettings(time_steps)
-    dataset = ShardDataset([open_shard(path, format.suffixes) for path in paths], format, _ANY_CLASS)
-    index = read_index(paths[0].parent)
+    dataset = ShardDataset(open_shards(addresses, format.suffixes, SAMPLE_BYTES, FetchOptions()), format, _ANY_CLASS)
+    index = index_of(addresses[0])
     classes = index.classes if index else []
     order = SampleOrder(len(dataset), seed or 0, shuffle=seed is not None)
     chosen = [slot.sample for slot in order.slots(0, min(count, len(dataset)))]

@@ -27,7 +27,7 @@ class Member(NamedTuple):
     plain: bool
 
 
-def tar_members(file: BinaryIO, source: Path) -> Iterator[Member]:
+def tar_members(file: BinaryIO, source: Path | str) -> Iterator[Member]:
     """All members but folders, in their order.
 
     Args:
@@ -76,7 +76,7 @@ class _Headers:
         return self._file.read(size)
 
 
-def _next(step, source: Path, place: int):  # its type is that of `step`
+def _next(step, source: Path | str, place: int):  # its type is that of `step`
     try:
         return step()
     except Exception as error:  # tarfile has no common class for what damaged headers make it raise
@@ -86,7 +86,7 @@ def _next(step, source: Path, place: int):  # its type is that of `step`
         ) from error
 
 
-def _check_end(file: BinaryIO, offset: int, source: Path) -> None:
+def _check_end(file: BinaryIO, offset: int, source: Path | str) -> None:
     """Look for the zeros that end a tar: one cut between two members looks whole to tarfile."""
     file.seek(offset)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

@@ -17,19 +17,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING, Any
 
+from megasnn.child_process import leave_signals_to_the_rank
 from megasnn.data.memory import SharedPlaces, new_piece, take
 
 if TYPE_CHECKING:
     from megasnn.data.reading import SlotReader
 
-# These are for the rank. It needs its data until it has saved, and its end, however it comes, ends this process too.
-_FOR_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
 
 def main() -> None:
     """Makes copies of this process that read, until the rank is gone."""
-    for number in _FOR_THE_RANK:
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_the_rank()
     for name in ("reading", "images", "event_frames"):
         import_module(f"megasnn.data.{name}")
     control = Connection(int(sys.argv[1]))

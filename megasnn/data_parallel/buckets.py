@@ -7,6 +7,7 @@ sum too and uneven shares need no weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -85,10 +86,18 @@ class BucketedDataParallel:
             self._buckets += [_Bucket(chunk, group, False) for group in _packed(whole, bucket_bytes)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
             self._buckets += [_Bucket(chunk, partial, True)] if partial else []
+        # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
+        # neither it nor weights and gradients would ever be freed.
+        accumulated = WeakMethod(self.accumulated)
+
+        def count(parameter: Tensor) -> None:
+            if (count_here := accumulated()) is not None:
+                count_here(parameter)
+
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 self._bucket_of[parameter] = bucket
-                parameter.register_post_accumulate_grad_hook(self.accumulated)
+                parameter.register_post_accumulate_grad_hook(count)
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:

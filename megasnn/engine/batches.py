@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from megasnn.data import GlobalBatch, MicroBatch
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count
 from megasnn.losses import LOSSES
+from megasnn.pinned import without_waiting
 from megasnn.pipeline.executor import MicroBatchInput
 
 
@@ -45,7 +47,7 @@ class Batches:
         if problem is None and not predicts:
             problem = _label_problem(labels, samples, self._config, self._takes_labels, trains)
         if problem is None and trains:
-            problem = self._share_problem(samples)
+            problem = self._share_problem(samples) or _gradient_problem()
         self._agree(samples, problem)
         return samples
 
@@ -100,11 +102,20 @@ class Batches:
 
     def evaluated_pairs(self, pairs: Iterable[object]) -> Iterator[GlobalBatch]:
         """`evaluated` of (images, labels), one after the other. Raises what `checked` raises, also where one rank has
-        fewer of them than another."""
-        for pair in pairs:
+        fewer of them than another; what the iterable itself raises goes on, and is a ValueError on the other ranks."""
+        iterator = iter(pairs)
+        while True:
+            try:
+                pair = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                with suppress(ValueError):
+                    self._agree(0, f"rank {self._state.rank} has no more batches: {type(error).__name__}: {error}")
+                raise
             images: Any
             labels: Any
-            images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+            images, labels = _as_pair(pair)
             yield from self.evaluated(images, labels, self.checked(images, labels))
         self._agree(0)
 
@@ -115,7 +126,7 @@ class Batches:
         return [
             MicroBatchInput(
                 None if micro.images is None else micro.images.to(device, dtype, non_blocking=True),
-                None if micro.labels is None else micro.labels.to(device),
+                None if micro.labels is None else without_waiting(micro.labels, device),
                 micro.size,
                 range(begin + micro.start, begin + micro.start + micro.size),
             )
@@ -149,38 +160,75 @@ class Batches:
         return replace(micro, images=images, labels=labels)
 
 
+def _gradient_problem() -> str | None:
+    if torch.is_grad_enabled():
+        return None
+    return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
+
+
+def _as_pair(given: object) -> tuple[object, object]:
+    """Images and labels of what an iterable to be evaluated has given; what is none of that is refused as labels."""
+    return (given[0], given[1]) if isinstance(given, (tuple, list)) and len(given) == 2 else (given, _NO_PAIR)
+
+
+_NO_PAIR = object()
+
+
 def _image_problem(images: object, config: PretrainConfig, is_used: bool) -> str | None:
     """What is wrong with a batch of images; only their number counts where they are not used."""
-    if not isinstance(images, Tensor) or images.ndim == 0 or len(images) == 0:
+    if not _is_dense(images) or images.ndim == 0 or len(images) == 0:
         return f"images must be a tensor [N, ...] of one sample or more, got {_described(images)}"
     wanted = config.model.input_shape
     if is_used and tuple(images.shape[1:]) != wanted:
         sizes = ", ".join(map(str, wanted))
         return f"images must be [N, {sizes}], as the model's input_shape says, got {list(images.shape)}"
-    if is_used and (images.is_meta or not images.is_floating_point()):
-        return f"images must be floating-point values, got {_described(images)}; this rank has the first stage"
+    if is_used and images.is_meta:
+        return "images have no values, on the meta device; this rank has the first stage"
+    if is_used and not images.is_floating_point():
+        return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
     return None
 
 
 def _label_problem(labels: object, samples: int, config: PretrainConfig, is_used: bool, trains: bool) -> str | None:
     """What is wrong with the labels of a batch of images; only their number counts where they are not used."""
     classes, loss = config.model.num_classes, config.training.loss
-    if not isinstance(labels, Tensor) or labels.ndim == 0 or len(labels) != samples:
+    if labels is _NO_PAIR:
+        return "give images and labels, or an iterable of such pairs, each of which must be a tensor"
+    if not _is_dense(labels) or labels.ndim == 0 or len(labels) != samples:
         return f"labels must be a tensor with one for each of the {samples} images, got {_described(labels)}"
     if not is_used:
         return None
     if labels.is_meta:
-        return "labels have no values; this rank has the last stage"
-    if labels.is_floating_point() and trains and LOSSES[loss].mixes and not config.data.mixes:
-        fits = tuple(labels.shape) == (samples, classes)
-        return None if fits else f"soft labels must be [{samples}, {classes}], got {list(labels.shape)}"
-    if labels.shape != (samples,) or labels.is_floating_point() or labels.dtype == torch.bool:
-        return f"labels must be class indices [{samples}], got {_described(labels)}"
-    lowest, highest = int(labels.min()), int(labels.max())
+        return "labels have no values, on the meta device; this rank has the last stage"
+    takes_soft = trains and LOSSES[loss].mixes and not config.data.mixes
+    if labels.is_floating_point() and labels.ndim > 1 and takes_soft:
+        if tuple(labels.shape) != (samples, classes):
+            return f"soft labels must be [{samples}, {classes}], got {list(labels.shape)}"
+        return None if bool(((labels >= 0) & (labels <= 1)).all()) else "soft labels must be from 0 to 1, and not nan"
+    if labels.shape != (samples,) or labels.dtype not in _WHOLE_NUMBERS:
+        soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
+        return f"labels must be class indices [{samples}] of an integer type{soft}, got {_described(labels)}"
+    lowest, highest = int(labels.long().min()), int(labels.long().max())
     if not 0 <= lowest <= highest < classes:
         return f"labels are from {lowest} to {highest}; with num_classes {classes} they must be from 0 to {classes - 1}"
     return None
 
 
+_WHOLE_NUMBERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+
+
+def _is_dense(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with a place in memory for each value: not a sparse, nested or mkldnn one."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+
+
 def _described(value: object) -> str:
-    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return "a nested tensor"
+    layout = "" if value.layout is torch.strided else f", which is not dense ({value.layout})"
+    return f"{list(value.shape)} of {value.dtype}{layout}"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of, map_entries
-from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
@@ -29,7 +28,7 @@ from megasnn.pipeline.executor import MicroBatchInput, OutputConsumer, PipelineE
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan, plan_schedule
-from megasnn.sharding import Piece, ShardedTensor, parameter_count
+from megasnn.sharding import ShardedTensor, parameter_count
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
 """(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
@@ -48,6 +47,7 @@ class DistributedModel:
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
         windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
             the mean over them; evaluation sees the logits of all time steps.
+        wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
 
     Attributes:
         context: what the layers were built with.
@@ -56,7 +56,6 @@ class DistributedModel:
             are no parameters of the model by themselves.
         described: the parameters and buffers of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
-        wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
         correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
         gradient_norm: of the whole model, see megasnn.optim.
@@ -76,6 +75,7 @@ class DistributedModel:
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         is_frozen: Callable[[str], bool] = lambda name: False,
         windows: int = 1,
+        wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._windows, self._earlier_windows = windows, list[Bundle]()
         self.model, self.state, self.context, self.loss = model, state, context, loss
@@ -113,7 +113,7 @@ class DistributedModel:
         names = [e.name for e in whole if e.is_parameter]
         self.gradient_norm = GradientNorm(names, self.tensors, state.model, state.device)
         self._global_batch_size = 1
-        self.wants_to_stop: Callable[[], bool] = lambda: False
+        self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = 0.0
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.executor = PipelineExecutor(
@@ -189,15 +189,12 @@ class DistributedModel:
         self._ties.sum_gradients()
         # Hits and vote travel with the loss: no step waits a second time for them.
         mine = torch.stack([loss, self._correct_here])
-        total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self.wants_to_stop())])
+        total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self._wants_to_stop())])
         return total
 
     def merge_statistics(self, most_micro_batches: int) -> None:
-        """Takes the step's records into the norms' running statistics; collective over the replicas.
-
-        Args:
-            most_micro_batches: the largest number of micro-batches that any replica has.
-        """
+        """Takes the step's records, of no more than so many micro-batches in any replica, into the norms' running
+        statistics. Collective over the replicas."""
         merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
 
     def refresh_copies(self) -> None:
@@ -281,21 +278,6 @@ class DistributedModel:
             chunk.train(training)
         for norm in self.norms:
             norm.recording = training
-
-
-def whole_tensors(distributed: DistributedModel) -> dict[str, Tensor]:
-    """All parameters and buffers of the model, whole, by name: copies on the CPU of every rank. Collective."""
-    mine = {entry.name: entry for entry in distributed.tensors if entry.shard.is_primary()}
-    whole = {}
-    for described in distributed.described:
-        held: list[tuple[Piece, Tensor]] = []
-        if (entry := mine.get(described.name)) is not None:
-            held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]
-        value = torch.empty(described.shard.global_shape, dtype=described.tensor.dtype)
-        for piece, part in (each for rank in gather(distributed.state.world.handle, held) for each in rank):
-            piece.of_global(value).copy_(part)
-        whole[described.name] = value
-    return whole
 
 
 def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:

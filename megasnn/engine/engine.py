@@ -1,13 +1,11 @@
-"""A model with its optimizer, on this rank of a layout."""
+"""A model in training from Python: steps, evaluations, predictions, weights and checkpoints, on any layout."""
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,16 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn import checkpoint
-from megasnn.batching import micro_batches_of
-from megasnn.bundle import Bundle, logits_of
-from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
-from megasnn.engine.distributed_model import whole_tensors
+from megasnn.engine.checkpoints import Checkpoints
 from megasnn.engine.setup import (
     built,
     configuration,
@@ -35,25 +28,11 @@ from megasnn.engine.setup import (
     require_alike,
     window_count,
 )
-from megasnn.files.problems import CheckpointError
-from megasnn.grid import HOLDING_AXES
+from megasnn.engine.steps import Steps
 from megasnn.models.model import Model
-from megasnn.non_finite import earliest
-from megasnn.optim import (
-    WeightAverage,
-    build_optimizer,
-    learning_rate,
-    require_course,
-    require_matches,
-    state_kinds,
-)
-from megasnn.pipeline.costs import layers_per_chunk
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.optim import require_course, require_matches
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.random import GENERATOR
-from megasnn.sharding import ShardedTensor
 from megasnn.telemetry.logline import EvaluationRecord, StepResult
-from megasnn.telemetry.timers import Timers
 
 
 class Engine:
@@ -73,7 +52,8 @@ class Engine:
     All methods are collective: every rank calls them in the same order. Every rank is given the whole batch, and takes
     its share. A rank without the first stage (`takes_images` is False) only looks at the number of images, and one
     without the last stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. What is
-    wrong with a batch on one rank is raised on all of them.
+    wrong with an argument on one rank is raised on all of them, as a ValueError, and changes nothing. After any other
+    error within a step, an evaluation or a prediction, further ones are refused with a RuntimeError.
 
     Process groups that nobody has made are made here, and freed by `close`, or at the end of a `with` block.
 
@@ -82,16 +62,16 @@ class Engine:
             `megasnn.validate` has passed.
         length: of the training; by default `train_iters` of the flags.
         plan: of the pipeline; by default measured and balanced.
+        wants_to_stop: asked on every rank in each step; `stop_votes` tells how many ranks have answered True.
         flags: values for all that the configuration leaves at its defaults.
 
     Attributes:
-        config: with the flags in it. state: the grid of ranks.
+        config: with the flags in it. state: the grid of ranks. length: of the training.
         windows: in how many of them each sample is shown (`bptt_steps`); each is a micro-batch of the pipeline.
-        iteration, consumed_samples: optimizer steps done, and training samples used.
         distributed: the model's chunks on this rank. plan: of the pipeline.
         batches: what becomes of batches on this rank.
-        optimizer: of this rank's parameters. average: of its weights; None without `ema_decay`.
-        timers: of the phases of a step.
+        steps: what becomes of micro-batches, with the optimizer and the average of the weights.
+        checkpoints: what is saved of all that.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
         ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, ranks that are laid
@@ -104,6 +84,7 @@ class Engine:
         *,
         length: Length | None = None,
         plan: PipelinePlan | None = None,
+        wants_to_stop: Callable[[], bool] = lambda: False,
         **flags: Any,
     ) -> None:
         self.config = config = configuration(model, flags)
@@ -118,16 +99,11 @@ class Engine:
             undo.callback(self._leave)
             if config is not model:
                 require_alike(config, self.state.world)
-            self.plan, self.distributed = built(config, described, self.state, plan)
+            self.plan, self.distributed = built(config, described, self.state, plan, wants_to_stop)
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
-            groups = {axis: self.state.group(axis) for axis in HOLDING_AXES}
-            self.optimizer = build_optimizer(self.distributed.tensors, config.optimizer, groups)
-            decay = config.optimizer.ema_decay
-            self.average = None if decay is None else WeightAverage(self.distributed.tensors, decay)
+            self.steps = Steps(config, self.distributed, self.length)
+            self.checkpoints = Checkpoints(config, self.steps, self.plan)
             undo.pop_all()
-        waits = self.state.device.type == "cuda"
-        self.timers = Timers(partial(torch.cuda.synchronize, self.state.device)) if waits else Timers()
-        self.iteration = self.consumed_samples = 0
 
     @property
     def takes_images(self) -> bool:
@@ -138,6 +114,21 @@ class Engine:
     def takes_labels(self) -> bool:
         """Whether this rank has the model's last stage, and needs the values of labels."""
         return self.distributed.gives_logits
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps done, over all runs that this one continues."""
+        return self.steps.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """Training samples used; the place in the data."""
+        return self.steps.consumed_samples
+
+    @property
+    def stop_votes(self) -> float:
+        """How many ranks wanted to stop in the last step, the same on every rank."""
+        return self.distributed.stop_votes
 
     # --- training
 
@@ -154,6 +145,7 @@ class Engine:
         Raises:
             ValueError: on every rank, when a batch is not what it should be on one of them, or when `train_iters` steps
                 are done.
+            RuntimeError: an earlier step has ended in an error.
         """
         self._require_open()
         samples = self.batches.checked(images, labels, trains=True)
@@ -166,55 +158,7 @@ class Engine:
             raise ValueError(
                 f"all {self.length.iterations} steps of the training are done (train_iters); make an Engine with more"
             )
-        micro_batches = self.batches.training_inputs(batch)
-        with self.timers("forward_backward"):
-            loss = self.distributed.forward_backward(micro_batches, batch.size)
-        with self.timers("optimizer"):
-            norm, rate, finite = self.update(loss, batch.size)
-        where = None if finite else self._first_non_finite(micro_batches)
-        self.iteration += 1
-        self.consumed_samples = batch.consumed_samples
-        return StepResult(loss, self.distributed.correct, batch.size, norm, rate, not finite, where)
-
-    def update(self, loss: float, samples: int) -> tuple[float, float, bool]:
-        """After forward and backward of so many samples: running statistics, clipping, weights, average of weights.
-
-        Returns:
-            the gradient's norm before clipping, the learning rate, and whether both loss and norm are finite. Where
-            they are not, everything stays as it was: weights, optimizer state and running statistics.
-        """
-        options, distributed = self.config.optimizer, self.distributed
-        norm = distributed.gradient_norm()
-        rate = learning_rate(options, self.iteration, self.length.iterations, self.length.epoch)
-        finite = math.isfinite(norm) and math.isfinite(loss)
-        if finite:
-            distributed.merge_statistics(self._most_micro_batches(samples))
-            distributed.gradient_norm.clip(norm, options.clip_grad)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group["lr_scale"]
-            self.optimizer.step()
-            distributed.refresh_copies()
-            if self.average is not None:
-                self.average.update()
-        return norm, rate, finite
-
-    def _most_micro_batches(self, samples: int) -> int:
-        count = -(-samples // self.config.training.micro_batch_size)
-        return self.windows * len(micro_batches_of(count, self.state.data.size, 0))
-
-    def _first_non_finite(self, micro_batches: Sequence[MicroBatchInput]) -> str | None:
-        """In which layer's output it appeared first, otherwise in which gradient; collective."""
-        world = self.state.world.handle
-        chunk, found = self.distributed.first_non_finite_output(micro_batches) or (0, None)
-        where = earliest(found, chunk, world)
-        if where is not None:
-            return f"not finite in forward, first in {where}"
-        # Backward runs from the last chunk to the first.
-        chunk, found = self.distributed.first_non_finite_gradient() or (0, None)
-        where = earliest(found, -chunk, world)
-        return (
-            None if where is None else f"not finite in backward, first in the gradient of {where}; the step is skipped"
-        )
+        return self.steps.train(self.batches.training_inputs(batch), batch)
 
     # --- evaluation
 
@@ -227,7 +171,7 @@ class Engine:
         With `ema_decay` it is the average of the weights that is evaluated. Any number of samples is legal.
 
         Raises:
-            ValueError: on every rank, as `train_step`; or there are no samples.
+            ValueError, RuntimeError: as `train_step`; ValueError also when there are no samples.
         """
         self._require_open()
         by_itself = labels is not None or isinstance(images, Tensor) or not isinstance(images, Iterable)
@@ -235,59 +179,25 @@ class Engine:
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        totals = [0.0, 0.0, 0.0, 0.0]
-        with self.averaged_weights():
-            for batch in batches:
-                parts = self.distributed.evaluate(self.batches.evaluation_inputs(batch))
-                totals = [a + b for a, b in zip(totals, parts, strict=True)]
-            loss, samples, top1, top5 = self.distributed.total(totals)
-        if not samples:
-            raise ValueError("there are no samples to evaluate")
-        return EvaluationRecord(
-            self.iteration, self.consumed_samples, int(samples), loss / samples, top1 / samples, top5 / samples
-        )
+        self._require_open()
+        return self.steps.evaluate(map(self.batches.evaluation_inputs, batches))
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits `[N, classes]` of any number of images, in their order: the mean over time, on the CPU of every rank.
 
-        With `ema_decay` they are those of the averaged weights. Raises ValueError as `train_step`.
+        With `ema_decay` they are those of the averaged weights. Raises what `train_step` raises.
         """
         self._require_open()
         samples = self.batches.checked(images, predicts=True)
-        logits = torch.zeros(samples, self.config.model.num_classes, dtype=self.distributed.context.dtype)
-        logits = logits.to(self.state.device)
-
-        def keep(output: Bundle, places: Tensor) -> None:
-            logits[places] = logits_of(output).to(logits.dtype).mean(0)
-
-        with self.averaged_weights():
-            for share in self.batches.evaluated(images, torch.arange(samples), samples):
-                self.distributed.predict(self.batches.evaluation_inputs(share), keep)
-        return self.distributed.of_all_replicas(logits).cpu()
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Inside, the model has the average of its weights, where one is kept."""
-        if self.average is None:
-            yield
-            return
-        copies = [entry.tensor for entry in self.distributed.copies]
-        kept = [copy.detach().clone() for copy in copies]
-        try:
-            with self.average.in_place():
-                self.distributed.refresh_copies()
-                yield
-        finally:  # an error on one rank leaves nobody waiting for another rank's values
-            with torch.no_grad():
-                for copy, value in zip(copies, kept, strict=True):
-                    copy.copy_(value)
+        shares = self.batches.evaluated(images, torch.arange(samples), samples)
+        return self.steps.predict(map(self.batches.evaluation_inputs, shares), samples).cpu()
 
     # --- weights and checkpoints
 
     def state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers of the model, whole, by their global names: copies on the CPU of every rank."""
-        self._require_open()
-        return whole_tensors(self.distributed)
+        self._require_open(reads_weights=True)
+        return self.checkpoints.whole_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Takes whole weights and buffers by global names, as `state_dict` or `Model.from_spikingjelly` gives them.
@@ -299,11 +209,7 @@ class Engine:
                 those of the model.
         """
         self._require_open()
-        all_do(self.state.world.handle, partial(_require_weights, values), "load_state_dict:")
-        checkpoint.load_globals_into(self.distributed.tensors, values, self.state.world.handle)
-        self.distributed.refresh_copies()
-        if self.average is not None:
-            self.average.restart()
+        self.checkpoints.take_whole(values)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout.
@@ -314,19 +220,8 @@ class Engine:
         Raises:
             CheckpointError: on every rank, when it cannot be written.
         """
-        self._require_open()
-        return checkpoint.save_checkpoint(
-            folder,
-            iteration=self.iteration,
-            consumed_samples=self.consumed_samples,
-            tensors=self.saved_tensors(),
-            optimizer=self.optimizer,
-            extra={"recipe": recipe(self.config), "generator": GENERATOR},
-            config=identity(self.config),
-            layout=self.layout(),
-            model=self.config.model.name,
-            process_group=self.state.world.handle,
-        )
+        self._require_open(reads_weights=True)
+        return self.checkpoints.save(folder)
 
     def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
         """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
@@ -339,42 +234,8 @@ class Engine:
             CheckpointError: on every rank, when there is none, or it is of another model.
         """
         self._require_open()
-        continued: dict[str, Any] = (
-            {}
-            if weights_only
-            else {
-                "optimizer": self.optimizer,
-                "optimizer_state": state_kinds(self.config.optimizer),
-                "config": identity(self.config),
-                "averages": None if self.average is None else self.average.tensors,
-            }
-        )
-        loaded = checkpoint.load_checkpoint(
-            folder,
-            tensors=self.distributed.tensors,
-            model=self.config.model.name,
-            step=step,
-            process_group=self.state.world.handle,
-            **continued,
-        )
-        self.distributed.refresh_copies()
-        if self.average is not None and (weights_only or not loaded.averaged):
-            self.average.restart()
-        changed = [] if weights_only else changed_recipe(loaded.extra, recipe(self.config))
-        for remark in (*loaded.remarks, *changed):
+        for remark in self.checkpoints.load(folder, step, weights_only):
             warnings.warn(remark, stacklevel=2)
-        if not weights_only:
-            self.iteration, self.consumed_samples = loaded.iteration, loaded.consumed_samples
-
-    def saved_tensors(self) -> list[ShardedTensor]:
-        """Parameters and buffers, and their average where one is kept."""
-        return [*self.distributed.tensors, *(self.average.tensors if self.average is not None else ())]
-
-    def layout(self) -> dict[str, object]:
-        """Sizes of the grid and the cut of the model, for people who read a checkpoint."""
-        grid = self.state.grid
-        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
-        return {**sizes, "virtual": len(self.distributed.chunks), "bounds": layers_per_chunk(self.plan.bounds)}
 
     # --- the end
 
@@ -385,6 +246,7 @@ class Engine:
             self._leave()
 
     def __enter__(self) -> Engine:
+        self._require_open()
         return self
 
     def __exit__(
@@ -392,11 +254,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _require_open(self) -> None:
+    def _require_open(self, reads_weights: bool = False) -> None:
         if self._closed:
             raise ValueError("this Engine is closed; make another one")
-
-
-def _require_weights(values: object) -> None:
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"it takes a dict of tensors by their names, got {type(values).__name__}")
+        self.steps.require_sound(reads_weights)

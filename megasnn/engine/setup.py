@@ -18,14 +18,16 @@ from megasnn.comm.group import Group
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.keywords import with_keywords
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.serialise import to_dict
+from megasnn.config.serialise import to_dict, wrong_types
 from megasnn.config.training import TrainingConfig
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
-from megasnn.models.building import building_problems, describe
+from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
+from megasnn.models.problems import building_problems
+from megasnn.models.table import MODELS
 from megasnn.optim import is_frozen
 from megasnn.parallel_state import (
     ParallelState,
@@ -159,9 +161,17 @@ def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
 
 
 def built(
-    config: PretrainConfig, model: ModelDescription, state: ParallelState, plan: PipelinePlan | None = None
+    config: PretrainConfig,
+    model: ModelDescription,
+    state: ParallelState,
+    plan: PipelinePlan | None,
+    wants_to_stop: Callable[[], bool],
 ) -> tuple[PipelinePlan, DistributedModel]:
-    """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective."""
+    """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective.
+
+    Args:
+        wants_to_stop: as for the model.
+    """
     training, parallel, windows = config.training, config.parallel, window_count(config)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     context = build_context(state, training.precision, backend, seed, carries=windows > 1)
@@ -172,7 +182,7 @@ def built(
     with placed("while building the model"):
         wires, frozen = wire_options(parallel), partial(is_frozen, config.optimizer)
         return plan, DistributedModel(
-            model, state, context, plan.bounds, plan.schedules, seed, loss, wires, frozen, windows
+            model, state, context, plan.bounds, plan.schedules, seed, loss, wires, frozen, windows, wants_to_stop
         )
 
 
@@ -188,7 +198,14 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
             raise ValueError(f"{', '.join(flags)} beside a whole configuration: put them into that")
         return model
     if not isinstance(model, Model):
-        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}")
+        made = ""
+        if isinstance(model, type) and issubclass(model, Model):
+            made = f": {model.__name__}(...)"
+        elif isinstance(model, str) and model in MODELS:
+            made = f": megasnn.MODELS[{model!r}](...)"
+        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{made}")
+    if wrong := wrong_types(model):
+        raise ConfigError(wrong)
     config = with_keywords(run_config(type(model))(model=model), flags)
     if config.training.iterations is None:
         if config.optimizer.lr_decay_style != "constant":

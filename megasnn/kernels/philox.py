@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megasnn.pinned import without_waiting
 from megasnn.random import UNIFORM_BITS, WORD, philox
 
 
@@ -71,7 +72,7 @@ def kept_by_tensors(
     """
     starts = torch.arange(steps * cut.runs, device=device).view(steps, 1, cut.runs, 1) * cut.stride + cut.offset
     counters = starts // 4 + torch.arange((cut.length + 6) // 4, device=device)
-    k0, k1 = torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 2, 1, 1).unbind(1)
+    k0, k1 = without_waiting(torch.tensor(keys, dtype=torch.int64), device).view(-1, 2, 1, 1).unbind(1)
     words = torch.stack(philox(counters & WORD, counters >> 32, 0, 0, k0, k1), dim=-1)
     places = starts % 4 + torch.arange(cut.length, device=device)
     drawn = words.flatten(-2).gather(-1, places.expand(-1, len(keys), -1, -1))

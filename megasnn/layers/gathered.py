@@ -13,8 +13,9 @@ from megasnn.comm.group import Group
 from megasnn.layers.channels import all_channels, channel_dim, refuse_whole
 from megasnn.layers.context import BuildContext
 from megasnn.layers.own_values import ModuleInitialiser
+from megasnn.layers.plain import refuse_what_differs
 from megasnn.layers.swapped import class_name, is_multi_step
-from megasnn.layers.whole import describe_whole, refuse_what_differs
+from megasnn.layers.whole import describe_whole
 
 
 def gather_inside(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:

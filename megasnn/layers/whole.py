@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.comm.collectives import gather_alike, own_channels
@@ -30,29 +29,10 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm
-from megasnn.layers.own_neuron import SpikingNeuron
-from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values, take_numbers, where_values_are
+from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values, take_numbers
+from megasnn.layers.plain import folds, is_channelwise, is_stateful, refuse_attached, refuse_what_differs
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
-from megasnn.sharding import describe_tensor, is_described
-
-SHARDED = (
-    *(ParallelConv, ParallelLinear, ParallelBatchNorm, ParallelGroupNorm, ParallelLayerNorm),
-    *(NeuronLayer, KeyedLayer),
-)
-CHANNELWISE = (
-    *(nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-    *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
-    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
-    *(nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad2d),
-)
-"""What treats every channel by itself; and Flatten of all but the samples."""
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether there is no sharded layer in a module."""
-    return not any(isinstance(each, SHARDED) or is_described(each) for each in module.modules())
+from megasnn.sharding import describe_tensor
 
 
 def make_whole(
@@ -72,7 +52,7 @@ def make_whole(
     module = compiling_itself(module)
     refuse_what_differs(module)
     if context.carries:
-        _refuse_attached(module)
+        refuse_attached(module)
     knows_no_time = folds(module)
     stays_cut = knows_no_time and not (first or last) and all(is_channelwise(each) for each in module.modules())
     module = describe_whole(module, context, initialise)
@@ -110,7 +90,7 @@ def call_as_sharded(module: nn.Module, context: BuildContext, *, folded: bool) -
         folded: whether it is given `[T * N, C, ...]`.
     """
     if context.carries:
-        _refuse_attached(module)
+        refuse_attached(module)
     vars(module)["_call"] = Call(context.tensor, context.time_steps, folds=folded, sharded=True)
     return module
 
@@ -146,7 +126,7 @@ def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle, goes_on
     """
     call: Call = vars(layer)["_call"]
     for each in layer.modules():
-        if _is_stateful(each):
+        if is_stateful(each):
             each.detach() if goes_on else each.reset()  # type: ignore[operator]
         if isinstance(each, SwappedDropout):
             each.samples = samples
@@ -238,110 +218,6 @@ def _begins_with_weights(module: nn.Module) -> bool:
     while isinstance(module, nn.Sequential) and len(module):
         module = next((each for each in module if not isinstance(each, nn.Flatten)), module[0])
     return isinstance(module, (ParallelConv, ParallelLinear))
-
-
-def refuse_what_differs(module: nn.Module) -> None:
-    """Raises ValueError for what cannot be computed alike on every layout."""
-    if where := where_values_are(module):
-        raise ValueError(where)
-    for path, each in module.named_modules():
-        what = f"{path or type(each).__name__} ({type(each).__name__})"
-        _refuse_dropout(what, each)
-        refuse_alone(what, each)
-        if getattr(each, "step_mode", "m") != "m":
-            raise ValueError(f"{what} is in step mode 's': layers take all time steps at once, so give step_mode='m'")
-
-
-def refuse_alone(what: str, module: nn.Module) -> None:
-    """Raises ValueError for what is wrong with one module, without those in it."""
-    if isinstance(module, _BatchNorm) and our_batch_norm(module) is None:
-        raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        raise ValueError(f"{what} keeps statistics of its own replica: give it track_running_stats=False")
-    if isinstance(module, (_LazyNormBase, nn.modules.lazy.LazyModuleMixin)):
-        raise ValueError(f"{what} does not say its sizes: use the module that is not lazy")
-    unsaved = module._non_persistent_buffers_set
-    if unsaved:
-        raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
-
-
-def _is_stateful(module: nn.Module) -> bool:
-    return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
-
-
-def _refuse_attached(module: nn.Module) -> None:
-    """Raises ValueError for modules that cannot keep their state without its history."""
-    for path, each in module.named_modules():
-        if _is_stateful(each) and not callable(getattr(each, "detach", None)):
-            raise ValueError(
-                f"{path or type(each).__name__} ({type(each).__name__}) has a `reset` but no `detach`, which "
-                "--bptt-steps calls between the windows of a sample: give it one, as SpikingJelly's modules have"
-            )
-
-
-def refuse_plain_parts(module: nn.Module) -> None:
-    """For a layer with sharded layers in it: raises ValueError for plain modules that work by themselves only, and for
-    tensors that do not say how ranks share them."""
-    for path, each in module.named_modules():
-        kind = type(each).__name__
-        what = f"{path} ({kind})" if path else kind
-        _refuse_dropout(what, each)
-        if isinstance(each, _BatchNorm):
-            raise ValueError(f"{what} inside a layer of MegaSNN's layers: use megasnn.ParallelBatchNorm")
-        if hasattr(each, "step_mode") and callable(getattr(each, "reset", None)):
-            raise ValueError(
-                f"{what} inside a layer of MegaSNN's layers keeps its state from one micro-batch to the next: use "
-                "megasnn.ParallelNeuron, or make it a layer of its own"
-            )
-        refuse_alone(what, each)
-        for name, _ in own_tensors(each):
-            if not is_described(each, name):
-                place = f"{path}.{name}" if path else name
-                raise ValueError(f"{place} of {kind}{_instead_of_own(each, name)}")
-
-
-def _instead_of_own(module: nn.Module, name: str) -> str:
-    """What is wrong with a tensor that nothing describes, in a module inside a layer of MegaSNN's layers, and what to
-    do instead."""
-    if isinstance(module, SpikingNeuron):
-        return f" is not cut by channel with its neurons: declare it with self.per_channel({name!r}, its initial value)"
-    if is_plain(module):
-        return (
-            ": a plain module with parameters inside a layer of MegaSNN's layers cannot be cut: use ParallelConv, "
-            "ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
-        )
-    return (
-        " stands beside layers that are cut by channel, and does not say how ranks share it: move it, with what is "
-        "computed from it, to a module without them, and yield that as a layer of its own (`takes` names its inputs)"
-    )
-
-
-def _refuse_dropout(what: str, module: nn.Module) -> None:
-    if instead := instead_of_drawing(module):
-        raise ValueError(f"{what} draws random numbers that depend on the layout: {instead}")
-
-
-def instead_of_drawing(module: nn.Module) -> str | None:
-    """What to do in place of a plain module that draws random numbers; None where it draws none."""
-    named = type(module).__name__ in ("Dropout", "Dropout2d", "DropConnectLinear")
-    if (isinstance(module, _DropoutNd) or named) and module.p:
-        return "use megasnn.ParallelDropout(p, name)"
-    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout:
-        return "give it dropout=0"
-    if isinstance(module, nn.RReLU):
-        return "use LeakyReLU"
-    return "use MaxPool" if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)) else None
-
-
-def folds(module: nn.Module) -> bool:
-    """Whether a plain layer is given all time steps as one batch: it consists of torch's modules."""
-    return all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
-
-
-def is_channelwise(module: nn.Module) -> bool:
-    """Whether it treats every channel by itself; of containers, whether what is in them may."""
-    flattens = isinstance(module, nn.Flatten) and module.start_dim > 0
-    return isinstance(module, (*CHANNELWISE, nn.Sequential)) or flattens
 
 
 def _with_our_norms(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:

@@ -14,22 +14,15 @@ from torch import nn
 
 from megasnn.bundle import Bundle, Key, entries_of, logits_of, shapes_text
 from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
+from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of
 from megasnn.layers.own_values import tensors_of, without_memory
-from megasnn.layers.whole import (
-    SHARDED,
-    apply_layer,
-    is_called_as_sharded,
-    is_plain,
-    make_whole,
-    placed,
-    refuse_plain_parts,
-)
+from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
+from megasnn.layers.whole import apply_layer, is_called_as_sharded, make_whole, placed
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
@@ -44,6 +37,9 @@ from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
 from megasnn.sharding import copied_tensors, sharded_tensors
+
+MOST_LAYERS = 4_000
+"""A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
 
 
 def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
@@ -153,9 +149,11 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
                     kind = type(each).__name__
                     raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
                 layers.append(each)
+                if len(layers) > MOST_LAYERS:
+                    raise ValueError(f"a model has up to {MOST_LAYERS} layers")
         except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
-            flags = f" ({_flags_of(model)})" if isinstance(error, ArithmeticError) else ""
+            flags = "" if isinstance(error, ValueError) else f" ({_flags_of(model)})"
             raise ValueError(f"{place}: {error}{flags}") from error
         if not layers:
             raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
@@ -169,7 +167,7 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
 
 def _flags_of(model: Any) -> str:
     """The flags of a model with their values, for an error in what it computes from them."""
-    return " ".join(f"--{each.name.replace('_', '-')} {getattr(model, each.name)}" for each in fields(model))
+    return " ".join(f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(model))
 
 
 def _refuse_shard_of_one(layers: Sequence[Layer]) -> None:
@@ -255,13 +253,3 @@ def dry_run(
 def _versions(outputs: Iterable[Bundle]) -> list[int]:
     """How often each tensor was changed in place."""
     return [entry._version for output in outputs for entry in entries_of(output).values()]
-
-
-def building_problems(model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int) -> list[str]:
-    """What is wrong with a model, found out by building its layers for the first of so many tensor parallel ranks."""
-    first = BuildContext(tensor=Group("tensor", tuple(range(tensor_parallel))))
-    try:
-        describe(model, neuron).build(first)
-    except ValueError as error:
-        return [f"{model.name}: {error}"]
-    return []

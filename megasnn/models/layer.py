@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.layers.own_values import ModuleInitialiser
@@ -38,6 +40,39 @@ class Layer:
     takes: tuple[str, ...] | None = None
 
 
+class Computed(nn.Module):
+    """A function of the inputs as a module. It is whole on every tensor parallel rank, and learns nothing.
+
+    Raises:
+        ValueError: the function holds modules or tensors, whose values nobody would initialise, cut, train or save.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        if held := [each for each in _held(function) if isinstance(each, (nn.Module, Tensor))]:
+            raise ValueError(
+                f"a function that holds a {type(held[0]).__name__}: make a module of both, and yield it as a layer"
+            )
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+    def extra_repr(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+
+def _held(function: Callable[..., Any]) -> Iterator[object]:
+    """What a function computes with beside its arguments."""
+    if isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values(), *_held(function.func))
+    elif inspect.ismethod(function):
+        yield from (function.__self__, *_held(function.__func__))
+    elif inspect.isfunction(function):
+        names = inspect.getclosurevars(function)
+        yield from (*names.nonlocals.values(), *names.globals.values(), *(function.__defaults__ or ()))
+
+
 def require_module(what: str, module: object) -> nn.Module:
     """The module that is given to `what`. Raises ValueError for anything else."""
     if isinstance(module, type):
@@ -49,7 +84,7 @@ def require_module(what: str, module: object) -> nn.Module:
 
 def layer(
     name: str,
-    module: nn.Module | Sharded,
+    module: nn.Module | Sharded | Callable[..., Any],
     *,
     unit: str | None = None,
     holds: Holds = None,
@@ -58,15 +93,21 @@ def layer(
 ) -> Layer:
     """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
 
-    Raises ValueError for `initialise` where `megasnn.shard` is to be given it, as that, and for what is no module.
+    A function is a layer as well: `layer("add", torch.add, takes=("a", "b"))`.
+
+    Raises ValueError for `initialise` where `megasnn.shard` is to be given it, as that, and for what is neither a
+    module nor a function of its inputs alone.
     """
-    if not isinstance(module, nn.Module) and hasattr(type(module), "as_layer"):
-        if initialise is not None:
-            raise ValueError(f"{name}: give initialise=... to megasnn.shard, which describes the initial values")
-        try:
-            module, initialise = module.as_layer()
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    made = require_module(f"layer {name!r}", module)
+    given: Any = module
+    try:
+        if inspect.isroutine(given) or isinstance(given, partial):
+            given = Computed(given)
+        elif not isinstance(given, nn.Module) and hasattr(type(given), "as_layer"):
+            if initialise is not None:
+                raise ValueError("give initialise=... to megasnn.shard, which describes the initial values")
+            given, initialise = given.as_layer()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    made = require_module(f"layer {name!r}", given)
     names = (takes,) if isinstance(takes, str) else takes
     return Layer(name, made, unit or name, holds, initialise, None if names is None else tuple(names))

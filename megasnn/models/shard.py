@@ -19,16 +19,16 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.gathered import gather_inside
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.own_values import ModuleInitialiser, own_tensors, tensors_of, where_values_are, without_values
-from megasnn.layers.swapped import SWAPS, SwappedTemporalBatchNorm, class_name, is_multi_step, spec_of
-from megasnn.layers.whole import (
+from megasnn.layers.plain import (
     SHARDED,
-    call_as_sharded,
     folds,
     instead_of_drawing,
     is_channelwise,
     refuse_alone,
     refuse_what_differs,
 )
+from megasnn.layers.swapped import SWAPS, SwappedTemporalBatchNorm, class_name, is_multi_step, spec_of
+from megasnn.layers.whole import call_as_sharded
 from megasnn.models.layer import Layer, require_module
 
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "SeqToANNContainer")

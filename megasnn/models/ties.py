@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megasnn.layers import DropPath, ParallelBatchNorm, ParallelDropout
 from megasnn.layers.holding import calls_of
-from megasnn.layers.whole import SHARDED
+from megasnn.layers.plain import SHARDED
 from megasnn.models.layer import Layer
 from megasnn.sharding import owner_name, tie
 

@@ -24,6 +24,7 @@ from megasnn.models.description import (
     frames_of,
 )
 from megasnn.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
+from megasnn.telemetry.ranges import named
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class PipelineChunk(nn.Module):
             for number in step.last:
                 del outputs[number]
             try:
-                y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
+                with named(step.description.name):
+                    y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             except ValueError as error:
                 raise ValueError(f"{step.description.name}: {error}") from error
             self._require_described(step.description, y, samples)

@@ -19,7 +19,8 @@ from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS
+from megasnn.telemetry.ranges import is_traced, named
 from megasnn.telemetry.timers import DeviceClock, Mark
 
 
@@ -123,7 +124,7 @@ class PipelineExecutor:
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
         self._transfers = Transfers(self._placement, state, wires)
-        self._methods: dict[Kind, Callable[[_Run, Action], None]] = {
+        methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
@@ -134,6 +135,7 @@ class PipelineExecutor:
             Kind.RECV_BACKWARD: self._receive_backward,
             Kind.SYNC_GRADIENTS: self._sync_gradients,
         }
+        self._methods = {kind: self._named(method) for kind, method in methods.items()}
 
     def train_step(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput]) -> Tensor:
         """Forward and backward of all micro-batches; gradients are accumulated and reduced.
@@ -193,6 +195,27 @@ class PipelineExecutor:
         where = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {where.rank}, pipeline stage {where.pipeline.rank}, action {action}{micro}"
+
+    def _named(self, method: Callable[[_Run, Action], None]) -> Callable[[_Run, Action], None]:
+        """The method; in a trace, with the names of the action and of the message that it sends or waits for."""
+
+        def run(step: _Run, action: Action) -> None:
+            if not is_traced():
+                method(step, action)
+                return
+            with named(str(action)), named(self._message(action)) if action.kind in SENDS | RECEIVES else nullcontext():
+                method(step, action)
+
+        return run
+
+    def _message(self, action: Action) -> str:
+        chunk, comes = self._chunks[action.chunk], action.kind.is_receive
+        forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        carried = chunk.receives if comes == forward else chunk.hands_on
+        what = ", ".join(each.name for each in carried)
+        stage = self._placement[action.peer.chunk]
+        gradient = "" if forward else "gradient of "
+        return f"message {'from' if comes else 'to'} stage {stage}: {gradient}{what}"
 
     # --- computing
 

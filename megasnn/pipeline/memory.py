@@ -15,8 +15,9 @@ from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import INPUT, ModelDescription, frames_of
-from megasnn.pipeline.costs import LayerCost, MeasuredLayers, PipelineCosts, crossing
+from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
 from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import Schedule
 from megasnn.schedule.memory import activations_held
@@ -142,4 +143,7 @@ def _for_samples(cost: LayerCost, factor: float) -> LayerCost:
         working=(forward, inputs, weights),
         message=round(factor * cost.message),
         gradient=round(factor * cost.gradient),
+        parameters=cost.parameters,
+        collectives=cost.collectives,
+        exchanged=round(factor * cost.exchanged),
     )

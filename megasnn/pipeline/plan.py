@@ -10,7 +10,8 @@ from megasnn.comm.agreement import decided_by_first
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.costs import PipelineCosts, agreed_costs
+from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,16 +67,14 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> tuple[int, int, str]:
 
 
 def _fill(output: _Output, samples: Iterable[Sample]) -> int:
-    # webdataset's writer would import torch, which takes each worker seconds, and write other bytes than shards have.
+    from webdataset import TarWriter  # imports torch: not where nothing is written
+
     count = 0
     buffer = io.BufferedWriter(output, _BUFFER)
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+    # Owner, rights and time of change are the same everywhere and always.
+    with TarWriter(buffer, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as archive:
         for key, files in samples:
-            for suffix, data in sorted(files.items()):
-                # Owner, rights and time of change are the same everywhere and always.
-                header = tarfile.TarInfo(f"{key}.{suffix}")
-                header.size, header.mtime, header.mode = len(data), 0, 0o644
-                archive.addfile(header, io.BytesIO(data))
+            archive.write({"__key__": key, **files})
             count += 1
     buffer.detach()  # writes what is left, and leaves the file open
     return count

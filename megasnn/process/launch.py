@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from megasnn.config import ConfigError, PretrainConfig
 from megasnn.process.terminal import keep_going
 from megasnn.process.torchrun import tell_torchrun
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks a run for its end."""
 # torchrun stops the other ranks as soon as the first one ends, and they may be slower to say what is wrong.
 OTHERS_SPEAK_S = 3.0
 
@@ -46,7 +49,9 @@ def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> in
         if isinstance(error, SystemExit) and not error.code:
             raise
         if speaks:
-            tell_torchrun("the command line is wrong")
+            brief = "the command line is wrong"
+            told = str(error) if isinstance(error, ConfigError) else f"{brief}: see the help above"
+            tell_torchrun(brief, told)
             sys.stderr.write(f"[rank {rank}] {error}\n" if isinstance(error, ConfigError) else "")
         else:
             sys.stderr.write(f"[rank {rank}] the command line is wrong; the first rank of this machine says where\n")
@@ -55,32 +60,45 @@ def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> in
             time.sleep(OTHERS_SPEAK_S if speaks else 2 * OTHERS_SPEAK_S)
         return 2
     training.set()
-    _end_on_signals(rank)
-    try:
-        return train(config)
-    except Exception as error:  # what goes wrong in training is told there; this comes of importing what it needs
-        brief = f"{type(error).__name__} while starting"
-        tell_torchrun(brief)
-        if speaks:  # what is installed is the same for all ranks of a machine
+    with _signals_end_it(rank):
+        try:
+            return train(config)
+        except Exception as error:  # what goes wrong in training is told there; this comes of importing what it needs
+            brief = f"{type(error).__name__} while starting"
             text = misfit(error) or "".join(traceback.format_exception(error)).rstrip()
-            sys.stderr.write(f"[rank {rank}] while starting: {text}\n")
-            time.sleep(OTHERS_SPEAK_S if world_size > 1 else 0)
-        else:
-            sys.stderr.write(f"[rank {rank}] {brief}: {str(error).partition(chr(10))[0]}\n")
-            time.sleep(2 * OTHERS_SPEAK_S)
-        return 1
+            tell_torchrun(brief, text)
+            if speaks:  # what is installed is the same for all ranks of a machine
+                sys.stderr.write(f"[rank {rank}] while starting: {text}\n")
+                time.sleep(OTHERS_SPEAK_S if world_size > 1 else 0)
+            else:
+                sys.stderr.write(f"[rank {rank}] {brief}: {str(error).partition(chr(10))[0]}\n")
+                time.sleep(2 * OTHERS_SPEAK_S)
+            return 1
 
 
-def _end_on_signals(rank: int) -> None:
-    """A signal while torch is imported ends the process with a line; megasnn.process.signals takes over after that."""
+@contextmanager
+def _signals_end_it(rank: int) -> Iterator[None]:
+    """A signal while torch is imported ends the process with a line; megasnn.process.signals takes over after that.
+
+    Behind it signals do what they did before, for a program or a notebook that goes on after a run.
+    """
 
     def end(number: int, frame: object) -> None:
         sys.stderr.write(f"[rank {rank}] told to stop ({signal.Signals(number).name}) while starting\n")
         os._exit(128 + number)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, end)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 # In pip's one pass they fit (pyproject.toml). A later `pip install` of one of them, or torch from PyTorch's index for

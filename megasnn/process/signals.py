@@ -14,8 +14,8 @@ import time
 from types import TracebackType
 
 from megasnn.process.fault import CAUSE_SECONDS, is_ending, tell_end
+from megasnn.process.launch import SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A launcher passes on what the terminal has sent to all processes already: that is one request, not two.
 SAME_REQUEST_SECONDS = 1.0
 

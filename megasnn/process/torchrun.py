@@ -48,14 +48,19 @@ def _failed(why: str) -> int:
     return 1
 
 
-def tell_torchrun(text: str) -> None:
-    """What torchrun shows of this rank when it fails; the rank with the first such text is the root cause for it.
+def tell_torchrun(brief: str, text: str) -> None:
+    """What torchrun shows of this rank when it fails; the rank that tells it first is the root cause for it.
 
-    Nothing happens without torchrun, which expects the text in a file.
+    Nothing happens without torchrun, which expects it in a file.
+
+    Args:
+        brief: for the one line of this launcher, which follows what the rank has printed.
+        text: for torchrun's table, which hides that: whole, since users look at the end of what is printed.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = {"message": brief, "extraInfo": extra}
         with suppress(OSError), open(file, "w") as output:
             json.dump({"message": message}, output)
 

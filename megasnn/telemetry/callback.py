@@ -16,7 +16,8 @@ class Callback:
 
     They are called on the first rank only, for what all ranks know alike: a method must not wait for other ranks. The
     records are those of the log, the JSON log and TensorBoard. An exception ends no run: a warning tells it once, and
-    the method is called again the next time.
+    the method is called again the next time. SystemExit and KeyboardInterrupt end it on all ranks as a signal does:
+    after the next step, which is saved, with the exit status 0.
     """
 
     def start(self, outline: RunOutline, flags: Mapping[str, bool | int | float | str]) -> None:
@@ -32,7 +33,7 @@ class Callback:
         """After each evaluation."""
 
     def save(self, iteration: int, path: Path) -> None:
-        """When a checkpoint is complete; with --async-save from the thread that has written it."""
+        """When a checkpoint is complete; with --async-save from another thread."""
 
     def end(self, iteration: int) -> None:
         """At the end of the run, or when it was asked to stop; not after an error."""

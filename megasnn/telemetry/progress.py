@@ -10,10 +10,18 @@ from typing import Any
 from tqdm import tqdm
 
 
-def byte_bar(title: str, size: int) -> tqdm[Any]:
-    """A bar that counts up to `size` bytes: `update(bytes)`."""
+def byte_bar(title: str, size: int | None, quiet: bool = False) -> tqdm[Any]:
+    """A bar that counts up to `size` bytes: `update(bytes)`.
+
+    Args:
+        size: None where nobody knows it yet.
+        quiet: shows nothing at all, for the ranks that do not speak.
+    """
     tqdm.set_lock(threading.RLock())  # by default one between processes, which is left over when one is killed
-    return tqdm(total=size, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=None, dynamic_ncols=True)
+    disable = True if quiet else None
+    return tqdm(
+        total=size, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=disable, dynamic_ncols=True
+    )
 
 
 class Progress:

@@ -71,6 +71,7 @@ class Reporter:
 
     Attributes:
         tried: runs other code that only reports.
+        asked_to_stop: whether a callback has asked for the end of the run.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
@@ -78,7 +79,7 @@ class Reporter:
         done, samples = outline.resumed or (0, 0)
         self._progress = Progress(outline.iterations, done, quiet=not is_writer)
         self._log = JsonLog(outline.log_directory if is_writer else None)
-        self.tried = Tried(self.line)
+        self.tried, self.asked_to_stop = Tried(self.line), False
         directory = outline.directory if is_writer else None
         self._board = TensorBoard(directory, done if outline.resumed else None, samples, self.line)
         self._done = self._iteration = done
@@ -207,8 +208,13 @@ class Reporter:
 
     def _call(self, method: str, *values: object) -> None:
         for callback in self._callbacks:
-            with self.tried(f"{type(callback).__name__}.{method}"):
-                getattr(callback, method)(*values)
+            name = f"{type(callback).__name__}.{method}"
+            try:
+                with self.tried(name):
+                    getattr(callback, method)(*values)
+            except (SystemExit, KeyboardInterrupt) as asked:
+                self.line(f"{name} asks for the end of the run ({type(asked).__name__}), as a signal does")
+                self.asked_to_stop = True
 
     def close(self) -> None:
         self._call("end", self._iteration)

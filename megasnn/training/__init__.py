@@ -2,7 +2,9 @@
 
 program.py    the run as a program: ranks join, errors end all of them, exit status
 loop.py       iterations, exit conditions, evaluation, log
-saving.py     where a run starts from and what it saves
+data.py       what it trains and evaluates on, and how long it is by that
+starting.py   what it starts from
+saving.py     what it saves
 watch.py      what is measured for the log and TensorBoard
 """
 

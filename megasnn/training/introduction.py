@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
 from megasnn.config.training import Length
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.setup import built, described_model
 from megasnn.files.durable import write_whole
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
@@ -51,13 +54,10 @@ def introduce(
     layers: Sequence[LayerSummary] = ()
     if state.rank == 0:
         with reporter.tried("the summary of the model"):
-            samples, dtype = config.training.micro_batch_size, engine.context.compute_dtype
-            layers = summarise(config.model, config.neuron.spec, engine.model, samples, dtype)
+            layers = _layers(config, engine)
     for line in _model(config, layers, engine, plan):
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
-    if config.logging.model_summary:
-        reporter.line(table)
     reporter.text("model", table)
     reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
     grid = {"data_parallel_size": state.data.size, "parameters": engine.parameters}
@@ -71,6 +71,7 @@ def introduce(
             **grid,
             "layout": layers_per_chunk(plan.bounds),
             "schedules_ms": schedules,
+            "costs": _costs(engine, plan),
             "config": to_dict(config),
         },
     )
@@ -84,6 +85,26 @@ def introduce(
         if not config.training.evaluate_only:
             summary = file.with_name("model_summary.md")
             reporter.tried.until_done(f"writing {summary}", partial(_write, summary, f"{table}\n"))
+
+
+def _costs(engine: DistributedModel, plan: PipelinePlan) -> dict[str, dict[str, Any]] | None:
+    """What was measured of each layer for a micro-batch, in seconds and bytes; None where nothing was."""
+    if plan.costs is None:
+        return None
+    return {layer.name: asdict(cost) for layer, cost in zip(engine.model.layers, plan.costs.layers, strict=True)}
+
+
+def print_summary(config: PretrainConfig, state: ParallelState) -> None:
+    """What --model-summary prints, on the first rank. The layers are placed as in a training; nothing is read or
+    written. Collective over the world."""
+    plan, distributed = built(config, described_model(config), state, None, lambda: False)
+    if state.rank == 0:
+        print(as_table(_layers(config, distributed), plan.bounds, plan.schedules.placement, state.tensor.size))
+
+
+def _layers(config: PretrainConfig, distributed: DistributedModel) -> list[LayerSummary]:
+    samples, dtype = config.training.micro_batch_size, distributed.context.compute_dtype
+    return summarise(config.model, config.neuron.spec, distributed.model, samples, dtype)
 
 
 def _config_file(config: PretrainConfig) -> Path | None:

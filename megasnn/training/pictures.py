@@ -79,7 +79,7 @@ class Pictures:
     def _show_samples(self, batch: GlobalBatch, iteration: int, reporter: Reporter) -> None:
         micro = batch.micro_batches[0]
         assert micro.images is not None, "the first rank is on the first stage"
-        samples = list(micro.images[:SAMPLES].numpy())
+        samples = list(micro.images[:SAMPLES].cpu().numpy())
         classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
         captions = [f"class {label}" for label in classes]
         reporter.picture("samples", lambda: sample_sheet(samples, captions), iteration)

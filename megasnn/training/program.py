@@ -11,11 +11,17 @@ import torch
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.data_parallel import ReplicaError
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
+from megasnn.parallel_state import (
+    ParallelState,
+    destroy_model_parallel,
+    initialize_model_parallel,
+    start_process_group,
+)
 from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
 from megasnn.process.signals import StopSignals
 from megasnn.process.torchrun import tell_torchrun
 from megasnn.telemetry.callback import Callback
+from megasnn.training.introduction import print_summary
 from megasnn.training.loop import TrainingRun
 
 SAVE_FAILED = 3
@@ -37,7 +43,7 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     except Exception as error:
         cause, _ = cause_and_place(error)
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
-        tell_torchrun(in_brief(error))
+        tell_torchrun(in_brief(error), in_full(error, with_traceback=False))
         sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {in_full(error, with_traceback=not mistake)}\n")
     if torch.distributed.is_initialized():
         # The other ranks may be gone: nothing that waits for them may run any more.
@@ -47,7 +53,7 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
 
 
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
-    """A whole run: joins the ranks, builds, loads, trains, evaluates, saves.
+    """A whole run: joins the ranks, then trains, or with --model-summary prints what would be trained.
 
     Returns:
         False when the last checkpoint could not be written.
@@ -64,19 +70,32 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
             state = initialize_model_parallel(
                 parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
             )
-        stage = f"pipeline stage {state.pipeline.rank}"
-        with placed(f"on {stage}"):
-            run = TrainingRun(config, state, stop, callbacks)
-
-        def step() -> str:
-            return f"{stage}, after iteration {run.iteration}"
-
-        watch.place = lambda: run.engine.distributed.executor.place() or f"rank {state.rank}, {step()}"
-        with placed(lambda: f"on {step()}"):
-            run.start()
-            run.train()
-            run.close()
+        saved = True
+        if config.logging.model_summary:
+            with placed(f"on pipeline stage {state.pipeline.rank}"):
+                print_summary(config, state)
+        else:
+            saved = _trained(config, state, stop, callbacks, watch)
         destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+    return saved
+
+
+def _trained(
+    config: PretrainConfig, state: ParallelState, stop: StopSignals, callbacks: Sequence[Callback], watch: FaultWatch
+) -> bool:
+    """Builds, loads, trains, evaluates, saves; False when the last checkpoint could not be written."""
+    stage = f"pipeline stage {state.pipeline.rank}"
+    watch.place = lambda: f"rank {state.rank}, {stage}"
+    with placed(f"on {stage}"):
+        run = TrainingRun(config, state, stop, callbacks)
+
+    def step() -> str:
+        return f"{stage}, after iteration {run.iteration}"
+
+    watch.place = lambda: run.engine.distributed.executor.place() or f"rank {state.rank}, {step()}"
+    with placed(lambda: f"on {step()}"):
+        run.train()
+        run.close()
     return run.saved

@@ -29,7 +29,7 @@ from megasnn.checkpoint import (
 from megasnn.checkpoint.checksum import BLOCK
 from megasnn.checkpoint.description import FileFacts
 from megasnn.checkpoint.folder import LATEST
-from megasnn.checkpoint.pieces import values_at
+from megasnn.checkpoint.torch_frame import values_at
 from megasnn.grid import Coordinates, Grid, Place
 from megasnn.sharding import Cut, Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import resource
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,10 +27,12 @@ from megasnn.checkpoint import (
     save_global_tensors,
     snapshot,
     verify_checkpoint,
+    writer_process,
 )
-from megasnn.checkpoint.files import PieceWriter
+from megasnn.checkpoint.aside import Aside
 from megasnn.checkpoint.folder import LATEST, reading
 from megasnn.checkpoint.snapshot import _copy as copy
+from megasnn.checkpoint.writer_process import WriterProcess
 from megasnn.sharding import ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
 
@@ -52,6 +56,10 @@ class Session:
         )
         self.saver.prepare(self.rank.tensors, self.rank.optimizer)
 
+    @property
+    def writer(self) -> WriterProcess:
+        return self.saver._aside._snapshot.image.writer
+
     def save(self, iteration: int) -> None:
         self.saver.save(progress(iteration), self.rank.tensors, self.rank.optimizer)
 
@@ -69,18 +77,18 @@ def is_known(folder: Path, step: int) -> bool:
 @contextmanager
 def held_writes() -> Iterator[threading.Event]:
     """No data file is written before the event is set."""
-    go, write = threading.Event(), PieceWriter._write_file
+    go, write = threading.Event(), Aside.write
 
     def waiting(self, *arguments):
         assert go.wait(30)
         return write(self, *arguments)
 
-    PieceWriter._write_file = waiting
+    Aside.write = waiting
     try:
         yield go
     finally:
         go.set()
-        PieceWriter._write_file = write
+        Aside.write = write
 
 
 def save_while_training(folder: Path) -> tuple[list[str], int | None, bool]:
@@ -120,7 +128,7 @@ def test_an_update_waits_for_the_copies_and_statistics_are_copied_before_the_sav
     session = Session(tmp_path, Layout(), background=True)
     parameters = [entry.tensor for entry in session.rank.tensors if entry.is_parameter]
     session.save(1)
-    assert session.saver._snapshot._left, "the weights are copied later"
+    assert session.saver._aside._snapshot._left, "the weights are copied later"
     for entry in session.rank.tensors:
         if not entry.is_parameter:
             entry.tensor.zero_()
@@ -163,24 +171,111 @@ def test_a_second_save_waits_for_the_first_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_failed_save_is_told_and_tried_again(tmp_path, monkeypatch, background):
+def test_a_failed_save_is_told_and_tried_again(tmp_path, background):
     session = Session(tmp_path, Layout(), background)
     session.save(1)
     session.saver.finish()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+    with short_files(session.writer.pid if background else os.getpid()):
         session.save(2)
         session.saver.finish()
         assert session.saver.failed and session.saver.saved == 1
-    assert "iteration 2 was NOT SAVED" in session.said[-1] and "No space left on device" in session.said[-1]
+    assert "iteration 2 was NOT SAVED" in session.said[-1] and "OSError: [Errno 27] File too large" in session.said[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", LATEST]
     session.save(2)
     session.saver.finish()
     assert not session.saver.failed and session.saver.saved == 2 and is_known(tmp_path, 2)
 
 
-def full(handle: int) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@contextmanager
+def short_files(process: int) -> Iterator[None]:
+    """A process cannot write files of more than a kilobyte."""
+    limits = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_writer_that_is_killed_fails_the_save_that_it_writes_and_no_other(tmp_path):
+    session = Session(tmp_path, Layout(), background=True)
+    session.save(1)
+    session.saver.finish()
+    os.kill(session.writer.pid, signal.SIGSTOP)
+    session.save(2)
+    os.kill(session.writer.pid, signal.SIGKILL)
+    session.saver.finish()
+    assert session.saver.failed and "iteration 2 was NOT SAVED" in session.said[-1]
+    assert "rank 0: ChildProcessError" in session.said[-1] and "ended with status -9" in session.said[-1]
+    session.save(3)
+    session.saver.finish()
+    assert not session.saver.failed
+    killed = session.writer
+    os.kill(killed.pid, signal.SIGKILL)
+    while killed.alive:
+        time.sleep(0.001)
+    session.save(4)
+    session.saver.finish()
+    assert session.saver.saved == 4 and list_checkpoints(tmp_path) == [1, 3, 4] and is_known(tmp_path, 4)
+
+
+def test_a_writer_that_cannot_be_started_fails_the_save_only(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_process, "start_program", mock.Mock(side_effect=BlockingIOError("injected")))
+        session = Session(tmp_path, Layout(), background=True)
+        session.save(1)
+        session.saver.finish()
+    assert session.saver.failed and "iteration 1 was NOT SAVED" in session.said[0]
+    assert "BlockingIOError: injected" in session.said[0]
+    session.save(2)
+    session.saver.finish()
+    assert not session.saver.failed and is_known(tmp_path, 2)
+
+
+def test_the_writer_needs_no_torch_and_is_one_process_for_all_saves(tmp_path):
+    session = Session(tmp_path, Layout(), background=True)
+    first = session.writer.pid
+    for step in (1, 2):
+        session.save(step)
+        session.saver.finish()
+    assert session.writer.pid == first
+    assert session.writer.call(eval, "'torch' in __import__('sys').modules") is False
+    assert session.writer.call(os.getpriority, os.PRIO_PROCESS, 0) == 19
+    session.saver.close()
+    assert not session.writer.alive
+
+
+def test_tensors_of_other_shapes_are_laid_out_anew(tmp_path):
+    session = Session(tmp_path, Layout(), background=True)
+    session.save(1)
+    session.saver.finish()
+    session.saver.save(progress(2), session.rank.tensors[1:], None)
+    session.saver.finish()
+    assert not session.saver.failed
+    names = {entry.name for entry in session.rank.tensors[1:]}
+    assert load_global_tensors(tmp_path, 2, with_optimizer=True).keys() == names and is_known(tmp_path, 2)
+
+
+OWNER = """
+import time
+from megasnn.checkpoint.writer_process import WriterProcess
+writer = WriterProcess(1)
+print(writer.pid, flush=True)
+writer.call(time.sleep, 600)
+"""
+
+
+def test_a_writer_ends_with_its_rank(tmp_path):
+    """In the midst of its work, and without the rank's doing anything."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
+        writer = Path(f"/proc/{int(owner.stdout.readline())}")
+        while "megasnn.checkpoint.writer" not in (writer / "cmdline").read_text():
+            time.sleep(0.01)
+        owner.kill()
+    deadline = time.monotonic() + 10
+    while writer.exists() and "Z" not in (writer / "stat").read_text().split(")")[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def save_until_full(folder: Path, background: bool) -> tuple[list[bool], list[str]]:

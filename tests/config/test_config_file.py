@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from megasnn.config import ConfigError, parse, to_json
 from megasnn.config.names import table_of
+from megasnn.files.described import in_message
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.pretraining import configuration
 
 ROOT = Path(__file__).parents[2]
 BY_TYPE = {
@@ -122,6 +124,25 @@ def test_what_does_not_fit_is_refused_with_file_and_field(tmp_path, values, mess
     text = str(refused.value)
     assert len(refused.value.problems) == len(messages) and text.count(f"--config {path}") == len(messages)
     assert all(message in text for message in messages) and "\x1b" not in text and len(text) < 1000
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_recipe_of_another_model_is_named_with_its_command(tmp_path, by_name) -> None:
+    recipe = "vgg_dvs/digits" if by_name else str(VggDvs.recipes()["vgg_dvs/digits"])
+    with pytest.raises(ConfigError) as refused:
+        configuration(Spikformer, ["--config", recipe])
+    shown = in_message(recipe)
+    assert refused.value.problems == (
+        f"--config {shown} is of the model vgg_dvs, not spikformer; run it with python -m megasnn vgg_dvs --config "
+        f"{shown}",
+    )
+
+
+def test_a_file_of_no_model_is_refused_as_before(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown name training\.seeds"):
+        configuration(Spikformer, ["--config", str(written(tmp_path, {"training": {"seeds": 1}}))])
+    with pytest.raises(ConfigError, match="neither a file nor the name of a recipe"):
+        configuration(Spikformer, ["--config", "vgg_dvs/absent"])
 
 
 def test_a_file_of_another_model_is_refused(tmp_path) -> None:

@@ -127,7 +127,10 @@ REFUSED = [
     ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
     ("--load a --load-spikingjelly b", "--load a and --load-spikingjelly b"),
     ("--log-interval 0", "--log-interval must be at least 1"),
-    ("--eval-interval 0", "--eval-interval must be at least 1"),
+    (
+        "--eval-interval 0",
+        "--eval-interval must be at least 1, got 0; leave it out to evaluate only at the end, --eval-iters 0 never",
+    ),
     ("--eval-iters -1", "--eval-iters must be at least 0"),
     ("--eval-iters 0 --eval-interval 5", "--eval-interval 5 has no meaning with --eval-iters 0"),
 ]
@@ -144,6 +147,7 @@ def test_the_length_must_be_given() -> None:
     assert problems(length="") == ("give one of --train-iters, --train-samples, --train-epochs; none was given",)
     assert problems(length="--train-samples 63") == ("--train-samples 63 is less than one --global-batch-size 64",)
     assert problems(length="--train-samples 64") == ()
+    assert problems("--model-summary", length="") == ()
 
 
 @pytest.mark.parametrize(

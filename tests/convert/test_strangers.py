@@ -152,6 +152,43 @@ def test_no_model_is_tried_out_by_the_sizes_that_a_checkpoint_claims(tmp_path, c
     assert text in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("part", "field", "value", "text"),
+    [
+        ("model", "depth", "2", "model.depth (--depth) cannot be '2'"),
+        ("model", "depth", 1, "blocks.1."),
+        ("model", "depth", 2**62, "--depth"),
+        ("model", "embed_dim", 2**62, "--embed-dim"),
+        ("model", "num_heads", [4], "model.num_heads (--num-heads) cannot be [4]"),
+        ("model", "unknown", 1, "unknown name model.unknown"),
+        ("model", "time_steps", 2**40, "samples of T x C x H x W = 1099511627776 x"),
+        ("neuron", "tau", "\x1b[2J", "neuron.tau (--tau) cannot be"),
+        ("neuron", "tau", 0.5, "--tau"),
+        ("neuron", "surrogate", "os.system", "neuron.surrogate (--surrogate) cannot be 'os.system'"),
+    ],
+)
+def test_verify_checks_the_configuration_field_by_field(tmp_path, capsys, part, field, value, text):
+    path = save_whole(tmp_path / "old", MODELS["spikformer"])
+    assert main(["verify", str(path)]) == 0
+    values = values_of(path)
+    values["config"][part][field] = value
+    seal(path, json.dumps(values, indent=2).encode())
+    capsys.readouterr()
+    assert main(["verify", str(path)]) == 1
+    told = capsys.readouterr().out
+    assert text in told and "\x1b" not in told and "1 problem(s)" in told
+
+
+@pytest.mark.parametrize("config", [{"model": 3, "neuron": []}, {"model": {}}, {}])
+def test_verify_checks_the_parts_of_the_configuration(tmp_path, capsys, config):
+    path = save_whole(tmp_path / "old", MODELS["spikformer"])
+    values = values_of(path)
+    values["config"] = config
+    seal(path, json.dumps(values, indent=2).encode())
+    assert main(["verify", str(path)]) == 1
+    assert "is not of the model spikformer as it is here" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("shape", [[2**62, 2**62, 0], [0, 2**40, 2**40]])
 def test_a_shape_that_cannot_be_is_refused_though_it_is_empty(path, capsys, shape):
     values = values_of(path)

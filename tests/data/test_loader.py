@@ -141,16 +141,3 @@ def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
     assert not torch.equal(in_file_order[:12], in_file_order[12:24]), "every epoch must be drawn anew"
     plain = dataset.format.to_tensor(list(noise.numpy()))
     assert torch.equal(images(1, 0, None, training=False), plain), "validation must not be augmented"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_images_for_a_gpu_are_pinned(dataset, num_workers):
-    device = torch.device("cuda", torch.cuda.device_count() - 1)
-    pinned = loader(dataset, num_workers=num_workers, pin_for=device).batches(limit=2)
-    plain = loader(dataset, num_workers=num_workers).batches(limit=2)
-    for batch, expected in zip(pinned, plain, strict=True):
-        for one, other in zip(batch.micro_batches, expected.micro_batches, strict=True):
-            assert one.images.is_pinned() and torch.equal(one.images, other.images)
-            assert torch.equal(one.images.to(device, non_blocking=True).cpu(), other.images)

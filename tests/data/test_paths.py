@@ -37,6 +37,13 @@ def test_several_paths_are_joined_as_in_webdataset(folder):
     assert names(joined) == ["train-00001.tar", "train-00000.tar"]
 
 
+def test_urls_stay_text_and_file_urls_are_paths(folder):
+    urls = expand_shards("https://host/a-{0..1}.tar?x=1::pipe:cat {1..0}.tar")
+    assert urls == ["https://host/a-0.tar?x=1", "https://host/a-1.tar?x=1", "pipe:cat 1.tar", "pipe:cat 0.tar"]
+    for scheme in ("file:", "file://"):
+        assert expand_shards(f"{scheme}{folder}/train-0000{{0..1}}.tar") == expand_shards(f"{folder}/*[01].tar")
+
+
 def test_a_missing_shard_is_named_with_its_flag(folder):
     with pytest.raises(ValueError, match=r"1 of 3 shards of --valid-data-path .*train-00002\.tar$"):
         expand_shards(f"{folder}/train-{{00000..00002}}.tar", "--valid-data-path")
@@ -54,8 +61,9 @@ def test_a_folder_that_mixes_splits_is_refused(folder):
         ("{folder}/nothing-*.tar", "matches no file"),
         ("{folder}/train-{{00000..00001.tar", "unbalanced"),
         ("{folder}/train-00000.tar::{folder}/train-00000.tar", "more than once"),
-        ("https://host/train-00000.tar", "is a URL"),
-        ("pipe:cat train.tar", "is a URL"),
+        ("ftp2://host/train-00000.tar", "no opener for ftp2:"),
+        ("http://host/{{0..1}}.tar::http://host/1.tar", "more than once: http://host/1.tar"),
+        ("http://host/{{0..1.tar", "unbalanced"),
         ("{folder}/notes.txt", "is not a shard"),
         ("{folder}/empty", "holds no shard"),
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -184,3 +187,13 @@ def test_one_replica_reduces_nothing() -> None:
     data_parallel.finish(0)
     data_parallel.wait()
     _check(parameters, _gradients([1]))
+
+
+def test_weights_and_gradients_are_freed_with_the_buckets() -> None:
+    parameters = _parameters()
+    buckets = BucketedDataParallel([(0, list(parameters.values()))], alone("data"), alone("tensor"))
+    _loss(parameters, 0).backward()
+    left = [weakref.ref(entry.tensor) for entry in parameters.values()]
+    del parameters, buckets
+    gc.collect()
+    assert not any(each() is not None for each in left)

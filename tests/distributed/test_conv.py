@@ -230,12 +230,16 @@ def _run_cases() -> list:
         y = layer(local)
         shape = (T, N, one.outputs, *y.shape[3:])
         (y * mine(random(*shape, seed=50), group)).sum().backward()
-        at = lambda channels: (0, 0, group.rank * channels // group.size, *[0] * one.dims)  # noqa: E731,B023
-        result = parts(tensors, gradients=True) + [("y", shape, [(at(one.outputs), y.detach())])]
+        result = parts(tensors, gradients=True) + [("y", shape, [(_offset(group, one.outputs, one.dims), y.detach())])]
         if not whole:
-            result.append(("x", tuple(x.shape), [(at(one.inputs), local.grad)]))
+            result.append(("x", tuple(x.shape), [(_offset(group, one.inputs, one.dims), local.grad)]))
         found.append(result)
     return found
+
+
+def _offset(group: Group, channels: int, dims: int) -> tuple[int, ...]:
+    """Where this rank's channels begin in a whole tensor `[T, N, C, *space]`."""
+    return 0, 0, group.rank * channels // group.size, *[0] * dims
 
 
 def _randomised(conv: nn.Conv1d | nn.Conv2d, seed: int) -> nn.Conv1d | nn.Conv2d:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import costs as costs_module
-from megasnn.pipeline.costs import LayerCost, PipelineCosts, measure_layers
+from megasnn.pipeline import measured as measured_module
+from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule import Kind
@@ -39,6 +42,11 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     stem, block = four[0], four[5]
     assert stem.message == 1 + stem.gradient // 32  # a bit in place of a float32, and a byte behind them
     assert block.message == 1 + block.gradient // 4
+    described = describe_tensors(MODEL, BuildContext())
+    sizes = [prod(entry.shard.global_shape) for entry in described if entry.is_parameter]
+    assert sum(cost.parameters for cost in four) == sum(cost.parameters for cost in eight) == 4 * sum(sizes)
+    assert all(cost.parameters > 0 for cost in four)
+    assert all((cost.collectives, cost.exchanged) == (0, 0) for cost in four)
 
 
 def test_gradients_in_bf16_are_half_as_wide() -> None:
@@ -63,6 +71,10 @@ def test_under_tensor_parallelism_a_layer_costs_its_rank_what_its_own_part_costs
     whole = measured(4)
     for mine, exchanged in ranks(2, _measured_in_a_tensor_group):
         assert exchanged  # which is in the seconds
+        # The second layer's input is gathered, a bit a spike, and its gradient of the same size summed.
+        bits, gradient = whole[0].message // 2, whole[0].gradient // 2
+        assert mine[1].collectives == 2 and bits + gradient // 2 <= mine[1].exchanged <= bits + 2 * gradient
+        assert [2 * cost.parameters for cost in mine[:-1]] == [cost.parameters for cost in whole[:-1]]
         # All but the head give half of their channels to the next stage.
         assert [2 * cost.gradient for cost in mine[:-1]] == [cost.gradient for cost in whole[:-1]]
         assert all(cost.held < 0.8 * of_all.held for cost, of_all in zip(mine, whole, strict=True))
@@ -97,7 +109,7 @@ def _plan(request: PipelineRequest) -> PipelinePlan | str:
     try:
         if state.rank == 1:
             slow = [LayerCost(9.0 * index, 1.0, 1.0) for index in range(len(MODEL.layers))]
-            monkeypatch.setattr(costs_module, "measure_layers", lambda *_: slow)
+            monkeypatch.setattr(measured_module, "measure_layers", lambda *_: slow)
         return plan_pipeline(MODEL, request, BuildContext(state.tensor), state, WireOptions())
     except ValueError as error:
         return str(error)

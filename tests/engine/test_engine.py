@@ -132,12 +132,12 @@ def test_a_saved_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
     with Engine(MODEL, **SIZES, ema_decay=0.9) as engine:
         engine.train_step(x, y)
         path = engine.save(tmp_path)
-        result, averages = engine.train_step(x, y), [entry.tensor.clone() for entry in engine.average.tensors]
+        result, averages = engine.train_step(x, y), [entry.tensor.clone() for entry in engine.steps.average.tensors]
     assert path == tmp_path / "iter_0000001"
     with Engine(MODEL, **SIZES, ema_decay=0.9) as engine:
         engine.load(tmp_path)
         assert engine.train_step(x, y) == result
-        assert all(torch.equal(a, e.tensor) for a, e in zip(averages, engine.average.tensors, strict=True))
+        assert all(torch.equal(a, e.tensor) for a, e in zip(averages, engine.steps.average.tensors, strict=True))
         weights = engine.state_dict()
         engine.load_state_dict({name: torch.zeros_like(value) for name, value in weights.items()})
         assert not any(value.any() for value in engine.state_dict().values())
@@ -178,6 +178,12 @@ def test_flags_that_changed_are_told_and_weights_alone_are_taken(tmp_path: Path)
         ({"train_epochs": 1}, "train_epochs is for whole runs"),
         ({"save": "there"}, "save is for whole runs"),
         ({"augment": "crop"}, "augment is for whole runs"),
+        ({"lr_interval": "epoch"}, "lr_interval is for whole runs"),
+        ({"replica_mismatch": "majority"}, "replica_mismatch is for whole runs"),
+        (
+            {"mixup_alpha": 0.2, "mixup_off_epoch": 3, "log_interval": 1},
+            r"^2 problems .*\n.* mixup_off_epoch is for whole",
+        ),
         ({"lr": "fast"}, r"optimizer.lr \(--lr\) cannot be 'fast'"),
         ({"loss": "l1"}, r"training.loss \(--loss\) cannot be 'l1'; give cross-entropy or tet or mse"),
         ({"train_iters": None}, "give train_iters"),

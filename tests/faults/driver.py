@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,8 @@ import torch
 
 import pretrain_spikformer
 from megasnn.checkpoint import Saver
-from megasnn.checkpoint.files import PieceWriter
+from megasnn.checkpoint.aside import Aside
+from megasnn.checkpoint.saving import AtOnce
 from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck
 from megasnn.data_parallel.checksum import in_memory_order
@@ -108,15 +110,16 @@ def full_disk_for_a_while() -> None:
 
 
 def _fail_saves(which: range) -> None:
-    write, calls = PieceWriter._write_file, iter(range(1_000))
+    calls = iter(range(1_000))
 
-    def limited(self: PieceWriter, *arguments: Any) -> Any:
+    def limited(self: object, write: Callable[..., Any], *arguments: Any) -> Any:
         results = write(self, *arguments)
         if next(calls) in which:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return results
 
-    mock.patch.object(PieceWriter, "_write_file", limited).start()
+    for kind in (AtOnce, Aside):
+        mock.patch.object(kind, "write", partialmethod(limited, kind.write)).start()
 
 
 def raise_before_the_grid() -> None:

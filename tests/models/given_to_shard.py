@@ -17,9 +17,9 @@ import megasnn
 from megasnn.layers import ConvNormNeuron
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from tests.models.networks import CLASSES
 from tests.parity.beside import Case
 
-CLASSES = 4
 TIME = 3
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,23 @@ from megasnn.models.model import Model
 CLASSES = 4
 
 
+def between(layers: Callable[[], Iterable[Layer]], width: int = 4, image_size: int = 4) -> Model:
+    """A model with these layers between a first one, which gives so many channels, and a last one."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Made(Model):
+        image_size: int = 0
+        time_steps: int = 2
+        num_classes: int = CLASSES
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("stem", ConvNormNeuron(3, width))
+            yield from layers()
+            yield layer("head", MeanLinear(width, CLASSES))
+
+    return Made(image_size=image_size)
+
+
 class Up(nn.Module):
     """Twice as high and wide, and the skip is added."""
 
@@ -34,6 +51,18 @@ class Up(nn.Module):
 class Pass(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+class TwoTied(nn.Module):
+    """Two convolutions with one weight; a plain module."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 1)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.flatten(0, 1))).unflatten(0, x.shape[:2])
 
 
 class Join(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -38,13 +40,14 @@ def images(model: Model, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def take_steps(
-    model: Model, layout: Layout, batch: tuple[Tensor, Tensor], count: int, weights: dict[str, Tensor] | None = None
+    model: Model, layout: Layout, batch: tuple[Tensor, Tensor], count: int, weights: Path | None = None
 ) -> list[RankStep]:
     """Steps of SGD on one batch, in its precision, on every rank of an initialised world. A single one is up to the
     gradients.
 
     Args:
-        weights: by global names; without them, steps begin at the keyed initial values.
+        weights: a file of torch's with those to begin at, by global names, which all ranks read from one memory;
+            without it, steps begin at the keyed initial values.
     """
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
@@ -53,7 +56,8 @@ def take_steps(
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
         engine = DistributedModel(described, state, BuildContext(state.tensor, dtype, dtype), bounds, plan)
         if weights is not None:
-            load_globals_into(engine.tensors, weights, state.world.handle)
+            values = torch.load(weights, mmap=True, weights_only=True)
+            load_globals_into(engine.tensors, values, state.world.handle)
         optimizer = build_optimizer(engine.tensors, SGD, {axis: state.group(axis) for axis in HOLDING_AXES})
         steps = list[RankStep]()
         for _ in range(count):

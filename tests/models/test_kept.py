@@ -16,10 +16,10 @@ from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from tests.models.networks import CLASSES
 from tests.models.steps import one_step
 from tests.parity.ranks import Layout, assemble
 
-CLASSES = 4
 CPU = torch.device("cpu")
 KEPT: list[Any] = []
 

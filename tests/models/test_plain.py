@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -29,8 +30,10 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.sharding import materialise
+from tests.models.networks import CLASSES, between
+from tests.models.steps import assert_equal, one_step
+from tests.parity.ranks import Layout
 
-CLASSES = 4
 CPU = torch.device("cpu")
 
 
@@ -64,6 +67,36 @@ class Plain(Model):
         yield layer("head", nn.Linear(2 * self.width, self.num_classes))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Functions(Plain):
+    """The same with functions in place of modules without parameters, and a sum of two layers."""
+
+    functions: bool = True
+
+    def layers(self) -> Iterable[Layer]:
+        for each in super().layers():
+            if self.functions and each.name == "mean":
+                yield layer("mean", lambda x: x.mean((-1, -2)))
+            elif self.functions and each.name == "flat":
+                yield layer("flat", torch.add, takes=("mean", "mean"))
+            elif each.name == "flat":
+                yield layer("flat", Doubled())
+            else:
+                yield each
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x.flatten(2)
+
+
+def test_a_function_is_a_layer(ranks) -> None:
+    """As a module that does the same, also where ranks share the channels of what it is given."""
+    one = ranks(1, one_step, Functions(functions=False), Layout())
+    for layout in (Layout(), Layout(tensor=2, pipeline=2)):
+        assert_equal(ranks(layout.world_size, one_step, Functions(), layout), one)
+
+
 def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -> None:
     built = dict(describe(Plain()).named_layers(BuildContext()))
     state = torch.random.get_rng_state()
@@ -80,19 +113,10 @@ def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -
 
 
 def _model(*makers: Callable[[], nn.Module], **options: object) -> Model:
-    @dataclass(frozen=True, kw_only=True)
-    class Made(Model):
-        image_size: int = 8
-        time_steps: int = 2
-        num_classes: int = CLASSES
+    def layers() -> Iterable[Layer]:
+        return (layer(f"plain.{index}", make(), **options) for index, make in enumerate(makers))
 
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", ConvNormNeuron(3, 8))
-            for index, make in enumerate(makers):
-                yield layer(f"plain.{index}", make(), **options)
-            yield layer("head", MeanLinear(8, CLASSES))
-
-    return Made()
+    return between(layers, width=8, image_size=8)
 
 
 class Scale(nn.Module):
@@ -105,12 +129,27 @@ class Scale(nn.Module):
 
 
 MADE = nn.Conv2d(8, 8, 1)
+ONES = torch.ones(1)
 
 
 class Cache(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+def _scaled(x: Tensor, scale: Tensor = ONES) -> Tensor:
+    return scale * x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: MADE(x), MADE.forward, partial(torch.add, ONES), _scaled],
+    ids=["global", "method", "partial", "default"],
+)
+def test_a_function_that_holds_weights_is_refused_with_the_layers_name(function) -> None:
+    with pytest.raises(ValueError, match="a: a function that holds a (Conv2d|Tensor): make a module of both"):
+        layer("a", function)
 
 
 @pytest.mark.parametrize(

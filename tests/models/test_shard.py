@@ -20,6 +20,7 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models import given_to_shard as networks
 from tests.models import steps
+from tests.models.networks import TwoTied
 from tests.parity.beside import Case, assert_equal_to_truth
 from tests.parity.ranks import Layout
 from tests.parity.test_layouts import name_of
@@ -64,13 +65,6 @@ def test_a_report_says_what_each_layer_becomes_and_leaves_the_network_alone() ->
     assert "1  Dropout2d  refused: it draws random numbers" in str(megasnn.shard(refused))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
-        self.b.weight = self.a.weight
-
-
 class Twice(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -99,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"0 \(InstanceNorm2d\): .* keeps statistics of its own",
     ),
     "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), r"\(MaxPool2d\): .* returns indices"),
-    "tied": (lambda: nn.Sequential(Tied()), r"0\.b \(Conv2d\): .* its weight is that of 0\.a\.weight"),
+    "tied": (lambda: nn.Sequential(TwoTied(3)), r"0\.b \(Conv2d\): .* its weight is that of 0\.a\.weight"),
     "steps": (
         lambda: nn.Sequential(sj.MultiStepContainer(sj.BatchNorm2d(3))),
         r"0 \(MultiStepContainer\): .* batch norm in it has the statistics of one time step",

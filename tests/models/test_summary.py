@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -102,18 +104,35 @@ def test_the_table_says_where_layers_live() -> None:
 
 
 def test_a_run_tells_it(ranks, tmp_path) -> None:
-    """In short at the start, as a whole with the flag, and always in its folder."""
+    """In short at the start, as a whole in its folder."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b".split()
     common = (str(tmp_path / "cache"), "--train-iters", "1", "--eval-iters", "0")
     ranks(4, train, *common, *layout, "--save", str(tmp_path / "four"))
-    train(*common, "--save", str(tmp_path / "one"), "--model-summary")
-    told = {}
+    train(*common, "--save", str(tmp_path / "one"))
+    told, entries = {}, {}
     for name in ("one", "four"):
-        lines = map(json.loads, (tmp_path / name / "log.jsonl").read_text().splitlines())
-        told[name] = [line["text"] for line in lines if line["kind"] == "message"]
+        entries[name] = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        told[name] = [line["text"] for line in entries[name] if line["kind"] == "message"]
     table = (tmp_path / "one/model_summary.md").read_text().rstrip("\n")
-    assert table in told["one"] and "blocks.0.attention" in table
+    assert "blocks.0.attention" in table
     assert "478 k multiply-adds a sample" in told["one"]
     short = [text for text in told["four"] if "on pipeline rank" in text]
     assert len(short) == 2 and all("multiply-adds a sample" in text for text in short)
+    start = next(line for line in entries["four"] if line["kind"] == "start")
+    assert start["costs"].keys() == {row.split("|")[1].strip() for row in table.splitlines()[2:-1]}
+    assert all(cost["forward"] > 0 and cost["parameters"] > 0 for cost in start["costs"].values())
+    assert start["costs"]["blocks.0.attention"]["collectives"] > 0
     assert "cut in 2" in (tmp_path / "four/model_summary.md").read_text()
+
+
+def test_the_flag_prints_it_and_trains_nothing(tmp_path) -> None:
+    """Without a length, without data, without a file."""
+    flags = ["--embed-dim", "32", "--depth", "1", "--num-heads", "4", "--data-path", str(tmp_path / "absent.tar")]
+    flags += ["--model-summary", "--save", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "megasnn", "spikformer", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    header, rule, *rows = ended.stdout.splitlines()
+    names = [row.split("|")[1].strip() for row in rows]
+    assert header.startswith("| layer ") and rule.startswith("| --") and list(tmp_path.iterdir()) == []
+    assert names[0] == "patch_embed.stages.0" and names[-2:] == ["head", "all"]

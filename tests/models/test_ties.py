@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,17 @@ from megasnn.convert.opening import open_source
 from megasnn.convert.rank_files import reshard
 from megasnn.convert.target import Target
 from megasnn.engine.distributed_model import DistributedModel
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.building import describe
-from megasnn.models.layer import Layer, layer
+from megasnn.models.layer import layer
 from megasnn.models.model import Model
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.sharding import copied_tensors, materialise, parameter_count, sharded_tensors
-from tests.models.networks import CLASSES, Again, Tied
+from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble
 from tests.parity.test_layouts import error, name_of
@@ -198,31 +197,7 @@ def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path,
 
 
 def _model(make: Callable[[], list[nn.Module]]) -> Model:
-    @dataclass(frozen=True, kw_only=True)
-    class Made(Model):
-        image_size: int = 4
-        time_steps: int = 2
-        num_classes: int = CLASSES
-
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", ConvNormNeuron(3, 4))
-            for index, module in enumerate(make()):
-                yield layer(f"made.{index}", module)
-            yield layer("head", MeanLinear(4, CLASSES))
-
-    return Made()
-
-
-class Two(nn.Module):
-    """Tied inside of one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+    return between(lambda: (layer(f"made.{index}", module) for index, module in enumerate(make())))
 
 
 class Uncopied(ConvNormNeuron):
@@ -292,7 +267,7 @@ def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen:
 
 
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
-    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [Two()])), BuildContext())]
+    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])), BuildContext())]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
 
     def nested() -> list[nn.Module]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -88,8 +90,10 @@ def truth(case: Case) -> list[reference.ReferenceStep]:
 def assert_equal_to_truth(case: Case, ranks: Any, layout: Layout) -> None:
     """Every step on a layout, to 1e-9 relative in float64, no spike flipped."""
     expected, batch = truth(case), images(case.model, case.scale)
-    weights = case.ours(expected[0].state_before)
-    found = ranks(layout.world_size, take_steps, case.model, layout, batch, case.steps, weights)
+    with TemporaryDirectory() as folder:
+        weights = Path(folder) / "weights.pt"
+        torch.save(case.ours(expected[0].state_before), weights)
+        found = ranks(layout.world_size, take_steps, case.model, layout, batch, case.steps, weights)
     for number, theirs in enumerate(expected):
         _assert_equal(case, [each[number] for each in found], theirs)
 

@@ -215,7 +215,8 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     seen = RecipeRun()
     try:
-        run = TrainingRun(config, state)
+        with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
+            run = TrainingRun(config, state)
         step = run.engine.distributed.forward_backward
 
         def watched(micro_batches, global_batch_size):
@@ -224,8 +225,6 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
             return seen.losses[-1]
 
         run.engine.distributed.forward_backward = watched  # type: ignore[method-assign]
-        with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
-            run.start()
         run.train()
         run.close()
         seen.pieces = pieces_of(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +17,11 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, ParallelDropout, layer
 from megasnn.config import ConfigError
-from tests.models.steps import assert_equal
+from tests.models.steps import SIZES, assert_equal, images
 from tests.parity.ranks import RankStep, _plain, assemble
 from tests.parity.test_layouts import TOLERANCE, error
 from tests.training.runs import train, without_trial
 
-SIZES = [2, 2, 1]
 WINDOW = 2
 
 
@@ -86,10 +86,7 @@ class Reference(nn.Module):
         return self.head(self.fire(self.norm(self.conv(x))).mean((3, 4)))
 
 
-def data(model: Small) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    images = 2 * torch.randn(sum(SIZES), *model.input_shape, generator=generator, dtype=torch.float64)
-    return images, torch.randint(0, 5, (sum(SIZES),), generator=generator)
+data = partial(images, scale=2.0)
 
 
 def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | None = None) -> RankStep:

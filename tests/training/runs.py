@@ -71,9 +71,8 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     parallel = config.parallel
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     try:
-        run = TrainingRun(config, state, callbacks=callbacks)
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
-            run.start()
+            run = TrainingRun(config, state, callbacks=callbacks)
         if not only_load:
             run.train()
         run.close()

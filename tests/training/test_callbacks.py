@@ -1,13 +1,16 @@
-"""What a run tells callbacks, and that none of them can end it."""
+"""What a run tells callbacks: their errors do not end it, and what asks for its end ends it as a signal does."""
 
 from __future__ import annotations
 
+import json
+import signal
 from typing import Any
 
 import pytest
 
 import megasnn
-from tests.training.runs import train, without_trial
+from megasnn.checkpoint import list_checkpoints
+from tests.training.runs import TINY, train, without_trial
 
 FLAGS = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "2")
 
@@ -65,3 +68,59 @@ def test_they_are_called_on_the_first_rank_only(ranks, tmp_path_factory) -> None
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(ValueError, match="instances of subclasses of megasnn.Callback, not <class"):
         megasnn.pretrain("spikformer", ["--train-iters", "1"], callbacks=[Kept])  # type: ignore[list-item]
+
+
+class Ending(Kept):
+    """Asks for the end at the second step."""
+
+    def __init__(self, asks: BaseException) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "step":
+            return super().__getattribute__(name)
+        return self.ends
+
+    def ends(self, iteration: int, result: Any) -> None:
+        self.calls.append(("step", (iteration, result)))
+        if iteration == 2:
+            raise self.asks
+
+
+def asked_to_end(cache: str, folder: str, asks: type[BaseException]) -> tuple[int, list[str]]:
+    ending = Ending(asks())
+    flags = ("--train-iters", "9", "--save", folder, "--pipeline-model-parallel-size", "2")
+    with without_trial():
+        outcome = train(cache, *flags, callbacks=[ending])
+    return outcome.iteration, [name for name, _ in ending.calls]
+
+
+@pytest.mark.parametrize("asks", [SystemExit, KeyboardInterrupt])
+def test_a_callback_that_exits_ends_the_run_as_a_signal_does(ranks, tmp_path_factory, tmp_path, asks) -> None:
+    """After the next step, on all ranks, saved and not evaluated."""
+    cache, folder = str(tmp_path_factory.getbasetemp() / "cache"), str(tmp_path / "run")
+    (first, told), (second, _) = ranks(2, asked_to_end, cache, folder, asks)
+    assert first == second == 3 and list_checkpoints(tmp_path / "run") == [3]
+    assert told == ["start", "step", "step", "step", "save", "end"]
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    texts = [line["text"] for line in log if line["kind"] == "message"]
+    assert f"Ending.step asks for the end of the run ({asks.__name__}), as a signal does" in texts
+    assert "asked to stop: the run ends at iteration 3 of 9" in texts
+
+
+def handlers_of_signals() -> list[Any]:
+    return [signal.set_wakeup_fd(-1), *(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))]
+
+
+class Exiting(megasnn.Callback):
+    def start(self, outline: Any, flags: Any) -> None:
+        raise SystemExit(7)
+
+
+def test_the_exit_status_is_that_of_a_run_that_was_asked_to_stop(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
+    flags, handlers = [*TINY, "--train-iters", "9", "--save", str(tmp_path / "run")], handlers_of_signals()
+    assert megasnn.pretrain("spikformer", flags, callbacks=[Exiting()]) == 0
+    assert handlers_of_signals() == handlers, "Ctrl-C would end a notebook"
+    assert list_checkpoints(tmp_path / "run") == [1] and "ends at iteration 1 of 9" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from megasnn.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_metadata, save_global_tensors
-from megasnn.training import loop
+from megasnn.training import data, loop
 from tests.checkpoint.crafted import as_format_2, seal, values_of
 from tests.convert.saved import MODELS, build, identity, model_like, save_whole
 from tests.training.runs import train
@@ -39,7 +39,7 @@ AGES: dict[str, Callable[[Path], None]] = {
 def refuses(cache: str, *flags: str) -> str:
     """On one rank of a run: the error, when no data was opened and nothing was built until then."""
     with (
-        mock.patch.object(loop, "open_datasets", side_effect=AssertionError("data was opened")),
+        mock.patch.object(data, "open_datasets", side_effect=AssertionError("data was opened")),
         mock.patch.object(loop, "Engine", side_effect=AssertionError("a model was built")),
         pytest.raises(CheckpointError) as raised,
     ):

@@ -127,7 +127,7 @@ def test_a_pattern_without_effect_is_refused(rules: dict[str, str], problem: str
 
 
 def test_it_is_refused_before_anything_is_built(cache, monkeypatch) -> None:
-    monkeypatch.setattr("megasnn.training.loop.open_datasets", None)
+    monkeypatch.setattr("megasnn.training.data.open_datasets", None)
     with pytest.raises(ValueError, match="--freeze: 'stem' matches no parameter"):
         train(cache, "--train-iters", "1", "--freeze", "stem")
 

@@ -17,7 +17,8 @@ from megasnn.models.building import describe
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import initialize_model_parallel
-from megasnn.pipeline.costs import PipelineCosts, agreed_costs, layers_per_chunk
+from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
+from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule

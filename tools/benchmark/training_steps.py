@@ -96,7 +96,7 @@ class MegaSNNStep:
         return self._loss
 
     def update(self) -> None:
-        self.engine.update(self._loss, self._samples)
+        self.engine.steps.update(self._loss, self._samples)
 
 
 def megasnn_step(

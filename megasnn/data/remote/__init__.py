@@ -1,0 +1,1 @@
+"""Shards behind URLs: fetched into the cache once a node, ahead of their use, and again where they were removed."""

@@ -1,0 +1,147 @@
+"""Files by HTTP: a connection that breaks off is taken up where it ended, if the server can do that.
+
+webdataset starts `curl` for them, which begins anew after a break and cannot tell that a shard is another one by then.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import re
+import ssl
+import threading
+from collections.abc import Iterator
+from email.message import Message
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import Request, urlopen
+
+from megasnn.data.remote.incoming import BLOCK, FetchError, Incoming, Interrupted, NotThere, Pace, persist
+
+TRIES = 8  # a minute, with the pauses between them
+_MAY_PASS = (408, 425, 429)
+_NOT_THERE = (403, 404, 410)
+_PARTIAL, _NO_SUCH_RANGE = 206, 416
+
+
+def fetch_http(url: str, incoming: Incoming, seconds: float, stop: threading.Event) -> None:
+    """Fetches a file of http(s).
+
+    Args:
+        seconds: of silence, or of less than a kilobyte each, after which a connection counts as broken.
+    Raises:
+        NotThere, FetchError: it cannot be had.
+        OSError: it cannot be written.
+    """
+    persist(_Transfer(url, incoming, seconds, stop).receive, incoming, TRIES, stop)
+
+
+class _Transfer:
+    """A file that takes one connection or more."""
+
+    def __init__(self, url: str, incoming: Incoming, seconds: float, stop: threading.Event) -> None:
+        self._incoming, self._seconds, self._stop = incoming, seconds, stop
+        self._url, self._credentials = _split_credentials(url)
+        self._version: str | None = None  # of the file that has begun to arrive, as the server names it
+        self._total: int | None = None
+
+    def receive(self) -> None:
+        """Raises Interrupted for all that another try may mend."""
+        incoming = self._incoming
+        with self._open() as response:
+            if response.status == _PARTIAL:
+                self._require_continuation(response.headers.get("Content-Range", ""))
+            else:
+                incoming.restart()
+                self._version, self._total = _version(response.headers), _length(response)
+                incoming.require_size(self._total or 0)
+            for block in self._blocks(response):
+                incoming.add(block)
+        if self._total is not None and incoming.size != self._total:
+            raise Interrupted(f"the connection ended after {incoming.size} of {self._total} bytes")
+
+    def _open(self) -> Any:
+        request = Request(self._url, headers={"User-Agent": "MegaSNN"})
+        if self._credentials:
+            request.add_unredirected_header("Authorization", self._credentials)
+        if self._version and self._incoming.size:
+            request.add_header("Range", f"bytes={self._incoming.size}-")
+            request.add_header("If-Range", self._version)  # the whole file where it has changed
+        try:
+            return urlopen(request, timeout=self._seconds)
+        except HTTPError as error:
+            with error:
+                raise self._refusal(error) from None
+        except (http.client.InvalidURL, UnicodeError) as error:
+            raise FetchError(f"{self._incoming.name} is no address: {error}; correct it") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise FetchError(f"cannot fetch {self._incoming.name}: {reason}") from None
+            raise Interrupted(_in_words(reason)) from None
+
+    def _refusal(self, error: HTTPError) -> Exception:
+        problem = f"the server answers {error.code} ({error.reason})"
+        if error.code == _NO_SUCH_RANGE:
+            self._version = None
+            return Interrupted(problem)
+        if error.code >= 500 or error.code in _MAY_PASS:
+            return Interrupted(problem, _seconds_to_wait(error.headers))
+        kind = NotThere if error.code in _NOT_THERE else FetchError
+        return kind(
+            f"cannot fetch {self._incoming.name}: {problem}; correct the address (braces and numbers too), or see that "
+            f"the file is there and may be read"
+        )
+
+    def _require_continuation(self, content_range: str) -> None:
+        """Raises Interrupted for a part that is not the rest of what has arrived."""
+        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range.strip())
+        if found and int(found[1]) == self._incoming.size and found[2] in ("*", str(self._total)):
+            return
+        self._version = None  # begin anew
+        raise Interrupted(f"the server sends {content_range[:100]!r} where bytes {self._incoming.size}- were asked for")
+
+    def _blocks(self, response: Any) -> Iterator[bytes]:
+        pace = Pace(self._seconds)
+        while not self._stop.is_set():
+            try:
+                block = response.read1(BLOCK)
+            except (OSError, http.client.HTTPException) as error:
+                raise Interrupted(_in_words(error)) from None
+            if not block:
+                return
+            yield block
+            pace.require(len(block))
+        raise FetchError(f"fetching {self._incoming.name} was stopped")
+
+
+def _split_credentials(url: str) -> tuple[str, str]:
+    """A URL without user and password, and the header that stands for them; empty where there are none."""
+    parts = urlsplit(url)
+    names, found, host = parts.netloc.rpartition("@")
+    if not found:
+        return url, ""
+    header = "Basic " + base64.b64encode(unquote(names).encode()).decode()
+    return urlunsplit(parts._replace(netloc=host)), header
+
+
+def _version(headers: Message) -> str | None:
+    """By what the server recognises the file; None where it cannot say that for sure."""
+    tag = headers.get("ETag")
+    if tag and not tag.startswith("W/"):
+        return tag
+    return headers.get("Last-Modified")
+
+
+def _length(response: http.client.HTTPResponse) -> int | None:
+    return response.length  # None where it is sent in chunks, or until the connection ends
+
+
+def _seconds_to_wait(headers: Message) -> float:
+    text = headers.get("Retry-After", "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+def _in_words(error: object) -> str:
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) and str(error) else repr(error)

@@ -1,0 +1,212 @@
+"""From micro-batches on: a step up to the new weights, evaluation and prediction with their average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megasnn.batching import micro_batches_of
+from megasnn.bundle import Bundle, logits_of
+from megasnn.config import PretrainConfig
+from megasnn.config.training import Length
+from megasnn.data import GlobalBatch
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.setup import window_count
+from megasnn.grid import HOLDING_AXES
+from megasnn.non_finite import earliest
+from megasnn.optim import WeightAverage, build_optimizer, learning_rate
+from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.timers import Timers
+
+
+class Steps:
+    """Steps, evaluations and predictions of a model, on this rank of a layout.
+
+    Args:
+        length: of the training, for the course of the learning rate.
+
+    Attributes:
+        distributed: the model's chunks on this rank.
+        optimizer: of this rank's parameters. average: of its weights; None without `ema_decay`.
+        timers: of the phases of a step.
+        iteration, consumed_samples: optimizer steps done, and training samples used.
+    """
+
+    def __init__(self, config: PretrainConfig, distributed: DistributedModel, length: Length) -> None:
+        self._config, self._length, self._state = config, length, distributed.state
+        self.distributed = distributed
+        groups = {axis: self._state.group(axis) for axis in HOLDING_AXES}
+        self.optimizer = build_optimizer(distributed.tensors, config.optimizer, groups)
+        decay = config.optimizer.ema_decay
+        self.average = None if decay is None else WeightAverage(distributed.tensors, decay)
+        waits = self._state.device.type == "cuda"
+        self.timers = Timers(partial(torch.cuda.synchronize, self._state.device)) if waits else Timers()
+        self.iteration = self.consumed_samples = 0
+        self._is_updating = False
+        self._failure: str | None = None
+
+    # --- training
+
+    def train(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+        """An optimizer step on this replica's micro-batches of a global batch."""
+        samples = batch.size
+        with self._guarded():
+            with self.timers("forward_backward"):
+                loss = self.distributed.forward_backward(micro_batches, samples)
+            self._is_updating = True
+            with self.timers("optimizer"):
+                norm, rate, finite = self.update(loss, samples)
+            where = None if finite else self._first_non_finite(micro_batches)
+            self.iteration += 1
+            self.consumed_samples = batch.consumed_samples
+            self._is_updating = False
+        return StepResult(loss, self.distributed.correct, samples, norm, rate, not finite, where)
+
+    def update(self, loss: float, samples: int) -> tuple[float, float, bool]:
+        """After forward and backward of so many samples: running statistics, clipping, weights, average of weights.
+
+        Returns:
+            the gradient's norm before clipping, the learning rate, and whether both loss and norm are finite. Where
+            they are not, everything stays as it was: weights, optimizer state and running statistics.
+        """
+        options, distributed = self._config.optimizer, self.distributed
+        norm = distributed.gradient_norm()
+        rate = learning_rate(options, self.iteration, self._length.iterations, self._length.epoch)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite:
+            distributed.merge_statistics(self._most_micro_batches(samples))
+            distributed.gradient_norm.clip(norm, options.clip_grad)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate * group["lr_scale"]
+            self.optimizer.step()
+            distributed.refresh_copies()
+            if self.average is not None:
+                self.average.update()
+        return norm, rate, finite
+
+    def _most_micro_batches(self, samples: int) -> int:
+        count = -(-samples // self._config.training.micro_batch_size)
+        return window_count(self._config) * len(micro_batches_of(count, self._state.data.size, 0))
+
+    def _first_non_finite(self, micro_batches: Sequence[MicroBatchInput]) -> str | None:
+        """In which layer's output it appeared first, otherwise in which gradient; collective."""
+        world = self._state.world.handle
+        chunk, found = self.distributed.first_non_finite_output(micro_batches) or (0, None)
+        where = earliest(found, chunk, world)
+        if where is not None:
+            return f"not finite in forward, first in {where}"
+        # Backward runs from the last chunk to the first.
+        chunk, found = self.distributed.first_non_finite_gradient() or (0, None)
+        where = earliest(found, -chunk, world)
+        return (
+            None if where is None else f"not finite in backward, first in the gradient of {where}; the step is skipped"
+        )
+
+    # --- evaluation
+
+    def evaluate(self, batches: Iterable[Sequence[MicroBatchInput]]) -> EvaluationRecord:
+        """Loss and accuracies over this replica's micro-batches of global batches, of the averaged weights where there
+        are some. Raises ValueError on every rank when there are no samples."""
+        totals = [0.0, 0.0, 0.0, 0.0]
+        with self._averaged_weights():
+            for micro_batches in batches:
+                with self._guarded():
+                    parts = self.distributed.evaluate(micro_batches)
+                totals = [a + b for a, b in zip(totals, parts, strict=True)]
+            with self._guarded():
+                loss, samples, top1, top5 = self.distributed.total(totals)
+        if not samples:
+            raise ValueError("there are no samples to evaluate")
+        return EvaluationRecord(
+            self.iteration, self.consumed_samples, int(samples), loss / samples, top1 / samples, top5 / samples
+        )
+
+    def predict(self, batches: Iterable[Sequence[MicroBatchInput]], samples: int) -> Tensor:
+        """Logits `[samples, classes]`, the mean over time, on the device of every rank.
+
+        Args:
+            batches: this replica's micro-batches; their labels are the samples' places in what is returned.
+        """
+        logits = torch.zeros(samples, self._config.model.num_classes, dtype=self.distributed.context.dtype)
+        logits = logits.to(self._state.device)
+
+        def keep(output: Bundle, places: Tensor) -> None:
+            logits[places] = logits_of(output).to(logits.dtype).mean(0)
+
+        with self._guarded():
+            with self._averaged_weights():
+                for micro_batches in batches:
+                    self.distributed.predict(micro_batches, keep)
+            return self.distributed.of_all_replicas(logits)
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Inside, the model has the average of its weights, where one is kept."""
+        if self.average is None:
+            yield
+            return
+        copies = [entry.tensor for entry in self.distributed.copies]
+        kept = [copy.detach().clone() for copy in copies]
+        try:
+            with self.average.in_place():
+                self.distributed.refresh_copies()
+                yield
+        finally:  # an error on one rank leaves nobody waiting for another rank's values
+            with torch.no_grad():
+                for copy, value in zip(copies, kept, strict=True):
+                    copy.copy_(value)
+
+    # --- what was loaded, and what went wrong
+
+    def loaded(self, place: tuple[int, int] | None = None, averaged: bool = False) -> None:
+        """After other values were loaded into the tensors: their copies and the average follow. Collective.
+
+        Args:
+            place: (iteration, consumed samples) to go on from; None: these stay.
+            averaged: whether the average was loaded with them; otherwise it begins again.
+        """
+        self.distributed.refresh_copies()
+        if self.average is not None and not averaged:
+            self.average.restart()
+        if place is not None:
+            self.iteration, self.consumed_samples = place
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around what ranks do together: an error in it is remembered, since the ranks are no longer at the same place.
+
+        An interrupt by the user (KeyboardInterrupt) of a process by itself is forgotten: a step begins from nothing
+        that the one before has left, unless that was changing the weights.
+        """
+        try:
+            yield
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt) and self._state.world.size == 1
+            if self._failure is None and (self._is_updating or not interrupted):
+                kind, (text, *_) = type(error).__name__, (*str(error).splitlines(), "")
+                self._failure = f"{kind}: {text}" if text else kind
+            raise
+
+    def require_sound(self, reads_weights: bool = False) -> None:
+        """Raises RuntimeError when an error has ended what the ranks did together.
+
+        Args:
+            reads_weights: whether all that is wanted are the weights, which a process by itself still has.
+        """
+        if self._failure is None:
+            return
+        alone = self._state.world.size == 1
+        has_weights = alone and not self._is_updating
+        if reads_weights and has_weights:
+            return
+        raise RuntimeError(
+            f"this Engine cannot go on after an error ({self._failure}): make another one"
+            + ("" if alone else ", in another process")
+            + ("; `save` and `state_dict` still give the weights that it has" if has_weights else "")
+        )

@@ -1,0 +1,144 @@
+"""Forward and backward of a convolution that is cut by channels: what is exchanged, what is computed, what is kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasnn.comm.codec import Content, encode
+from megasnn.comm.collectives import (
+    all_reduce_sum,
+    from_rows,
+    gather_columns,
+    join_columns,
+    sum_and_scatter_columns,
+    to_rows,
+)
+from megasnn.comm.group import Group
+from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
+from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
+from megasnn.layers.weight_gradients import Leave
+
+SLICE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """What the forward and the backward of one convolution have in common."""
+
+    group: Group
+    gather: bool
+    scatter: bool
+    content: Content
+    geometry: Geometry
+    pool: int
+    whole: bool = False  # the input has all channels on every rank
+
+
+class Convolve(torch.autograd.Function):
+    """Keeps the packed input, one bit a spike, for the gradient of the weight, which backward leaves as a task.
+
+    Where that task runs at once, the input gradient is exchanged meanwhile.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: ConvPlan
+    ) -> Tensor:
+        rows = to_rows(x)
+        if plan.gather:
+            full, payloads = gather_columns(rows, plan.group, plan.content)
+        else:
+            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
+        images = average_pool(_as_images(full, x.shape), plan.pool)
+        y = convolve(images, _kernel(weight, x.dtype), plan.geometry).unflatten(0, x.shape[:2])
+        ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
+        ctx.save_for_backward(weight, *payloads)
+        if plan.scatter and plan.group.size > 1:
+            y = from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        weight, *payloads = ctx.saved_tensors
+        plan: ConvPlan = ctx.plan
+        grad_rows = to_rows(grad)
+        if plan.scatter:
+            grad_rows, _ = gather_columns(grad_rows, plan.group, Content.DENSE, "backward")
+        grad_images = _as_images(grad_rows, grad.shape)
+        finish = None
+        if ctx.needs_input_grad[0]:
+            kernel = _kernel(weight, grad.dtype)
+            finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
+            if plan.whole:  # each rank has computed what its own output channels contribute
+                all_reduce_sum(finish(), plan.group, "backward")
+        if ctx.leave is not None:
+            add = partial(_add_weight_gradient, plan, payloads, ctx.row_shape, ctx.input_shape, grad_images)
+            ctx.leave(add)
+        return None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool), None, None, None, None
+
+
+def _add_weight_gradient(
+    plan: ConvPlan, payloads: list[Tensor], row_shape: torch.Size, input_shape: torch.Size, grad: Tensor, total: Tensor
+) -> None:
+    rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
+    images = average_pool(_as_images(rows, input_shape), plan.pool)
+    add_weight_gradient(_kernel(total, total.dtype), grad, images, plan.geometry)
+
+
+def _kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two-dimensional, in the type that is computed in."""
+    return (weight if weight.ndim == 4 else weight.unsqueeze(-1)).to(dtype)
+
+
+def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
+    """Rows of the gradient of the pooled input as the gradient of the input, which has this `shape`."""
+    if pool == 1:
+        return from_rows(rows, shape)
+    images = _as_images(rows, torch.Size((*shape[:3], *pooled_space(shape[3:], pool))))
+    return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
+
+
+def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
+    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks.
+
+    The returned function waits and gives this rank's rows. The exchange goes slice by slice of frames: each travels
+    while the next one is computed, and what is in transit stays small.
+    """
+    if not plan.gather or plan.group.size == 1:
+        whole = _image_rows(input_gradient(grad, weight, plan.geometry, space))
+        return lambda: whole
+    channels = weight.shape[1]
+    frames, pixels = grad.shape[0], space.numel()
+    step = max(1, SLICE_BYTES // (pixels * channels * grad.element_size()))
+    result = grad.new_empty(frames * pixels, channels // plan.group.size)
+    in_transit: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
+
+    def finish(most: int = 0) -> Tensor:
+        while len(in_transit) > most:
+            place, arrived = in_transit.popleft()
+            place.copy_(arrived())
+        return result
+
+    for start in range(0, frames, step):
+        part = _image_rows(input_gradient(grad[start : start + step], weight, plan.geometry, space))
+        place = result[start * pixels : start * pixels + len(part)]
+        in_transit.append((place, sum_and_scatter_columns(part, plan.group, "backward")))
+        finish(most=2)
+    return finish
+
+
+def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
+    """Rows as `[T*N, C, H, W]`, channels last; the first two and the spatial sizes are those of `like`."""
+    return from_rows(rows, like).flatten(0, 1)
+
+
+def _image_rows(images: Tensor) -> Tensor:
+    """`[T*N, C, H, W]` as rows `[T*N*H*W, C]`."""
+    return images.movedim(1, -1).reshape(-1, images.shape[1])

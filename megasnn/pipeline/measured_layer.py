@@ -1,0 +1,250 @@
+"""A copy of one layer, tried out by itself: its seconds, its memory and what it sends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from megasnn.bundle import Bundle, Key, bundle_of, entries_of
+from megasnn.comm.statistics import statistics
+from megasnn.layers.context import BuildContext
+from megasnn.layers.weight_gradients import Task, WeightGradients
+from megasnn.layers.whole import apply_layer
+from megasnn.models.description import INPUT, LayerDescription, ModelDescription
+from megasnn.pipeline.costs import LayerCost
+from megasnn.pipeline.executor import Entry
+from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
+from megasnn.sharding import materialise
+from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
+
+ROUNDS = 3
+
+
+class MeasuredLayers:
+    """Copies of a model's layers, by their number; each gets its memory when it is asked for, once."""
+
+    def __init__(self, model: ModelDescription, context: BuildContext, samples: range, device: torch.device) -> None:
+        self._weight_gradients = WeightGradients()
+        built = model.build(replace(context, weight_gradients=self._weight_gradients))
+        self._layers: list[nn.Module | None] = list(built)
+        self._model, self._samples, self._device = model, samples, device
+
+    def alike(self, index: int) -> Hashable:
+        """Equal for layers that are built in the same way."""
+        layer = self._layers[index]
+        assert layer is not None, "a layer that was measured is gone"
+        return _structure(layer)
+
+    def __call__(self, index: int) -> MeasuredLayer:
+        layer, self._layers[index] = self._layers[index], None  # its memory is free when it has been measured
+        assert layer is not None
+        description, takes = self._model.layers[index], self._model.inputs[index]
+        return MeasuredLayer(index, description, takes, layer, self._weight_gradients, self._samples, self._device)
+
+
+def _structure(layer: nn.Module) -> Hashable:
+    """Class, settings and tensors' shapes of every module in a layer."""
+    return tuple((path, type(module), *_settings(module)) for path, module in layer.named_modules())
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    for name, value in sorted(vars(module).items()):
+        if not name.startswith("_"):
+            try:
+                hash(value)
+            except TypeError:
+                value = repr(value)
+            yield name, value
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield name, (tensor.shape, tensor.dtype, tensor.requires_grad)
+
+
+class MeasuredLayer:
+    """A copy of a layer, with what its runs took.
+
+    Attributes:
+        number: its place in the model. takes: the numbers of the layers whose outputs it takes.
+        edges, tasks: for each micro-batch that has been forward, the edges of its outputs' graph, and for each that has
+            been backward, its tasks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        description: LayerDescription,
+        takes: tuple[int, ...],
+        layer: nn.Module,
+        weight_gradients: WeightGradients,
+        samples: range,
+        device: torch.device,
+    ) -> None:
+        self.number, self.takes, self._description = number, takes, description
+        self._samples, self._weight_gradients = samples, weight_gradients
+        self._layer = layer
+        materialise([(description.name, layer)], device, seed=0)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._held = 0
+        self._output: Bundle | None = None
+        self._learning: list[Key] = []
+        self.clock = _Clock(device)
+        self.edges: list[list[GradientEdge]] = []
+        self.tasks: list[list[Task]] = []
+        self._gradients: list[Sequence[Tensor]] = []
+
+    def forward(self, inputs: Sequence[Bundle]) -> Bundle:
+        """Runs the layer; it needs no gradient of the model's input."""
+        if INPUT not in self.takes:
+            inputs = self._entered(inputs)
+        with self.clock("forward"):
+            y = apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
+        # Without anything to learn up to here there is no backward.
+        entries = entries_of(y)
+        self._learning = [key for key, entry in entries.items() if entry.requires_grad]
+        self.edges.append([get_gradient_edge(entries[key]) for key in self._learning])
+        self._output = bundle_of({key: entry.detach() for key, entry in entries.items()})
+        assert self._output is not None
+        return self._output
+
+    def _entered(self, inputs: Sequence[Bundle]) -> list[Bundle]:
+        """The inputs as a chunk behind a boundary gets them."""
+        bundles = [dict(entries_of(x)) for x in inputs]
+        learning = [(bundle, key) for bundle in bundles for key, entry in bundle.items() if entry.is_floating_point()]
+        if learning:
+            entered = Entry.apply(self._anchor, self._gradients.append, *(bundle[key] for bundle, key in learning))
+            for (bundle, key), entry in zip(learning, entered, strict=True):
+                bundle[key] = entry
+        return [bundle_of(bundle) for bundle in bundles]
+
+    def count_held(self, inputs: Sequence[Bundle]) -> None:
+        """What one forward keeps for backward, once."""
+        with _counting_saved(self._layer) as held:
+            apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
+        self._held = held[0]
+
+    def backward(self, gradients: Sequence[Tensor] | None = None) -> Sequence[Tensor] | None:
+        """Of the oldest micro-batch, from the gradients of the output to those of the inputs; None at the beginning of
+        the model. Without gradients, from ones."""
+        edges = self.edges.pop(0)
+        assert self._output is not None
+        if gradients is None or len(gradients) != len(edges):
+            entries = entries_of(self._output)
+            gradients = [torch.ones_like(entries[key]) for key in self._learning]
+        with self.clock("input_gradient"), self._weight_gradients.deferred() as tasks:
+            if edges:
+                torch.autograd.backward(edges, gradients)
+        self.tasks.append(tasks)
+        return self._gradients.pop() if self._gradients else None
+
+    def add_weight_gradients(self) -> None:
+        tasks = self.tasks.pop(0)
+        tasks.reverse()
+        with self.clock("weight_gradient"):
+            while tasks:
+                tasks.pop()()
+
+    def run_once(self, inputs: Sequence[Bundle]) -> Bundle:
+        """Forward and backward of one micro-batch, with the memory that they take; returns the output."""
+        self.count_held(inputs)
+        for watched in (False, True):  # the first time pays for compiling and for the gradients' memory
+            self.clock.watches_memory = watched
+            y = self.forward(inputs)
+            self.backward()
+            self.add_weight_gradients()
+        return y
+
+    def cost(self, wires: WireOptions) -> LayerCost:
+        times = self.clock.times
+        forward, inputs, weights = (median(times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
+        assert self._output is not None
+        peaks = self.clock.peaks
+        working = peaks.get("forward", 0), peaks.get("input_gradient", 0), peaks.get("weight_gradient", 0)
+        cost = LayerCost(
+            *(forward, inputs, weights, self._held, working),
+            parameters=sum(each.nbytes for each in self._layer.parameters()),
+            collectives=sum(calls for calls, _ in self.clock.traffic.values()),
+            exchanged=sum(sent for _, sent in self.clock.traffic.values()),
+        )
+        return _with_messages(cost, self._output, self._description, wires)
+
+
+def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescription, wires: WireOptions) -> LayerCost:
+    """Adds what it costs to hand the output to another stage."""
+    for key, y in entries_of(output).items():
+        descriptor = TensorDescriptor.of(y, description.entries[key].content)
+        clock = _Clock(y.device)
+        for _ in range(ROUNDS):
+            with clock("pack"):
+                messages = messages_of(descriptor.flatten(y), descriptor)
+            with clock("unpack"):
+                descriptor.restore(messages[0])
+        width = (wires.gradient_dtype or y.dtype).itemsize if y.is_floating_point() else 0
+        cost = replace(
+            cost,
+            message=cost.message + sum(message.nbytes for message in messages),
+            gradient=cost.gradient + y.numel() * width,
+            pack=cost.pack + median(clock.times["pack"]),
+            unpack=cost.unpack + median(clock.times["unpack"]),
+        )
+    return cost
+
+
+@contextmanager
+def _counting_saved(layer: nn.Module) -> Iterator[list[int]]:
+    """Inside, the one element of the list is the bytes that autograd keeps for backward, weights not counted."""
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+    total = [0]
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total[0] += storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        yield total
+
+
+class _Clock:
+    """
+    Attributes:
+        times: seconds of each block by name. peaks: bytes that a block needed above what was there before it, of those
+            run while `watches_memory`, which takes time. traffic: calls of collectives in a block, and bytes sent.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.watches_memory = False
+        self.times: dict[str, list[float]] = {}
+        self.peaks: dict[str, int] = {}
+        self.traffic: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        before = self._memory_before() if self.watches_memory else None
+        sent, counts = statistics.total(), statistics.enabled
+        statistics.enable()
+        start = self._now()
+        yield
+        self.times.setdefault(name, []).append(self._now() - start)
+        statistics.enable(counts)
+        total = statistics.total()
+        self.traffic[name] = total.calls - sent.calls, total.bytes - sent.bytes
+        if before is not None:
+            self.peaks[name] = max(self.peaks.get(name, 0), round(1e6 * (peak_memory_mb(self._device) - before)))
+
+    def _memory_before(self) -> float | None:
+        release_free_memory()
+        return peak_memory_mb(self._device) if reset_peak_memory(self._device) else None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

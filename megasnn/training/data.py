@@ -1,0 +1,65 @@
+"""What a run trains and evaluates on."""
+
+from __future__ import annotations
+
+from megasnn.config import PretrainConfig
+from megasnn.data import BatchLoader, Datasets, epoch_samples, open_datasets, order_identity
+from megasnn.engine import Engine
+from megasnn.preprocess.sample import shards_of_sample
+from megasnn.process.fault import placed
+
+
+class RunData:
+    """The data of a run, and how long the run is by it.
+
+    Attributes:
+        datasets: for training and for evaluation.
+        length: of the whole training.
+        place: what a place in the data refers to, which a checkpoint keeps: the same data, made into the same frames,
+            in the same order.
+    """
+
+    @placed("while opening the data")
+    def __init__(self, config: PretrainConfig) -> None:
+        self._config = config
+        data, training, model = config.data, config.training, config.model
+        self.datasets: Datasets = open_datasets(data, model.input_shape, model.num_classes, shards_of_sample)
+        batch, last_batch = training.global_batch_size, data.last_batch
+        samples = epoch_samples(len(self.datasets.train), batch, last_batch)
+        self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
+        self.place: dict[str, object] = {
+            "dataset": order_identity(self.datasets.train, batch, last_batch),
+            **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
+            "frames": {
+                **{"split_by": data.split_by, "frame_duration": data.frame_duration},
+                "normalize": data.normalize_frames,
+            },
+        }
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are samples to evaluate on."""
+        return self.datasets.valid is not None
+
+    def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
+        """Reads this rank's shares of the global batches."""
+        config, state = self._config, engine.state
+        dataset = self.datasets.train if training else self.datasets.valid
+        assert dataset is not None
+        return BatchLoader(
+            dataset,
+            seed=config.training.seed,
+            shuffle=config.data.shuffle,
+            augment=config.data.augment,
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_size=state.data.size,
+            dp_rank=state.data.rank,
+            need_images=engine.takes_images,
+            need_labels=engine.takes_labels,
+            num_workers=config.data.num_workers,
+            skip_broken=config.data.skip_broken_samples,
+            training=training,
+            pin_for=state.device if state.device.type == "cuda" else None,
+            last_batch=config.data.last_batch,
+        )

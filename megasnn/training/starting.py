@@ -1,0 +1,266 @@
+"""Where a run starts from: a checkpoint, weights alone, or the initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasnn import checkpoint
+from megasnn.checkpoint.compare import config_differences
+from megasnn.comm.agreement import all_do
+from megasnn.config import PretrainConfig
+from megasnn.config.identity import Identity, changed_recipe, identity, recipe
+from megasnn.engine import Engine
+from megasnn.files.described import in_message
+from megasnn.files.problems import raise_problems
+from megasnn.layers import BuildContext, KeyedLayer
+from megasnn.models.description import ModelDescription
+from megasnn.models.table import saved_model_name
+from megasnn.optim import state_kinds
+from megasnn.parallel_state import ParallelState
+from megasnn.process.fault import placed
+from megasnn.process.job import JobFolder
+from megasnn.random import GENERATOR
+
+
+@placed("while looking at the checkpoint of --load")
+def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
+    """Raises CheckpointError on every rank when --load names a checkpoint of another model, --finetune or not, or one
+    of other dimensions or another neuron that is to be continued.
+
+    Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
+    """
+    options, model, mine = config.checkpoint, config.model.name, identity(config)
+
+    def refuse() -> Identity:
+        metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
+        if metadata is None:
+            return mine
+        saved = saved_model_name(metadata)
+        if saved not in (None, model):
+            raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
+        if metadata.config is not None and not options.finetune:
+            title = f"the checkpoint of --load {options.load} does not fit this run:"
+            raise_problems(title, config_differences(metadata.config, mine))
+        return mine
+
+    if options.load:  # each rank has taken from it what no flag gives
+        of_first = checkpoint.first_decides(state.world.handle, refuse)
+
+        def compare() -> None:
+            raise_problems(f"rank {state.rank}", config_differences(of_first, mine))
+
+        all_do(state.world.handle, compare, f"not all ranks see the same checkpoint in --load {options.load}:")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The folder of --save, which no other run saves in meanwhile.
+
+    Attributes:
+        folder: of the checkpoints.
+        job: holds the lock; only on the first rank.
+        resumes: this is a job that goes on after a restart.
+        others: the last serial of checkpoints there that this run does not continue, and does not remove.
+        notice: what the user should know; "" when nothing.
+    """
+
+    folder: Path
+    job: JobFolder | None
+    resumes: bool
+    others: int
+    notice: str
+
+    def release(self) -> None:
+        """At the end of the run."""
+        if self.job is not None:
+            self.job.release()
+
+
+@placed("while claiming the folder of --save")
+def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
+    """None without --save. Collective. Raises CheckpointError on every rank: another run saves there, or nobody can."""
+    options = config.checkpoint
+    if not options.save:
+        return None
+    folder, continues = Path(options.save), options.saves_where_it_loads and not options.finetune
+    job: JobFolder | None = None
+
+    def by_first() -> tuple[bool, int, str]:
+        nonlocal job
+        job = JobFolder(folder)
+        there = checkpoint.list_checkpoints(folder)
+        other = there and not job.resumes and not continues
+        mixed = (
+            f"WARNING: {folder} holds checkpoints up to iteration {there[-1]} that this run does not continue "
+            f"(--load {folder} would); its own are saved among them"
+            if other
+            else ""
+        )
+        return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
+
+    decided = checkpoint.first_decides(state.world.handle, by_first)
+    return Claim(folder, job, *decided)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far, as a checkpoint keeps it."""
+
+    iteration: int
+    accuracy_top1: float
+
+    @classmethod
+    def read(cls, saved: object) -> Best | None:
+        """None where nothing is saved, or something else."""
+        match saved:
+            case {"iteration": int(iteration), "accuracy_top1": float(accuracy)}:
+                return cls(iteration, accuracy)
+        return None
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run starts.
+
+    Attributes:
+        iteration, consumed_samples: done before; 0 at the beginning.
+        notice: what the user should know about it; "" where it is as asked for.
+        averaged: whether the average of the weights was loaded.
+        best: the best evaluation before.
+        saved: whether a checkpoint in the folder of --save is of this very state.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    notice: str = ""
+    averaged: bool = False
+    best: Best | None = None
+    saved: bool = False
+
+
+class Start:
+    """Loads what a run starts from.
+
+    Args:
+        place: what a place in the data refers to; see `megasnn.training.data`.
+    """
+
+    def __init__(self, config: PretrainConfig, engine: Engine, place: Mapping[str, object]) -> None:
+        self._config, self._options, self._engine, self._place = config, config.checkpoint, engine, place
+        self._average, self._world = engine.steps.average, engine.state.world.handle
+        self._evaluates_only = config.training.evaluate_only
+
+    @placed("while loading")
+    def load(self, restarted: bool) -> StartingPoint:
+        """Fills the engine with what the run starts from. Collective.
+
+        That is where a restarted job stood, or a checkpoint, or SpikingJelly's weights; otherwise the keyed initial
+        values stay.
+        """
+        options = self._options
+        begin = StartingPoint()
+        if restarted:
+            begin = self._continue(str(options.save), restarted=True)
+        elif options.load_spikingjelly:
+            theirs = checkpoint.read_state_dict(options.load_spikingjelly)
+            weights = self._config.model.from_spikingjelly(theirs)
+            checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world)
+        elif options.load:
+            begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
+        self._engine.steps.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
+        return begin
+
+    def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
+        """Goes on from the checkpoint that was asked for; a restarted job from its latest, whatever it was told."""
+        options = self._options
+        leaves_optimizer = self._evaluates_only or (options.no_load_optim and not restarted)
+        try:
+            loaded = checkpoint.load_checkpoint(
+                folder,
+                tensors=self._engine.distributed.tensors,
+                optimizer=None if leaves_optimizer else self._engine.steps.optimizer,
+                optimizer_state=state_kinds(self._config.optimizer),
+                model=self._config.model.name,
+                config=identity(self._config),
+                step=None if restarted else options.ckpt_step,
+                process_group=self._world,
+                refuse=self._other_data if not self._evaluates_only else lambda saved: (),
+                averages=None if self._average is None else self._average.tensors,
+            )
+        except checkpoint.NoCheckpointError:
+            if not self._may_begin_anew():
+                raise
+            return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
+        if self._evaluates_only:
+            if self._average is not None and not loaded.averaged:
+                raise checkpoint.CheckpointError(
+                    f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
+                )
+            return StartingPoint(loaded.iteration, 0, _warnings(loaded.remarks), loaded.averaged)
+        # What was loaded as it is: a run that has nothing left to do does not write it again.
+        saved = (restarted or options.saves_where_it_loads) and not (loaded.remarks or options.no_load_optim)
+        return StartingPoint(
+            loaded.iteration,
+            loaded.consumed_samples,
+            _warnings((*loaded.remarks, *self._changes(loaded.extra))),
+            loaded.averaged,
+            Best.read(loaded.extra.get("best")) if options.keep_best else None,
+            saved,
+        )
+
+    def _changes(self, saved: Mapping[str, object]) -> list[str]:
+        """Flags that differ from those of the run that saved: that is allowed, and the user is told."""
+        if not isinstance(saved.get("recipe"), Mapping):  # weights from elsewhere
+            return []
+        remarks = changed_recipe(saved, recipe(self._config))
+        draws = self._config.data.draws or _draws(self._engine.distributed.model)
+        if draws and saved.get("generator") != GENERATOR:
+            remarks.append(
+                f"the checkpoint was saved by a program that drew from other random numbers than {GENERATOR}: what "
+                "dropout and augmentation draw differs from here on"
+            )
+        return remarks
+
+    def _take_weights(self, folder: str) -> StartingPoint:
+        """Only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
+        head = self._engine.distributed.model.layers[-1].name
+        loaded = checkpoint.load_checkpoint(
+            folder,
+            tensors=self._engine.distributed.tensors,
+            model=self._config.model.name,
+            step=self._options.ckpt_step,
+            process_group=self._world,
+            leave=head if self._options.reset_head else None,
+        )
+        return StartingPoint(notice=_warnings(loaded.remarks))
+
+    def _may_begin_anew(self) -> bool:
+        """Whether a missing checkpoint is allowed: a job that saves where it loads finds none the first time."""
+        options = self._options
+        explicit = options.exit_on_missing_checkpoint or options.ckpt_step is not None
+        return not explicit and options.saves_where_it_loads
+
+    def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
+        """Where the data or its order is not what the checkpoint's place in it refers to."""
+        if not saved.extra.keys() & self._place.keys():
+            yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
+            return
+        for name, value in self._place.items():
+            if saved.extra.get(name) != value:
+                before = in_message(saved.extra.get(name))
+                yield (
+                    f"{name}: {before} when it was saved, {value} now: in other data or another order "
+                    "its place in the data means nothing (--finetune takes its weights only)"
+                )
+
+
+def _warnings(remarks: Iterable[str]) -> str:
+    return "\n".join(f"WARNING: {remark}" for remark in remarks)
+
+
+def _draws(model: ModelDescription) -> bool:
+    """Whether any layer of the model, on whatever stage, draws random numbers in training."""
+    modules = (module for layer in model.build(BuildContext()) for module in layer.modules())
+    return any(isinstance(module, KeyedLayer) and module.draws for module in modules)

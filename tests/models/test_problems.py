@@ -1,0 +1,99 @@
+"""What is wrong with a model is told with the flags that it comes of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from spikingjelly.activation_based import neuron as sj
+from torch import nn
+
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.models.problems import building_problems
+from megasnn.models.qkformer.dimensions import QKFormer
+from megasnn.models.sew_resnet.dimensions import SewResNet
+from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
+from megasnn.models.table import MODELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden(Model):
+    """A unit whose size no flag gives, behind one of a flag; neurons may be SpikingJelly's, which know no flags."""
+
+    image_size: int = 8
+    width: int = 12
+    depth: int = 1
+    plain: bool = False
+    threshold: float | None = None
+
+    def layers(self) -> Iterable[Layer]:
+        if self.plain:
+            yield layer("conv", nn.Conv2d(3, 12, 3))
+            yield layer("neuron", sj.LIFNode(step_mode="m"))
+        else:
+            spec = None if self.threshold is None else NeuronSpec(v_threshold=self.threshold)
+            yield layer("a", ConvNormNeuron(3, self.width, 3, neuron=spec))
+            yield layer("b", ConvNormNeuron(self.width, 10, 3, neuron=spec))
+        yield layer("head", MeanLinear(12 if self.plain else 10, self.num_classes))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "size", "flags"),
+    [
+        (SewResNet(), 3, "the first layer: out_channels 64", "--width 64"),
+        (QKFormer(), 5, "the first layer: out_channels 48", "--embed-dim 384"),
+        (SpikeDrivenTransformer(), 7, "the first layer: out_channels 48", "--embed-dim 384"),
+        (Hidden(), 5, "the first layer: out_channels 12", "--width 12"),
+    ],
+)
+def test_a_size_that_cannot_be_cut_names_the_flag_that_gives_it(model, ranks, size, flags) -> None:
+    (problem,) = building_problems(model, NeuronSpec(), ranks)
+    expected = f"{model.name}: {size} does not divide by --tensor-model-parallel-size {ranks} (change {flags})"
+    assert problem == expected
+
+
+def test_a_size_that_no_flag_gives_names_the_layer() -> None:
+    (problem,) = building_problems(Hidden(), NeuronSpec(), 4)
+    assert problem == "hidden: the layer behind a: out_channels 10 does not divide by --tensor-model-parallel-size 4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deep(Model):
+    depth: int = 10**12
+
+    def layers(self) -> Iterable[Layer]:
+        for number in range(self.depth):
+            yield layer(f"layer.{number}", torch.relu)
+
+
+def test_a_depth_that_would_take_all_memory_is_refused() -> None:
+    """As the configuration of a stranger's checkpoint may have it."""
+    (problem,) = building_problems(Deep(), NeuronSpec(), 1)
+    assert problem == "deep: the layer behind layer.4000: a model has up to 4000 layers"
+
+
+IN_VAIN = "changes nothing in hidden: no neuron of it takes this from the flags"
+
+
+def test_flags_of_neurons_that_the_model_does_not_have_are_refused_by_name() -> None:
+    given = NeuronSpec("if", 3.0, v_reset=None, decay_input=False, surrogate="atan", alpha=5.0)
+    names = ("--neuron", "--tau", "--v-reset", "--decay-input", "--surrogate", "--surrogate-alpha")
+    for model in (Hidden(plain=True), Hidden(threshold=0.5)):
+        assert building_problems(model, given, 1) == [f"{name} {IN_VAIN}" for name in names]
+        assert building_problems(model, NeuronSpec(surrogate="atan"), 1) == [f"--surrogate {IN_VAIN}"]
+        assert building_problems(model, NeuronSpec(), 1) == []
+    assert building_problems(Hidden(), given, 1) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_of_the_table_takes_every_flag_of_a_neuron(name) -> None:
+    model = MODELS[name]()
+    usual = model.neuron().spec
+    changed = {"kind": "plif", "tau": 3.0, "v_threshold": 0.75, "v_reset": None, "surrogate": "erf", "alpha": 7.0}
+    changed |= {"decay_input": not usual.decay_input, "detach_reset": not usual.detach_reset}
+    assert building_problems(model, replace(usual, **changed), 1) == []

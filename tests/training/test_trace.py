@@ -1,0 +1,114 @@
+"""Traces of some iterations, with actions, layers and messages by name; they change nothing and end no run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megasnn.config import ConfigError, parse, validate
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.training.trace import StepTrace
+from tests.training.runs import TINY, train, whole, without_trial
+
+PP2 = "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --train-iters 4 --eval-iters 0".split()
+
+
+def ranges(path) -> set[str]:
+    """The names that code has given to what ran, in a trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return {event["name"] for event in events if event.get("cat") == "user_annotation"}
+
+
+def traced(cache: str, *flags: str):
+    with without_trial():
+        return train(cache, *flags)
+
+
+def test_a_trace_names_actions_layers_and_messages_and_changes_no_bit(ranks, tmp_path_factory, tmp_path) -> None:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    plain = ranks(2, traced, cache, *PP2)
+    asked = ("--profile-steps", "2-3", "--profile-ranks", "all", "--tensorboard-dir", str(tmp_path))
+    found = ranks(2, traced, cache, *PP2, *asked)
+    assert all(torch.equal(one, whole(plain)[name]) for name, one in whole(found).items())
+    names = [ranges(tmp_path / "traces" / f"rank{rank}-2-3.pt.trace.json") for rank in range(2)]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
+        f"rank{rank}-2-3.pt.trace.json" for rank in range(2)
+    ]
+    # Three micro-batches through two chunks.
+    for micro in range(3):
+        assert {f"0F{micro}", f"0B{micro}", f"0SEND_F{micro}", f"0RECV_B{micro}"} <= names[0]
+        assert {f"1F{micro}", f"1B{micro}", f"1RECV_F{micro}", f"1SEND_B{micro}"} <= names[1]
+    (sent,) = (name.removeprefix("message to stage 1: ") for name in names[0] if name.startswith("message to"))
+    assert f"message from stage 0: {sent}" in names[1] and f"message to stage 0: gradient of {sent}" in names[1]
+    assert f"message from stage 1: gradient of {sent}" in names[0]
+    layers = [each.name for each in _layers()]
+    assert [name in names[0] for name in layers] == [name not in names[1] for name in layers]
+    assert layers[0] in names[0] and layers[-1] in names[1]
+
+
+def _layers():
+    from megasnn.models.building import describe
+
+    config = parse(run_config(Spikformer), list(TINY))
+    return describe(config.model, config.neuron.spec).layers
+
+
+def test_a_run_that_ends_early_writes_what_there_was_of_the_chosen_rank(tmp_path) -> None:
+    flags = "--train-iters 9 --exit-interval 3 --eval-iters 0 --profile-steps 2-7".split()
+    with without_trial():
+        train(str(tmp_path / "cache"), *flags, "--tensorboard-dir", str(tmp_path))
+    (path,) = (tmp_path / "traces").iterdir()
+    assert path.name == "rank0-2-3.pt.trace.json" and {"0F0", "0B2"} <= ranges(path)
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capfd) -> None:
+    (tmp_path / "traces").write_text("in the way")
+    flags = "--train-iters 2 --eval-iters 0 --profile-steps 1".split()
+    with without_trial():
+        outcome = train(str(tmp_path / "cache"), *flags, "--tensorboard-dir", str(tmp_path))
+    assert outcome.iteration == 2
+    assert "WARNING: the trace of --profile-steps failed (FileExistsError" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--profile-steps 0-3", "--profile-steps 0-3: give iterations as 10-12"),
+        ("--profile-steps 5-3", "--profile-steps 5-3: give iterations"),
+        ("--profile-steps ten", "--profile-steps ten: give iterations"),
+        ("--profile-steps 5-6", "--profile-steps 5-6 is after the last of 4 iterations"),
+        ("--profile-steps 1 --profile-ranks 1", "--profile-ranks 1: there is no rank 1, of 1"),
+        ("--profile-steps 1 --profile-ranks first", "--profile-ranks first: give ranks as 0,3, or all"),
+        ("--record-memory-history", "--record-memory-history needs --profile-steps"),
+        (
+            "--profile-steps 1 --record-memory-history --device cpu",
+            "--record-memory-history is of the memory of GPUs: leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(tmp_path, flags, problem) -> None:
+    given = [*TINY, "--train-iters", "4", "--tensorboard-dir", str(tmp_path), *flags.split()]
+    with pytest.raises(ConfigError) as error:
+        validate(parse(run_config(Spikformer), given), 1)
+    assert any(found.startswith(problem) for found in error.value.problems), error.value.problems
+
+
+def test_a_trace_needs_a_folder() -> None:
+    given = [*TINY, "--train-iters", "4", "--profile-steps", "1"]
+    with pytest.raises(ConfigError, match="--profile-steps 1 has no folder to write to: give --tensorboard-dir"):
+        validate(parse(run_config(Spikformer), given), 1)
+
+
+def test_memory_of_a_cpu_is_not_recorded(tmp_path) -> None:
+    flags = "--profile-steps 1 --record-memory-history --train-iters 4".split()
+    config = parse(run_config(Spikformer), [*TINY, *flags, "--tensorboard-dir", str(tmp_path)])
+    state = initialize_model_parallel(1, 1, torch.device("cpu"))
+    try:
+        with pytest.raises(ValueError, match="--record-memory-history is of the memory of GPUs, and this run is on a"):
+            StepTrace(config, state, 4, 0, print)
+    finally:
+        destroy_model_parallel()
