@@ -1,8 +1,9 @@
 """The global grid of ranks: one frozen object, with Megatron-LM's accessor names.
 
-`initialize_model_parallel` lays the ranks out (tensor fastest, then data, then pipeline), makes the process groups on a
-DeviceMesh and keeps them in one `ParallelState`. Constructors and megasnn.training read it; everything below is
-passed the groups it needs. `destroy_model_parallel` frees the groups, after which another grid can be initialised.
+`initialize_model_parallel` lays the ranks out (tensor fastest, then data, then pipeline), makes the process groups,
+starts their collectives and keeps them in one `ParallelState`. Constructors and megasnn.training read it; everything
+below is passed the groups it needs. `destroy_model_parallel` frees the groups, after which another grid can be
+initialised.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from megasnn.comm.group import Group, let_computing_go_first
-from megasnn.grid import Axis, Coordinates, Grid
+from megasnn.comm.communicators import Communicators
+from megasnn.comm.group import Group, Groups, let_computing_go_first
+from megasnn.grid import AXES, Axis, Coordinates, Grid
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""By device. What hosts tell each other never waits for a GPU."""
+
+_GROUPS: dict[str, tuple[Axis, ...]] = {
+    **{axis: (axis,) for axis in reversed(AXES)},
+    "model": ("pipeline", "tensor"),
+    "world": AXES,
+}
+"""The axes of each group, in the order in which all ranks make them and start their collectives."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +37,12 @@ class ParallelState:
     Attributes:
         grid, coordinates: the sizes of the axes and this rank's place.
         tensor, data, pipeline: the groups along one axis.
-        backward: the pipeline group once more, for gradients: activations and gradients between two ranks then have
-            queues of their own, so that the order on each is first in, first out.
-        pipeline_down, backward_up: both once more, for placements in which activations also go to lower ranks, and
-            gradients to higher ones.
+        downward: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pipeline`.
+            No queue has messages in both directions (megasnn/comm/communicators.py).
         model: all ranks that together hold one copy of the model (tensor x pipeline).
         world: all ranks.
-        mesh: the DeviceMesh ("pp", "dp", "tp"); None for a process without torch.distributed.
         device: where this rank computes.
+        communicators: those that are started.
     """
 
     grid: Grid
@@ -41,13 +50,11 @@ class ParallelState:
     tensor: Group
     data: Group
     pipeline: Group
-    backward: Group
-    pipeline_down: Group
-    backward_up: Group
+    downward: Group
     model: Group
     world: Group
-    mesh: DeviceMesh | None
     device: torch.device
+    communicators: Communicators
 
     @property
     def rank(self) -> int:
@@ -73,7 +80,8 @@ _state: ParallelState | None = None
 def start_process_group(backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
     """Joins the ranks that torchrun started, once; a process started alone stays alone.
 
-    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU.
+    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU. With Gloo and GPUs, several
+    ranks may share one.
 
     Returns:
         the device of this rank.
@@ -85,15 +93,19 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     gpus = torch.cuda.device_count()
     kind = ("cuda" if gpus >= local_ranks else "cpu") if device == "auto" else device
-    if kind == "cuda" and gpus < local_ranks:
-        raise ValueError(f"--device cuda with {local_ranks} ranks on this machine, which has {gpus} GPU(s)")
+    shares = backend == "gloo" and gpus > 0
+    if kind == "cuda" and gpus < local_ranks and not shares:
+        raise ValueError(
+            f"--device cuda with {local_ranks} ranks on this machine, which has {gpus} GPU(s); ranks share a GPU with "
+            "--backend gloo only"
+        )
     if backend == "nccl" and kind != "cuda":
         raise ValueError(f"--backend nccl needs a GPU for each rank; {local_ranks} rank(s), {gpus} GPU(s): use gloo")
-    chosen = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    chosen = torch.device(kind, local_rank % gpus) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(chosen)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        name = ("nccl" if kind == "cuda" else "gloo") if backend == "auto" else backend
+        name = "gloo" if backend == "gloo" else BACKENDS[kind]
         try:
             _join_world(name, datetime.timedelta(minutes=timeout_minutes))
         except dist.DistError as error:
@@ -129,7 +141,8 @@ def initialize_model_parallel(
     """Makes the groups of a data x tensor x pipeline grid over the whole world; data parallel is what is left over.
 
     Raises:
-        ValueError: the sizes do not multiply to the world size (every factor is printed).
+        ValueError: the sizes do not multiply to the world size (every factor is printed), or GPUs with a transport that
+            does not serve them.
         RuntimeError: a grid exists already.
     """
     global _state
@@ -141,49 +154,39 @@ def initialize_model_parallel(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     grid = Grid.fit(world_size, tensor=tensor_model_parallel_size, pipeline=pipeline_model_parallel_size)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mesh = None
-    if dist.is_initialized():
-        shape = (grid.pipeline, grid.data, grid.tensor)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    if world_size > 1 and device.type == "cuda":
+        _require_gpu_transport(dist.get_backend(), dist.group.WORLD)
+    takes_gpus = world_size == 1 or "nccl" in dist.get_backend()
+    wire = device if takes_gpus else torch.device("cpu")
+    groups = Groups(grid, rank)
     _state = ParallelState(
         grid=grid,
         coordinates=grid.coordinates(rank),
-        tensor=_axis_group("tensor", "tp", grid, rank, mesh),
-        data=_axis_group("data", "dp", grid, rank, mesh),
-        pipeline=_axis_group("pipeline", "pp", grid, rank, mesh),
-        backward=_new_group("backward", grid, rank, "pipeline"),
-        pipeline_down=_new_group("pipeline", grid, rank, "pipeline"),
-        backward_up=_new_group("backward", grid, rank, "pipeline"),
-        model=_new_group("model", grid, rank, "pipeline", "tensor"),
-        world=Group("world", tuple(range(world_size)), rank, dist.group.WORLD if world_size > 1 else None),
-        mesh=mesh,
+        **{name: groups(name, axes) for name, axes in _GROUPS.items()},
+        downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,
+        communicators=Communicators(wire),
     )
-    if world_size > 1:
-        # Making a group does not wait for its members. A rank that went on and destroyed it would break their start.
-        dist.all_reduce(torch.zeros(1, device=device))
+    # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
+    # destroyed a group would break the start of the others.
+    for name in _GROUPS:
+        if name != "pipeline":  # whose collectives are those of hosts
+            _state.communicators.start(getattr(_state, name))
     let_computing_go_first()
     return _state
 
 
-def _members(grid: Grid, rank: int, *axes: Axis) -> tuple[int, ...]:
-    return tuple(next(ranks for ranks in grid.groups(*axes) if rank in ranks))
-
-
-def _axis_group(axis: Axis, mesh_dim: str, grid: Grid, rank: int, mesh: DeviceMesh | None) -> Group:
-    ranks = _members(grid, rank, axis)
-    if len(ranks) == 1 or mesh is None:
-        return Group(axis, ranks)
-    return Group(axis, ranks, ranks.index(rank), mesh.get_group(mesh_dim))
-
-
-def _new_group(name: str, grid: Grid, rank: int, *axes: Axis) -> Group:
-    mine = _members(grid, rank, *axes)
-    if len(mine) == 1:
-        return Group(name, mine)
-    # Every rank of the world takes part in making every group.
-    handles = {tuple(ranks): dist.new_group(ranks) for ranks in grid.groups(*axes)}
-    return Group(name, mine, mine.index(rank), handles[mine])
+def _require_gpu_transport(backend: str, world: dist.ProcessGroup | None) -> None:
+    if getattr(world, "bound_device_id", None) is not None:
+        raise ValueError(
+            "init_process_group was given device_id, with which all messages of a group share one queue: stages of a "
+            "pipeline would wait for each other for ever; leave it out"
+        )
+    if backend == "nccl":
+        raise ValueError(
+            "init_process_group was given the backend nccl, which carries nothing that hosts tell each other: leave it "
+            f"out, or give {BACKENDS['cuda']!r}"
+        )
 
 
 def model_parallel_is_initialized() -> bool:
@@ -202,12 +205,9 @@ def destroy_model_parallel() -> None:
     global _state
     if _state is None:
         return
-    mesh = _state.mesh
-    # The mesh has groups of one rank too, along axes of size 1, which nobody else holds.
-    handles = [] if mesh is None else [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
     freed: list[dist.ProcessGroup] = []
-    others = _state.backward, _state.pipeline_down, _state.backward_up, _state.model
-    for handle in (*handles, *(group.handle for group in others)):
+    for group in (*(getattr(_state, name) for name in _GROUPS), _state.downward):
+        handle = group.handle
         if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
             dist.destroy_process_group(handle)
             freed.append(handle)

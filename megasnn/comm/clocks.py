@@ -13,32 +13,33 @@ from megasnn.comm.group import Group
 EXCHANGES = 5
 
 
-def clock_offsets(group: Group, device: torch.device) -> list[float]:
+def clock_offsets(group: Group) -> list[float]:
     """Seconds to add to each rank's `time.perf_counter()` for that of the group's first rank. Collective.
 
     Processes of one host read the same clock. Elsewhere the first rank asks for the time, and takes the answer of the
-    quickest exchange as read in the middle of it (Cristian, Distributed Computing 3, 1989).
+    quickest exchange as read in the middle of it (Cristian, Distributed Computing 3, 1989). The messages are the hosts'
+    own: a GPU's would be on the way when the host has long gone on.
     """
     if group.size == 1:
         return [0.0]
     hosts: list[str] = [""] * group.size
     dist.all_gather_object(hosts, socket.gethostname(), group=group.handle)
-    offsets = torch.zeros(group.size, dtype=torch.float64, device=device)
+    offsets = torch.zeros(group.size, dtype=torch.float64)
     for rank in range(1, group.size):
         if hosts[rank] == hosts[0]:
             continue
         if group.rank == 0:
-            offsets[rank] = min(_ask(group, rank, device) for _ in range(EXCHANGES))[1]
+            offsets[rank] = min(_ask(group, rank) for _ in range(EXCHANGES))[1]
         elif group.rank == rank:
             for _ in range(EXCHANGES):
-                _answer(group, device)
+                _answer(group)
     dist.broadcast(offsets, group_src=0, group=group.handle)
     return offsets.tolist()
 
 
-def _ask(group: Group, rank: int, device: torch.device) -> tuple[float, float]:
+def _ask(group: Group, rank: int) -> tuple[float, float]:
     """(seconds of the exchange, seconds to add to the other's clock)."""
-    theirs = torch.zeros(1, dtype=torch.float64, device=device)
+    theirs = torch.zeros(1, dtype=torch.float64)
     sent = time.perf_counter()
     dist.send(theirs, group.ranks[rank], group=group.handle)
     dist.recv(theirs, group.ranks[rank], group=group.handle)
@@ -46,7 +47,7 @@ def _ask(group: Group, rank: int, device: torch.device) -> tuple[float, float]:
     return received - sent, (sent + received) / 2 - theirs.item()
 
 
-def _answer(group: Group, device: torch.device) -> None:
-    question = torch.zeros(1, dtype=torch.float64, device=device)
+def _answer(group: Group) -> None:
+    question = torch.zeros(1, dtype=torch.float64)
     dist.recv(question, group.ranks[0], group=group.handle)
     dist.send(torch.full_like(question, time.perf_counter()), group.ranks[0], group=group.handle)

@@ -1,4 +1,5 @@
-"""A process group with its size and this rank's place in it; and the priority of the threads that serve groups."""
+"""Process groups, each with its size and this rank's place in it; how those of a grid are made; and the priority of the
+threads that serve them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from megasnn.grid import AXES, Axis, Grid
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,43 @@ class Group:
 def alone(name: str) -> Group:
     """The group of this process only."""
     return Group(name)
+
+
+class Groups:
+    """Makes the groups of a grid, on all ranks in the same order. Those of the same ranks are one."""
+
+    def __init__(self, grid: Grid, rank: int) -> None:
+        self._grid, self._rank = grid, rank
+        self._handles: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        if dist.is_initialized():
+            self._handles[_partition(grid, AXES)] = dist.group.WORLD
+
+    def __call__(self, name: str, axes: tuple[Axis, ...], apart: bool = False) -> Group:
+        """The group of this rank along some axes.
+
+        Args:
+            apart: whether it is made even where there is one of the same ranks.
+        """
+        partition = _partition(self._grid, axes)
+        mine = next(ranks for ranks in partition if self._rank in ranks)
+        if len(mine) == 1:
+            return Group(name, mine)
+        if apart:
+            handle = self._made(name, partition)
+        elif partition not in self._handles:
+            handle = self._handles[partition] = self._made(name, partition)
+        else:
+            handle = self._handles[partition]
+        return Group(name, mine, mine.index(self._rank), handle)
+
+    def _made(self, name: str, partition: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        # Every rank of the world takes part in making every group.
+        handles = {ranks: dist.new_group(list(ranks), group_desc=name) for ranks in partition}
+        return next(handle for ranks, handle in handles.items() if self._rank in ranks)
+
+
+def _partition(grid: Grid, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, grid.groups(*axes)))
 
 
 TASKS = Path("/proc/self/task")

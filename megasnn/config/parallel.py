@@ -39,7 +39,8 @@ class ParallelConfig:
     """Type in which gradients cross stages; by default that in which they are computed. bf16 halves the bytes and
     rounds: results then depend on where the model is cut."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication; auto takes nccl on GPUs, gloo on CPUs."""
+    """Communication; auto takes nccl on GPUs, gloo on CPUs. With gloo, ranks may share a GPU, and messages go through
+    the host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs where there is one for each rank of a node."""
     distributed_timeout_minutes: float = 10.0

@@ -103,14 +103,15 @@ class DistributedModel:
                 if isinstance(each, (ParallelConv, ParallelLinear))
             },
         )
-        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline)
+        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline, state.communicators)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
         self.described = whole = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(whole)
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
-        self.gradient_norm = GradientNorm([e.name for e in whole if e.is_parameter], self.tensors, state.model)
+        names = [e.name for e in whole if e.is_parameter]
+        self.gradient_norm = GradientNorm(names, self.tensors, state.model, state.device)
         self._global_batch_size = 1
         self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = 0.0

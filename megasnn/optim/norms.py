@@ -27,17 +27,19 @@ class GradientNorm:
         names: the parameters of the whole model, in order.
         tensors: those of this rank.
         model: the group that together holds one model: no two of its ranks differ along the data axis.
+        device: of the tensors, also where this rank has none.
     """
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[ShardedTensor], model: Group) -> None:
+    def __init__(
+        self, names: Sequence[str], tensors: Sequence[ShardedTensor], model: Group, device: torch.device
+    ) -> None:
         slots = {name: slot for slot, name in enumerate(names)}
-        self._count, self._model = len(names), model
+        self._count, self._model, self._device = len(names), model, device
         self._mine = [(slots[e.name], e.tensor, e.shard.is_primary(_MODEL_AXES)) for e in tensors if e.is_parameter]
 
     def __call__(self) -> float:
         """Collective over the model group. NaN and infinity come out as such."""
-        device = self._mine[0][1].device if self._mine else torch.device("cpu")
-        squares = torch.zeros(self._count, dtype=torch.float64, device=device)
+        squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
         for slot, parameter, primary in self._mine:
             if primary and parameter.grad is not None:
                 squares[slot] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,9 @@ from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import RECEIVES, SENDS
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS
 from megasnn.telemetry.ranges import is_traced, named
+from megasnn.telemetry.timers import DeviceClock, Mark
 
 
 class PipelineError(RuntimeError):
@@ -70,8 +71,8 @@ class GradientSync(Protocol):
 LossFunction = Callable[[Bundle, Tensor], Tensor]
 # (output, labels) in evaluation
 OutputConsumer = Callable[[Bundle, Tensor], None]
-# (action, start, end) of every action, in seconds of `time.perf_counter`
-ActionObserver = Callable[[Action, float, float], None]
+# (action, start, end) of every action, as marks of `PipelineExecutor.clock`
+ActionObserver = Callable[[Action, Mark, Mark], None]
 
 
 @dataclass
@@ -98,12 +99,12 @@ class PipelineExecutor:
         placement: the pipeline rank of every chunk.
         loss: for training; called on the rank of the last chunk.
         sync: data parallelism; None where gradients are not reduced.
-        observer: called after each action, in training and in evaluation. While there is one, a device that computes
-            asynchronously is waited for before and after each action.
+        observer: called after each action, in training and in evaluation. Nothing waits for it but the host.
         wires: how tensors travel between stages.
 
     Attributes:
         observer: may be set and taken away between steps.
+        clock: of its marks.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class PipelineExecutor:
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync, self.observer = loss, sync, observer
+        self.clock = DeviceClock(state.device)
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
@@ -166,16 +168,18 @@ class PipelineExecutor:
         run = _Run(micro_batches)
         actions = schedule.actions[self._state.pipeline.rank]
         with torch.no_grad() if forward_only else nullcontext():
-            self._transfers.begin(actions, [micro.size for micro in micro_batches])
-            for action in actions:
+            self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
+            for position, action in enumerate(actions):
                 self._current = action
-                start = self._now()
+                start = None if self.observer is None else self.clock.mark()
                 try:
+                    if action.kind in COMPUTE:
+                        self._transfers.announce(actions, position)
                     self._methods[action.kind](run, action)
                 except Exception as error:
                     raise PipelineError(self._place(action), error) from error
-                if self.observer is not None:
-                    self.observer(action, start, self._now())
+                if self.observer is not None and start is not None:
+                    self.observer(action, start, self.clock.mark())
         self._transfers.wait()
         if self._sync is not None and not forward_only:
             self._sync.wait()
@@ -186,11 +190,6 @@ class PipelineExecutor:
         """Rank, stage, action and micro-batch of now, or of what failed; None between steps. For another thread."""
         action = self._current
         return None if action is None else self._place(action)
-
-    def _now(self) -> float:
-        if self.observer is not None and self._state.device.type == "cuda":
-            torch.cuda.synchronize(self._state.device)
-        return time.perf_counter()
 
     def _place(self, action: Action) -> str:
         where = self._state
@@ -299,10 +298,16 @@ class PipelineExecutor:
         self._transfers.send(action, run.gradients.pop((action.chunk - 1, _key(action)[1])))
 
     def _receive_forward(self, run: _Run, action: Action) -> None:
-        run.inputs[_key(action)] = self._transfers.receive(action, len(self._chunks[action.chunk].receives))
+        run.inputs[_key(action)] = self._transfers.receive(action)
 
     def _receive_backward(self, run: _Run, action: Action) -> None:
-        run.gradients[_key(action)] = self._transfers.receive(action, len(run.roots[_key(action)]))
+        run.gradients[_key(action)] = self._transfers.receive(action)
+
+    def _expected(self, run: _Run, receive: Action) -> int:
+        """The tensors that a receive brings: gradients of what was handed on, once it was."""
+        if receive.kind is Kind.RECV_FORWARD:
+            return len(self._chunks[receive.chunk].receives)
+        return len(run.roots.get(_key(receive), ()))
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megasnn.bundle import Bundle
-from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import INPUT, ModelDescription, frames_of
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
 from megasnn.pipeline.link import LinkCost, measure_link
 from megasnn.pipeline.measured_layer import ROUNDS, MeasuredLayer, MeasuredLayers
@@ -30,19 +30,20 @@ def agreed_costs(
     model: ModelDescription,
     samples: int,
     context: BuildContext,
-    device: torch.device,
-    world: Group,
-    pipeline: Group,
+    state: ParallelState,
     wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
 ) -> PipelineCosts:
     """The costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank."""
+    world, stages = state.world, state.pipeline.size
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    layers = measure_layers(model, samples, context, device, wires, pipeline.size)
+    layers = measure_layers(model, samples, context, state.device, wires, stages)
     measured = [PipelineCosts(tuple(layers), LinkCost())]
     if world.size > 1:
         dist.barrier(group=world.handle)
-        measured[0] = replace(measured[0], link=measure_link(pipeline, device))
+        if stages > 1:
+            state.communicators.start_messages(state.pipeline, 0, 1)
+        measured[0] = replace(measured[0], link=measure_link(state.pipeline, state.communicators.wire))
         dist.broadcast_object_list(measured, src=0, group=world.handle)
     return measured[0]
 

@@ -1,13 +1,14 @@
 """Tensors from one pipeline rank to another: any shape, packed where their content allows it.
 
 The receiver learns a tensor's shape, memory order, type and format from a descriptor that travels before the first
-tensor of its kind. Boundaries differ only by the number of samples, which both ends know, so that later tensors of the
-same key need no descriptor. The memory order is restored as it was: a convolution may sum in another order on another
-memory format, and the pipeline must not change a bit.
+tensor of its kind, from host to host: no device is asked for it. Boundaries differ only by the number of samples, which
+both ends know, so that later tensors of the same key need no descriptor. The memory order is restored as it was: a
+convolution may sum in another order on another memory format, and the pipeline must not change a bit.
 
 A packed message ends with a byte that says whether the values fitted. Receives are posted before that is known, with
 room for the packed message: where the values did not fit, a dense message follows on the same link, and nobody has to
-be asked.
+be asked. The hosts wait for that byte, here the receiver's and in `messages_of` the sender's; the queues of a device do
+not, so that it could as well be looked at with the loss.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class TensorDescriptor:
         """Of the message that follows where values did not fit."""
         return replace(self, content=Content.DENSE)
 
-    def to_header(self, device: torch.device) -> Tensor:
-        """Raises ValueError for a tensor that a header cannot describe."""
+    def to_header(self) -> Tensor:
+        """The header is on the CPU. Raises ValueError for a tensor that a header cannot describe."""
         if len(self.shape) > MAX_DIMS or self.dtype not in DTYPES:
             raise ValueError(
                 f"a tensor of {len(self.shape)} dimensions and type {self.dtype} cannot cross pipeline stages: at most "
@@ -113,11 +114,8 @@ class TensorDescriptor:
             )
         fill = [0] * (MAX_DIMS - len(self.shape))
         types = [DTYPES.index(self.dtype), CONTENTS.index(self.content), DTYPES.index(self.sent_as)]
-        return torch.tensor(
-            [len(self.shape), *types, self.learns, *self.shape, *fill, *self.order, *fill],
-            dtype=torch.int64,
-            device=device,
-        )
+        values = [len(self.shape), *types, self.learns, *self.shape, *fill, *self.order, *fill]
+        return torch.tensor(values, dtype=torch.int64)
 
     @classmethod
     def from_header(cls, header: Tensor) -> TensorDescriptor:
@@ -128,6 +126,7 @@ class TensorDescriptor:
 
 HEADER_LENGTH = 5 + 2 * MAX_DIMS
 FITS, DENSE_FOLLOWS = 0, 1  # the last byte of a packed message
+TRAFFIC = {"forward": "pipeline", "backward": "backward"}  # under which names traffic is counted
 
 
 def messages_of(flat: Tensor, descriptor: TensorDescriptor, strict: bool = False) -> list[Tensor]:
@@ -146,45 +145,59 @@ def messages_of(flat: Tensor, descriptor: TensorDescriptor, strict: bool = False
     return [torch.cat([packed, packed.new_full((1,), FITS)])]
 
 
+def copied(message: Tensor, device: torch.device) -> Tensor:
+    """The message on a device: itself, or a copy, of a GPU's in pinned memory."""
+    if message.device.type == device.type:
+        return message
+    copy = torch.empty_like(message, device=device, pin_memory=message.is_cuda)
+    return copy.copy_(message)
+
+
 class Sender:
-    """The sending end of one link: a peer, a direction ("forward", "backward"). Sends do not wait for the peer."""
+    """The sending end of one link, to one peer. Sends do not wait for the peer.
+
+    Args:
+        wire: where messages lie when they are sent.
+    """
 
     def __init__(
         self,
         peer: int,
         group: Group,
-        direction: str,
-        device: torch.device,
+        wire: torch.device,
         options: WireOptions = WireOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        self._peer, self._group, self._direction, self._device = peer, group, direction, device
-        self._strict = options.strict
-        self._sent_as = options.gradient_dtype if direction == "backward" else None
+        self._peer, self._group, self._wire, self._options = peer, group, wire, options
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, key: Hashable, tensor: Tensor, content: Content) -> bool:
+    def send(self, key: Hashable, tensor: Tensor, content: Content, direction: str) -> bool:
         """Starts sending. A tensor with values that its format cannot carry exactly goes dense.
 
+        Args:
+            direction: "forward", or of a gradient "backward".
         Returns:
             whether the values fitted.
         Raises:
             ValueError: before anything is sent, for a tensor that changed its shape, order or type under its key, one
                 that a descriptor cannot describe, and with strict wires, one whose values do not fit.
         """
-        descriptor = TensorDescriptor.of(tensor, content, self._sent_as)
+        sent_as = self._options.gradient_dtype if direction == "backward" else None
+        descriptor = TensorDescriptor.of(tensor, content, sent_as)
         known = self._known.get(key, descriptor)
         if known != descriptor:
             raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
-        header = None if key in self._known else descriptor.to_header(self._device)
+        header = None if key in self._known else descriptor.to_header()
         flat = descriptor.flatten(tensor.detach())
-        messages = messages_of(flat, descriptor, self._strict)
+        messages = messages_of(flat, descriptor, self._options.strict)
         if header is not None:
             self._known[key] = descriptor
             self._start(header)
+        # Where it has to come from another device, this waits for it.
+        messages = [copied(message, self._wire) for message in messages]
         for message, operation in zip(messages, ("send", "send_unfit"), strict=False):
             dense = tensor.nbytes if operation == "send" else 0
-            statistics.record(self._group.name, operation, self._direction, message.nbytes, dense)
+            statistics.record(TRAFFIC[direction], operation, direction, message.nbytes, dense)
             self._start(message)
         return len(messages) == 1
 
@@ -203,13 +216,16 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of one link. `post` announces the next tensor early, `receive` waits for it.
+    """The receiving end of one link, from one peer. `post` announces the next tensor early, `receive` waits for it.
 
     One at a time: whether a dense message follows is only known when the packed one is there.
+
+    Args:
+        wire: where messages are received. device: where their tensors are to be.
     """
 
-    def __init__(self, peer: int, group: Group, device: torch.device) -> None:
-        self._peer, self._group, self._device = peer, group, device
+    def __init__(self, peer: int, group: Group, wire: torch.device, device: torch.device) -> None:
+        self._peer, self._group, self._wire, self._device = peer, group, wire, device
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._posted: tuple[Hashable, dist.Work, Tensor] | None = None
 
@@ -219,27 +235,31 @@ class Receiver:
         return self._posted is not None
 
     def post(self, key: Hashable) -> None:
+        """Does nothing for the first tensor of its kind: its size is known when its descriptor is there."""
         assert self._posted is None, f"{key} is posted before the tensor announced last was received"
-        known = self._known.get(key)
-        header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self._device)
-        buffer = header if known is None else known.buffer(self._device)
-        self._posted = key, self._start(buffer), buffer
+        if key in self._known:
+            buffer = self._known[key].buffer(self._wire)
+            self._posted = key, self._start(buffer), buffer
 
     def receive(self, key: Hashable) -> Tensor:
+        """Waits for the tensor. Of a kind that is known, it is posted now where it was not before."""
+        if key not in self._known:
+            header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+            self._start(header).wait()
+            self._known[key] = TensorDescriptor.from_header(header)
+        if self._posted is None:
+            self.post(key)
         assert self._posted is not None and self._posted[0] == key, f"receive {key} while {self._posted} is announced"
         (_, work, buffer), self._posted = self._posted, None
         work.wait()
-        if key not in self._known:
-            self._known[key] = TensorDescriptor.from_header(buffer)
-            buffer = self._fetch(self._known[key])
         descriptor = self._known[key]
         if descriptor.content is not Content.DENSE and buffer[-1] == DENSE_FOLLOWS:
             descriptor = descriptor.as_dense()
             buffer = self._fetch(descriptor)
-        return descriptor.restore(buffer)
+        return descriptor.restore(copied(buffer, self._device))
 
     def _fetch(self, descriptor: TensorDescriptor) -> Tensor:
-        buffer = descriptor.buffer(self._device)
+        buffer = descriptor.buffer(self._wire)
         self._start(buffer).wait()
         return buffer
 

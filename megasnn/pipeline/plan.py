@@ -134,7 +134,7 @@ def plan_pipeline(
     needs_costs = bounds is None or request.predicts or stages > 1 and looks_at_costs(request.schedule)
     if needs_costs and costs is None:
         size = request.micro_batch_size
-        costs = agreed_costs(model, size, context, state.device, state.world, state.pipeline, wires)
+        costs = agreed_costs(model, size, context, state, wires)
     request = replace(request, bounds=bounds)
     return decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs))
 

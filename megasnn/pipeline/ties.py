@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.data_parallel.statistics import StepStatistics
@@ -21,6 +22,7 @@ from megasnn.layers import ParallelBatchNorm
 from megasnn.layers.holding import calls_of
 from megasnn.models.description import ModelDescription
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.p2p import copied
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Ties:
         bounds: the layers of each chunk. placement: its pipeline rank.
         chunks: this rank's chunks by index.
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
+        communicators: where those that this needs are started.
     """
 
     def __init__(
@@ -57,8 +60,9 @@ class Ties:
         placement: Sequence[int],
         chunks: Mapping[int, PipelineChunk],
         pipeline: Group,
+        communicators: Communicators,
     ) -> None:
-        self._pipeline = pipeline
+        self._pipeline, self._wire = pipeline, communicators.wire
         chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
         owned = {entry.name: entry.tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
@@ -73,6 +77,9 @@ class Ties:
                 pair.owned.append(owned[tie.name])
             if pipeline.rank == copy:
                 pair.copies.append(next(copies[index]).tensor)
+        for low, high in sorted({(min(pair.owner, pair.copy), max(pair.owner, pair.copy)) for pair in pairs.values()}):
+            if low < high:
+                communicators.start_messages(pipeline, low, high)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
         for pair in self._pairs:
             pair.owning_norms = [norm_of[tensor] for tensor in pair.owned if tensor in norm_of]
@@ -119,13 +126,14 @@ class Ties:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
             if mine:
-                message = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+                message = copied(torch.cat([tensors[place].detach().reshape(-1) for place in places]), self._wire)
                 statistics.record("ties", "send", "step", message.nbytes)
                 dist.send(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
                 continue
-            message = tensors[places[0]].new_empty(sum(tensors[place].numel() for place in places))
+            first = tensors[places[0]]
+            message = first.new_empty(sum(tensors[place].numel() for place in places), device=self._wire)
             dist.recv(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
-            parts = message.split([tensors[place].numel() for place in places])
+            parts = copied(message, first.device).split([tensors[place].numel() for place in places])
             moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
         return [moved[place] for place in sorted(moved)]
 

@@ -4,57 +4,63 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
 from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
-from megasnn.schedule import Action, Kind
-
-Link = tuple[int, Kind]  # (peer's pipeline rank, kind of this rank's actions on it)
+from megasnn.schedule import Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, SENDS
 
 
 class Transfers:
-    """A link is what the validator takes for one: all tensors of one direction of the schedule, forward or backward,
-    from one rank to another, first in, first out. The tensors of one boundary follow each other.
+    """A link is all that one rank sends to another, forward and backward, first in, first out. The tensors of one
+    boundary follow each other.
 
-    No group carries tensors both ways between the same two ranks: where a transport works off what two ranks have
-    with each other in one queue (NCCL), receives that both have posted ahead would block each other's sends.
+    What travels between two ranks in the two directions has a queue each (megasnn/comm/communicators.py): they are
+    started here.
 
     Args:
         placement: the pipeline rank of every chunk.
     """
 
     def __init__(self, placement: Sequence[int], state: ParallelState, options: WireOptions) -> None:
-        self._placement, self._state, self._options = placement, state, options
-        self._senders: dict[Link, Sender] = {}
-        self._receivers: dict[Link, Receiver] = {}
-        self._upcoming: dict[Link, deque[Action]] = {}
-        self._gradients: dict[int, int] = {}  # by boundary, how many gradients come back over it, once it is known
+        self._placement, self._rank = placement, state.pipeline.rank
+        self._senders: dict[int, Sender] = {}  # by the peer's pipeline rank
+        self._receivers: dict[int, Receiver] = {}
+        up, down, wire = state.pipeline, state.downward, state.communicators.wire
+        for low, high in linked(placement):
+            state.communicators.start_messages(up, low, high)
+            state.communicators.start_messages(down, high, low)
+            if self._rank == low:
+                self._senders[high] = Sender(up.ranks[high], up, wire, options)
+                self._receivers[high] = Receiver(down.ranks[high], down, wire, state.device)
+            elif self._rank == high:
+                self._senders[low] = Sender(down.ranks[low], down, wire, options)
+                self._receivers[low] = Receiver(up.ranks[low], up, wire, state.device)
+        self._coming: dict[int, deque[Action]] = {}  # the receives of each link, in the order of the sends
+        self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
         self._sizes: Sequence[int] = ()
+        self._expected: Callable[[Action], int] = lambda action: 0
         self._unfit: set[str] = set()  # what did not fit its format so far
 
-    def begin(self, actions: Sequence[Action], sizes: Sequence[int]) -> None:
-        """Before a step: posts the first receive of each link, so that data can arrive while this rank computes.
+    def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], int]) -> None:
+        """Before a step.
 
         Args:
-            actions: all that this rank will do. sizes: samples of each micro-batch.
+            sizes: samples of each micro-batch.
+            expected: how many tensors a receive brings; 0 as long as that is not known.
         """
-        self._sizes, self._upcoming = sizes, {}
-        for action in actions:
-            if action.kind.is_receive:
-                self._upcoming.setdefault(self._link(action), deque()).append(action)
-        for link in self._upcoming:
-            if link not in self._receivers:
-                peer, kind = link
-                group = self._group(kind is Kind.RECV_FORWARD, upward=peer < self._state.pipeline.rank)
-                self._receivers[link] = Receiver(group.ranks[peer], group, self._state.device)
-            self._post_next(link)
+        self._sizes, self._expected, self._early = sizes, expected, {}
+        self._coming = {peer: deque() for peer in self._receivers}
+        for peer, coming in self._coming.items():
+            for action in schedule.actions[peer]:
+                if action.kind in SENDS and self._placement[action.peer.chunk] == self._rank:
+                    coming.append(action.peer)
 
     def send(self, action: Action, tensors: Sequence[Tensor], carried: Sequence[Carried] = ()) -> None:
         """Does not wait for the peer. Raises ValueError as `Sender.send` does, and names the tensor.
@@ -62,16 +68,12 @@ class Transfers:
         Args:
             carried: what the tensors of a forward are; gradients are dense.
         """
-        link = peer, kind = self._link(action)
-        if link not in self._senders:
-            forward = kind is Kind.SEND_FORWARD
-            group = self._group(forward, upward=peer > self._state.pipeline.rank)
-            direction = "forward" if forward else "backward"
-            self._senders[link] = Sender(group.ranks[peer], group, direction, self._state.device, self._options)
+        sender = self._senders[self._peer(action)]
+        direction = "forward" if action.kind is Kind.SEND_FORWARD else "backward"
         for index, tensor in enumerate(tensors):
             content = carried[index].content if carried else Content.DENSE
             try:
-                if not self._senders[link].send(self._key(action, index), tensor, content):
+                if not sender.send(self._key(action, index), tensor, content, direction):
                     self._warn_once(carried[index])
             except ValueError as error:
                 raise ValueError(f"{error}: {carried[index].name if carried else f'gradient {index}'}") from error
@@ -84,50 +86,46 @@ class Transfers:
                 "where it has; a neuron of one's own says so by SpikingNeuron(..., largest=None), a layer by holds=\n"
             )
 
-    def receive(self, action: Action, count: int) -> list[Tensor]:
-        """Waits for so many tensors, and posts the next receive on their link."""
-        link = self._link(action)
-        receiver = self._receivers[link]
-        self._upcoming[link].popleft()
-        if action.kind is Kind.RECV_BACKWARD:
-            self._gradients[self._boundary(action)] = count
-        tensors = []
-        for index in range(count):
-            key = self._key(action, index)
-            if not receiver.is_posted:
-                receiver.post(key)
-            tensors.append(receiver.receive(key))
-        self._post_next(link)
-        return tensors
+    def announce(self, actions: Sequence[Action], position: int) -> None:
+        """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
+        meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come."""
+        for index in range(position + 1, len(actions)):
+            action = actions[index]
+            if action.kind in COMPUTE:
+                return
+            if action.kind.is_receive and action not in self._early:
+                peer = self._peer(action)
+                first = self._coming[peer][0]
+                if not self._receivers[peer].is_posted and self._expected(first):
+                    self._receivers[peer].post(self._key(first, 0))
+
+    def receive(self, action: Action) -> list[Tensor]:
+        """Waits for the tensors, and for those that their sender sends before them."""
+        peer = self._peer(action)
+        coming, receiver = self._coming[peer], self._receivers[peer]
+        while action not in self._early:
+            first = coming.popleft()
+            keys = [self._key(first, index) for index in range(self._expected(first))]
+            self._early[first] = [receiver.receive(key) for key in keys]
+        return self._early.pop(action)
 
     def wait(self) -> None:
         """Until everything sent has left."""
         for sender in self._senders.values():
             sender.wait()
 
-    def _post_next(self, link: Link) -> None:
-        """Of the next action its first tensor, where it is known that there is one: before the first step, nobody knows
-        whether a gradient comes back over a boundary."""
-        if self._upcoming[link]:
-            action = self._upcoming[link][0]
-            if action.kind is Kind.RECV_FORWARD or self._gradients.get(self._boundary(action), 0):
-                self._receivers[link].post(self._key(action, 0))
-
-    def _link(self, action: Action) -> Link:
-        return self._placement[action.peer.chunk], action.kind
-
-    def _group(self, forward: bool, upward: bool) -> Group:
-        """Most activations go up to a higher rank, and their gradients down."""
-        state = self._state
-        if forward:
-            return state.pipeline if upward else state.pipeline_down
-        return state.backward_up if upward else state.backward
-
-    def _boundary(self, action: Action) -> int:
-        return min(action.chunk, action.peer.chunk)
+    def _peer(self, action: Action) -> int:
+        return self._placement[action.peer.chunk]
 
     def _key(self, action: Action, index: int) -> tuple[int, int, int, bool]:
         """Tensors of one place at one boundary and one number of samples have the same shape: one descriptor serves
         them all. It says whether they need a gradient, which differs in training and evaluation."""
         assert action.micro_batch is not None
-        return self._boundary(action), index, self._sizes[action.micro_batch], torch.is_grad_enabled()
+        boundary = min(action.chunk, action.peer.chunk)
+        return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled()
+
+
+def linked(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """The pairs of pipeline ranks that send to each other, in ascending order."""
+    pairs = zip(placement, placement[1:], strict=False)
+    return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})

@@ -1,10 +1,14 @@
-"""Named stopwatches."""
+"""Named stopwatches, and a clock that goes with what a device has done."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import torch
+
+Mark = float | torch.cuda.Event
 
 
 class Timers:
@@ -35,3 +39,38 @@ class Timers:
     def _now(self) -> float:
         self._synchronize()
         return time.perf_counter()
+
+
+class DeviceClock:
+    """Tells when a device came to a place in its work. Marking a place waits for nothing.
+
+    On a CPU a mark is the time; on a GPU it is an event among its work, which has a time when the GPU has come to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._zero: tuple[Mark, float] = 0.0, 0.0
+
+    def start(self) -> None:
+        """Sets the device's clock by that of the host. Waits for the device, so that nothing on it may wait for another
+        rank."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._zero = self.mark(), time.perf_counter()
+
+    def mark(self) -> Mark:
+        """A place behind all work so far."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: Mark) -> float:
+        """When the device was there, in seconds of `time.perf_counter`; waits until it is."""
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()
+        event, seconds = self._zero
+        assert not isinstance(event, float), "the clock was not started"
+        return seconds + event.elapsed_time(mark) / 1e3

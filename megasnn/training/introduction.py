@@ -142,15 +142,15 @@ def _summary(
         if config.data.data_path == "sample"
         else config.data.data_path
     )
-    neuron, input_of_neurons = (
-        config.neuron,
-        torch.empty(1, 1, 1, dtype=engine.context.compute_dtype, device=state.device),
-    )
+    spec, kernels = config.neuron.spec, config.neuron.neuron_backend
+    sample = torch.empty(1, 1, 1, dtype=engine.context.compute_dtype, device=state.device)
+    communicators = [state.communicators.describe()] if ranks > 1 else []
     return [
         f"{name} with {engine.parameters:,} parameters{frozen} in {len(engine.model.layers)} layers on {where}",
         what,
         f"data: {data}",
-        f"neurons: {neuron.neuron} by {backend_told(neuron.neuron_backend, input_of_neurons, neuron.spec)}",
+        f"neurons: {spec.kind} by {backend_told(kernels, sample, spec)}",
+        *communicators,
     ]
 
 

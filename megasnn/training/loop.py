@@ -69,7 +69,7 @@ class TrainingRun:
             self.engine.checkpoints.entries,
             {axis: state.group(axis) for axis in HOLDING_AXES},
             state.world,
-            state.device,
+            state.communicators.wire,
             mends=config.parallel.replica_mismatch == "majority",
         )
         with placed("while starting the run"):

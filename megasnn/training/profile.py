@@ -20,6 +20,7 @@ from megasnn.schedule.evaluate import idle_share
 from megasnn.schedule.gantt import SECONDS, View, raster
 from megasnn.schedule.simulate import TimedAction, summarise
 from megasnn.telemetry.reporter import Reporter
+from megasnn.telemetry.timers import Mark
 
 
 @dataclass(frozen=True)
@@ -40,30 +41,32 @@ class PipelineProfiler:
 
     def __init__(self, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState) -> None:
         self._distributed, self._plan, self._state = distributed, plan, state
-        self._times: list[tuple[float, float]] = []
+        self._marks: list[tuple[Mark, Mark]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around one training step."""
-        self._times.clear()
+        self._marks.clear()
+        self._distributed.executor.clock.start()
         self._distributed.executor.observer = self._observe
         try:
             yield
         finally:
             self._distributed.executor.observer = None
 
-    def _observe(self, action: Action, start: float, end: float) -> None:
-        self._times.append((start, end))
+    def _observe(self, action: Action, start: Mark, end: Mark) -> None:
+        self._marks.append((start, end))
 
     def profile(self, micro_batches: int) -> PipelineProfile:
         """Of the step recorded last. Collective over each pipeline; each of its ranks gets the same."""
         pipeline = self._state.pipeline
-        offsets = clock_offsets(pipeline, self._state.device)
+        offsets, seconds = clock_offsets(pipeline), self._distributed.executor.clock.seconds
+        mine = [(seconds(start), seconds(end)) for start, end in self._marks]
         times: list[list[tuple[float, float]]] = [[] for _ in range(pipeline.size)]
         if pipeline.size > 1:
-            dist.all_gather_object(times, self._times, group=pipeline.handle)
+            dist.all_gather_object(times, mine, group=pipeline.handle)
         else:
-            times = [self._times]
+            times = [mine]
         schedule = self._plan.schedules.training(micro_batches)
         # A step that was not finite is followed by forwards that look for the place.
         times = [row[: len(actions)] for row, actions in zip(times, schedule.actions, strict=True)]

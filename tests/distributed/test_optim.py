@@ -64,7 +64,7 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
         for entry in tensors:
             if entry.is_parameter and entry not in frozen:
                 entry.tensor.grad = entry.shard.cut(_gradient(entry.name, entry.shard.global_shape))
-        norm = GradientNorm(_all_names(), tensors, state.model)
+        norm = GradientNorm(_all_names(), tensors, state.model, state.device)
         value = norm()
         norm.clip(value, 0.0)
         norm.clip(value, value * 1.01)
@@ -108,7 +108,7 @@ def test_a_norm_that_is_not_finite_clips_nothing() -> None:
     for entry in tensors:
         if entry.is_parameter:
             entry.tensor.grad = torch.ones_like(entry.tensor)
-    norm = GradientNorm(_all_names(), tensors, BuildContext().tensor)
+    norm = GradientNorm(_all_names(), tensors, BuildContext().tensor, torch.device("cpu"))
     norm.clip(float("nan"), 1.0)
     assert all((e.tensor.grad == 1).all() for e in tensors if e.is_parameter)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._lazy.ts_backend
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def _exchange(announce_early: bool) -> tuple[int, int, int, tuple[int, int]]:
     """Both ranks send all tensors to each other at the same time, before they receive any."""
     group = everybody("pipeline")
     peer, sent = 1 - group.rank, _tensors()
-    sender, receiver = Sender(peer, group, "forward", CPU), Receiver(peer, group, CPU)
+    sender, receiver = Sender(peer, group, CPU), Receiver(peer, group, CPU, CPU)
     statistics.reset()
     statistics.enable()
     messages = 0
@@ -59,7 +60,7 @@ def _exchange(announce_early: bool) -> tuple[int, int, int, tuple[int, int]]:
     dist.isend = counted
     try:
         for key, tensor, content in sent:
-            sender.send(key, tensor, content)
+            sender.send(key, tensor, content, "forward")
         if announce_early:
             receiver.post(sent[0][0])
         for index, (key, tensor, _) in enumerate(sent):
@@ -101,10 +102,10 @@ def test_any_tensor_arrives_as_it_was(ranks, announce_early) -> None:
 
 def _refusals() -> list[str]:
     group = everybody("pipeline")
-    sender = Sender(1 - group.rank, group, "forward", CPU, WireOptions(strict=True))
-    receiver = Receiver(1 - group.rank, group, CPU)
+    sender = Sender(1 - group.rank, group, CPU, WireOptions(strict=True))
+    receiver = Receiver(1 - group.rank, group, CPU, CPU)
     messages = []
-    sender.send("a", random(2, 3), Content.DENSE)
+    sender.send("a", random(2, 3), Content.DENSE, "forward")
     for key, tensor, content in [
         ("a", random(3, 2), Content.DENSE),  # another shape under a known key
         ("a", random(2, 3, dtype=torch.float32), Content.DENSE),
@@ -116,10 +117,10 @@ def _refusals() -> list[str]:
         ("g", torch.tensor([1.0, -0.0]), Content.SPIKES),
     ]:
         with pytest.raises(ValueError) as raised:
-            sender.send(key, tensor, content)
+            sender.send(key, tensor, content, "forward")
         messages.append(str(raised.value))
     # Nothing of all that was sent: the link still works.
-    sender.send("a", random(2, 3, seed=1), Content.DENSE)
+    sender.send("a", random(2, 3, seed=1), Content.DENSE, "forward")
     for seed in range(2):
         receiver.post("a")
         assert torch.equal(receiver.receive("a"), random(2, 3, seed=seed))
@@ -135,3 +136,22 @@ def test_what_cannot_travel_exactly_is_refused_before_anything_is_sent(ranks) ->
         half, large, nan, minus = unfit
         assert "takes 0 and 1" in half and "256" in large and "nan" in nan and "-0.0" in minus
         assert all("--strict-wire" in message for message in unfit)
+
+
+def _from_another_device() -> None:
+    """Tensors of torch's lazy backend, which is on the CPU, but which Gloo takes as little as those of a GPU."""
+    torch._lazy.ts_backend.init()
+    lazy, group = torch.device("lazy"), everybody("pipeline")
+    sender = Sender(1 - group.rank, group, CPU)
+    receiver = Receiver(1 - group.rank, group, CPU, lazy)
+    values = [spikes(3, 5, 7, seed=seed, dtype=torch.float32) + (seed == 1) for seed in range(3)]  # one does not fit
+    for seed, value in enumerate(values):
+        sender.send("key", value.to(lazy), Content.SPIKES, "forward")
+        receiver.post("key")
+        got = receiver.receive("key")
+        assert got.device.type == "lazy" and torch.equal(got.cpu(), values[seed])
+    sender.wait()
+
+
+def test_messages_go_through_the_host_where_the_transport_takes_none_from_the_device(ranks) -> None:
+    ranks(2, _from_another_device)

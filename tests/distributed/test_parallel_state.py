@@ -17,7 +17,7 @@ from megasnn.parallel_state import (
     model_parallel_is_initialized,
 )
 
-AXES = ("tensor", "data", "pipeline", "backward", "model", "world")
+AXES = ("tensor", "data", "pipeline", "downward", "model", "world")
 
 
 def _describe(grids: list[tuple[int, int]]) -> list[dict]:
@@ -57,7 +57,7 @@ def test_grids_one_after_another_in_megatrons_order(ranks) -> None:
         view = everyone[5][index]
         where = view["coordinates"]
         assert (where.pipeline, where.data, where.tensor) == place
-        for axis, members in {**groups, "backward": groups["pipeline"], "world": list(range(8))}.items():
+        for axis, members in {**groups, "downward": groups["pipeline"], "world": list(range(8))}.items():
             assert view[axis][0] == members
         for rank, views in enumerate(everyone):
             assert views[index]["rank"] == rank
@@ -147,7 +147,7 @@ def test_without_ranks_every_group_is_this_process() -> None:
     state = initialize_model_parallel()
     try:
         assert all(getattr(state, axis).size == 1 and getattr(state, axis).handle is None for axis in AXES)
-        assert state.is_first_stage and state.is_last_stage and state.rank == 0 and state.mesh is None
+        assert state.is_first_stage and state.is_last_stage and state.rank == 0
         with pytest.raises(ValueError, match="world size 1 is not tensor 2"):
             destroy_model_parallel()
             initialize_model_parallel(2)
@@ -161,6 +161,28 @@ def test_devices_that_are_not_there(monkeypatch, backend, device) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 rank.*1 GPU\(s\)"):
         parallel_state.start_process_group(backend, device)
+
+
+def _refused_on_gpus(backend: str) -> str:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as raised:
+        patch.setattr(dist, "get_backend", lambda: backend)
+        initialize_model_parallel(1, 2, torch.device("cuda"))
+    assert not model_parallel_is_initialized()
+    return str(raised.value)
+
+
+def test_a_transport_for_gpus_alone_is_refused(ranks) -> None:
+    assert all("or give 'cpu:gloo,cuda:nccl'" in text for text in ranks(2, _refused_on_gpus, "nccl"))
+
+
+@pytest.mark.parametrize("local_rank, gpu", [(0, 0), (1, 1), (2, 0)])
+def test_ranks_share_a_gpu_with_gloo(monkeypatch, local_rank, gpu) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert parallel_state.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
 
 
 def _policies() -> list[int]:

@@ -37,7 +37,7 @@ class _Posted:
 
 
 @contextmanager
-def _link(direction: str = "forward", options: WireOptions | None = None) -> Iterator[tuple[Sender, Receiver]]:
+def _link(options: WireOptions | None = None) -> Iterator[tuple[Sender, Receiver]]:
     content: deque[Tensor] = deque()
     sent = mock.Mock(is_completed=lambda: True)
 
@@ -49,7 +49,7 @@ def _link(direction: str = "forward", options: WireOptions | None = None) -> Ite
         mock.patch.object(p2p.dist, "isend", isend),
         mock.patch.object(p2p.dist, "irecv", lambda buffer, *_, **__: _Posted(content, buffer)),
     ):
-        yield Sender(1, PAIR, direction, CPU, options or WireOptions()), Receiver(0, PAIR, CPU)
+        yield Sender(1, PAIR, CPU, options or WireOptions()), Receiver(0, PAIR, CPU, CPU)
         assert not content, "something was sent that nobody received"
 
 
@@ -70,7 +70,7 @@ def test_every_value_arrives_with_all_its_bits(tensor: Tensor, content: Content,
     with _link() as (sender, receiver):
         for _ in range(times):
             receiver.post("key")
-            sender.send("key", tensor, content)
+            sender.send("key", tensor, content, "forward")
             got = receiver.receive("key")
             assert got.dtype == tensor.dtype and got.shape == tensor.shape
             assert torch.equal(got.view(BITS[tensor.dtype]), tensor.contiguous().view(BITS[tensor.dtype]))
@@ -86,7 +86,7 @@ def test_only_the_tensor_that_does_not_fit_goes_dense(value: float) -> None:
     with _link() as (sender, receiver):
         for tensor in (fits, unfit, fits):
             receiver.post("key")
-            sender.send("key", tensor, content)
+            sender.send("key", tensor, content, "forward")
             assert torch.equal(receiver.receive("key").view(torch.int32), tensor.view(torch.int32))
     statistics.enable(False)
     traffic = statistics.read()
@@ -101,16 +101,16 @@ def test_gradients_travel_as_narrow_as_asked_for() -> None:
     gradient = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     statistics.reset()
     statistics.enable()
-    with _link("backward", WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
+    with _link(WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
         receiver.post("key")
-        sender.send("key", gradient, Content.DENSE)
+        sender.send("key", gradient, Content.DENSE, "backward")
         got = receiver.receive("key")
     statistics.enable(False)
-    traffic = statistics.read()["pipeline", "send", "backward"]
+    traffic = statistics.read()["backward", "send", "backward"]
     statistics.reset()
     assert got.dtype == torch.float32 and torch.equal(got, gradient.bfloat16().float())
     assert (traffic.bytes, traffic.dense_bytes) == (30, 60)
-    with _link("forward", WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
+    with _link(WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
         receiver.post("key")
-        sender.send("key", gradient, Content.DENSE)
+        sender.send("key", gradient, Content.DENSE, "forward")
         assert torch.equal(receiver.receive("key"), gradient)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, entries_of, logits_of
 from megasnn.comm.codec import Content
+from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.engine.distributed_model import DistributedModel
@@ -32,7 +33,7 @@ from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
-from megasnn.schedule import Action, Kind, plan_schedule
+from megasnn.schedule import Action, Kind, Schedule, plan_schedule
 from megasnn.sharding import materialise
 from tests.models.networks import CLASSES, Bundles, First, Random, Sum, UNet, Up, between
 from tests.models.steps import assert_equal, images, one_step
@@ -246,15 +247,16 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 
 def test_strict_wires_name_the_entry_and_others_warn_once(capsys) -> None:
     pair = Group("pipeline", (0, 1))
-    state = SimpleNamespace(pipeline=pair, pipeline_down=pair, backward=pair, backward_up=pair, device=CPU)
+    state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, communicators=Communicators(CPU))
     transfers = Transfers((0, 1), state, WireOptions(strict=True))  # type: ignore[arg-type]
-    transfers.begin([], [2])
+    nothing = Schedule("nothing", (0, 1), 1, ((), ()))
+    transfers.begin(nothing, [2], lambda action: 0)
     carried = describe(Bundles()).carried(2)
     values = [torch.full((2, 2), 0.5), torch.full((2, 2), 2.0), torch.ones(2, 2)]
     with mock.patch.object(p2p.dist, "isend"), pytest.raises(ValueError) as raised:
         transfers.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
     lenient = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
-    lenient.begin([], [2])
+    lenient.begin(nothing, [2], lambda action: 0)
     with mock.patch.object(p2p.dist, "isend"):
         for _ in range(2):
             lenient.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)

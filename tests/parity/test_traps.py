@@ -83,7 +83,7 @@ def _costs_with_one_slow_rank() -> PipelineCosts:
             # A rank that would measure something else if it were asked.
             monkeypatch.setattr(measured, "measure_layers", lambda *_: [LayerCost(1000, 1000, 1000)] * 10)
         model = describe(model_config(), NeuronSpec())
-        return agreed_costs(model, 2, BuildContext(state.tensor), state.device, state.world, state.pipeline)
+        return agreed_costs(model, 2, BuildContext(state.tensor), state)
     finally:
         monkeypatch.undo()
         destroy_model_parallel()

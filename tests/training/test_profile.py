@@ -65,7 +65,7 @@ def _offsets() -> list[float]:
             now = clocks.time.perf_counter
             monkeypatch.setattr(clocks.socket, "gethostname", lambda: "elsewhere")
             monkeypatch.setattr(clocks, "time", type("Behind", (), {"perf_counter": staticmethod(lambda: now() - 5)}))
-        return clock_offsets(state.pipeline, state.device)
+        return clock_offsets(state.pipeline)
     finally:
         monkeypatch.undo()
         destroy_model_parallel()

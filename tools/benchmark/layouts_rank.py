@@ -9,7 +9,7 @@ import torch
 
 from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.statistics import statistics
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import BACKENDS, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 from tools.benchmark.layouts_figures import Memory, Preparation, Turn
 from tools.benchmark.layouts_flags import LayoutBenchmark
@@ -72,7 +72,7 @@ class LayoutRank:
     def _join(self) -> None:
         task, row = self._task, self._row
         if task.ranks > 1:
-            join_ranks(task.store, task.rank, task.ranks, "nccl" if self._device.type == "cuda" else "gloo")
+            join_ranks(task.store, task.rank, task.ranks, BACKENDS[self._device.type])
         initialize_model_parallel(row.tensor, row.pipeline, self._device)
 
     def _steps(self, count: int) -> Turn:

@@ -60,7 +60,7 @@ class PipelineRank:
 
     def measure_costs(self) -> None:
         state, size = self._state, self._flags.micro_batch_size
-        self._costs = agreed_costs(self._model, size, self._context, self._device, state.world, state.pipeline)
+        self._costs = agreed_costs(self._model, size, self._context, state)
 
     def measure(self, name: str, steps: int) -> PipelineTurn:
         row = self._rows[name]

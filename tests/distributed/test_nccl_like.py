@@ -1,0 +1,106 @@
+"""The transport that waits as NCCL does hangs where NCCL would, and says who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.nccl_like import Device, nccl_like
+from tools.benchmark.ranks import RankError
+
+LIMIT = 1.5  # seconds
+
+
+def _value() -> torch.Tensor:
+    return torch.full((3,), float(dist.get_rank()))
+
+
+def _everything() -> list[float]:
+    """What is in order ends, with the right values."""
+    with nccl_like() as device:
+        rank, two = dist.get_rank(), dist.new_group([0, 1])
+        total, gathered, got = _value(), [_value() for _ in range(2)], _value()
+        dist.all_reduce(total)
+        dist.all_gather(gathered, _value(), group=two)
+        exchanged = torch.empty(2)
+        dist.all_to_all_single(exchanged, torch.tensor([10.0, 11.0]) + 100 * rank)
+        objects: list[object] = [None, None]
+        dist.all_gather_object(objects, f"rank {rank}")
+        assert objects == ["rank 0", "rank 1"]
+        (dist.isend if rank else dist.irecv)(_value() if rank else got, 1 - rank).wait()
+        device.synchronize()
+        dist.barrier()
+        assert len(device.communicators) == 3  # the world's and the group's collectives, and the pair
+        return [*total.tolist(), *map(float, torch.cat(gathered)), *exchanged.tolist(), *got.tolist()]
+
+
+def test_what_is_in_order_ends(ranks) -> None:
+    first, second = ranks(2, _everything)
+    assert first == [1, 1, 1, 0, 0, 0, 1, 1, 1, 10, 110, 1, 1, 1]
+    assert second == [1, 1, 1, 0, 0, 0, 1, 1, 1, 11, 111, 1, 1, 1]
+
+
+def _both_receive_first(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+    """Each rank posts a receive, in a group of its own direction, before it sends: Gloo does not mind."""
+    rank = dist.get_rank()
+    received = dist.irecv(_value(), 1 - rank, group=up if rank else down)
+    dist.isend(_value(), 1 - rank, group=down if rank else up).wait()
+    received.wait()
+
+
+def _receives_before_sends_in_one_queue(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+    received = dist.irecv(_value(), 1 - dist.get_rank(), group=up)
+    sent = dist.isend(_value(), 1 - dist.get_rank(), group=up)
+    sent.wait()
+    received.wait()
+
+
+def _synchronises_under_a_receive(device: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+    rank = dist.get_rank()
+    dist.all_reduce(_value())
+    for group in (up, down):  # started beforehand
+        (dist.isend if rank else dist.irecv)(_value(), 1 - rank, group=group).wait()
+    received = dist.irecv(_value(), 1 - rank, group=up if rank else down)
+    device.synchronize()
+    dist.isend(_value(), 1 - rank, group=down if rank else up).wait()
+    received.wait()
+
+
+def _collectives_first_used_in_opposite_order(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+    for group in (up, down) if dist.get_rank() else (down, up):
+        dist.all_reduce(_value(), group=group)
+
+
+def _collectives_in_opposite_order(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+    for group in (up, down):
+        dist.all_reduce(_value(), group=group)
+    order = (up, down) if dist.get_rank() else (down, up)
+    for work in [dist.all_reduce(_value(), group=group, async_op=True) for group in order]:
+        work.wait()
+
+
+def _run(case: Callable[[Device, dist.ProcessGroup, dist.ProcessGroup], None]) -> None:
+    with nccl_like(LIMIT) as device:
+        case(device, dist.new_group([0, 1], group_desc="up"), dist.new_group([0, 1], group_desc="down"))
+
+
+WAITS = {
+    _both_receive_first: "rank {} waits for rank {} to start the communicator for messages of ranks 0-1",
+    _receives_before_sends_in_one_queue: r"rank {} waits until it can send to rank {} .*, behind an order to receive",
+    _synchronises_under_a_receive: "rank {} synchronises its device, which is to receive from rank {}",
+    _collectives_first_used_in_opposite_order: "rank {} waits for rank {} to start the communicator for collectives",
+    _collectives_in_opposite_order: "rank {} waits until it can allreduce over the communicator",
+}
+
+
+@pytest.mark.parametrize("case", WAITS, ids=lambda case: case.__name__.strip("_"))
+def test_what_hangs_with_nccl_hangs_here_and_says_who_waits_for_whom(ranks, case) -> None:
+    with pytest.raises(RankError) as raised:
+        ranks(2, _run, case)
+    (sentence, *_) = [line for line in str(raised.value).splitlines() if "HangError: " in line]
+    for rank in (0, 1):
+        assert re.search(WAITS[case].format(rank, 1 - rank), sentence), sentence

@@ -1,0 +1,101 @@
+"""In which order a rank posts and receives what others send it, and when: for every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megasnn.comm.communicators import Communicators
+from megasnn.comm.group import Group
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.transfers import Transfers, linked
+from megasnn.schedule import Schedule, plan_schedule
+from megasnn.schedule.actions import COMPUTE, SENDS
+from tests.distributed.test_random_schedules import random_schedule
+from tests.parity.test_schedules import SCHEDULES
+
+CPU = torch.device("cpu")
+
+
+class _Link:
+    """The receiving end of a link: what was received, and how many computations after it was posted."""
+
+    def __init__(self) -> None:
+        self.computed = 0
+        self.order: list[Hashable] = []
+        self.ahead: list[int] = []
+        self._posted: tuple[Hashable, int] | None = None
+
+    @property
+    def is_posted(self) -> bool:
+        return self._posted is not None
+
+    def post(self, key: Hashable) -> None:
+        assert self._posted is None
+        self._posted = key, self.computed
+
+    def receive(self, key: Hashable) -> torch.Tensor:
+        posted, self._posted = self._posted or (key, self.computed), None
+        assert posted[0] == key
+        self.order.append(key)
+        self.ahead.append(self.computed - posted[1])
+        return torch.empty(0)
+
+
+def _links(schedule: Schedule, rank: int) -> dict[int, _Link]:
+    """The links of a rank after a step."""
+    group = Group("pipeline", tuple(range(schedule.ranks)), rank)
+    state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
+    transfers = Transfers(schedule.placement, state, WireOptions())  # type: ignore[arg-type]
+    links = {peer: _Link() for peer in transfers._receivers}
+    transfers._receivers = links  # type: ignore[assignment]
+    # Every micro-batch has a size of its own, so that it can be told in a key.
+    transfers.begin(schedule, range(schedule.micro_batches), lambda action: 1)
+    for position, action in enumerate(schedule.actions[rank]):
+        if action.kind in COMPUTE:
+            transfers.announce(schedule.actions[rank], position)
+            for link in links.values():
+                link.computed += 1
+        elif action.kind.is_receive:
+            transfers.receive(action)
+    return links
+
+
+def _check(schedule: Schedule) -> None:
+    placement = schedule.placement
+    for rank in range(schedule.ranks):
+        for peer, link in _links(schedule, rank).items():
+            sent = [a for a in schedule.actions[peer] if a.kind in SENDS and placement[a.peer.chunk] == rank]
+            keys = [(min(a.chunk, a.peer.chunk), 0, a.micro_batch, True) for a in sent]
+            assert link.order == keys, "in the order of the sends, all of them"
+            assert max(link.ahead, default=0) <= 1, "one computation ahead at most"
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+def test_receives_are_posted_in_order_and_one_computation_ahead(stages: int, name: str, chunks: int) -> None:
+    plan = plan_schedule(name, stages, chunks)
+    for micro_batches in (1, 3, 9):
+        _check(plan.training(micro_batches))
+        _check(plan.evaluation(micro_batches))
+
+
+@pytest.mark.parametrize("ranks_of_pipeline", [2, 3, 4])
+def test_of_random_schedules_too(ranks_of_pipeline: int) -> None:
+    for seed in range(60):
+        _check(random_schedule(seed, ranks_of_pipeline))
+
+
+def test_a_steady_pipeline_receives_while_it_computes() -> None:
+    """Posted only when it is waited for, no message would travel beside a computation."""
+    for link in _links(plan_schedule("1f1b", 4, 1).training(12), 2).values():
+        assert sum(link.ahead) > len(link.ahead) / 2
+
+
+def test_links_are_those_of_the_placement() -> None:
+    assert linked((0, 1, 2)) == [(0, 1), (1, 2)]
+    assert linked((0, 1, 2, 0, 1, 2)) == [(0, 1), (0, 2), (1, 2)]
+    assert linked((0, 1, 1, 0)) == [(0, 1)]

@@ -1,0 +1,161 @@
+"""Every schedule ends on a transport that waits where NCCL waits, beside tensor and data parallelism, profiled or not.
+
+The suite takes a choice in which any two of these are together once: a number of stages, a number of tensor-parallel
+ranks and of replicas, a schedule, a profile. `pytest -m matrix` takes all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations, product
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.executor import PipelineExecutor
+from megasnn.schedule import plan_schedule
+from megasnn.telemetry.timers import DeviceClock
+from tests.nccl_like import Device, nccl_like
+from tests.parity import spikingjelly_reference as reference
+from tests.parity.ranks import Layout, build_engine, one_step, record_step
+from tests.parity.test_schedules import SCHEDULES
+
+SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
+MOST_RANKS = 8
+
+
+class Case(NamedTuple):
+    tensor: int
+    pipeline: int
+    data: int
+    schedule: tuple[str, int]
+    profiled: bool
+
+    @property
+    def world(self) -> tuple[int, int, int]:
+        return self.tensor, self.pipeline, self.data
+
+
+ALL = [Case(*values) for values in product((1, 2), (2, 3, 4, 8), (1, 2), SCHEDULES, (False, True))]
+ALL = [case for case in ALL if case.tensor * case.pipeline * case.data <= MOST_RANKS]
+WORLDS = sorted({case.world for case in ALL})
+
+
+def pairs_of(case: Case) -> set[tuple[object, ...]]:
+    return set(combinations(enumerate(case), 2))
+
+
+def pairwise(cases: list[Case]) -> list[Case]:
+    """Some of the cases, with any two values that are together in one of them; always the one with most new pairs."""
+    missing, chosen = set().union(*map(pairs_of, cases)), list[Case]()
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs_of(case) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return chosen
+
+
+SOME = pairwise(ALL)
+
+
+class _Event:
+    """In place of torch.cuda.Event. The host is the stream that computes: what was recorded is over."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self._time
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1e3 * (other._time - self._time)
+
+
+@contextmanager
+def _profiled(executor: PipelineExecutor) -> Iterator[None]:
+    """As `PipelineProfiler.recording`, with the clock of a GPU."""
+    executor.clock = clock = DeviceClock(torch.device("cuda"))
+    marks = []
+    with mock.patch("torch.cuda.Event", _Event):
+        clock.start()
+        executor.observer = lambda action, start, end: marks.extend((start, end))
+        yield
+        executor.observer = None
+        seconds = [clock.seconds(mark) for mark in marks]
+    assert seconds and seconds == sorted(seconds)
+
+
+def _steps(device: Device, case: Case) -> list[float]:
+    """The losses of two steps: in the second one it is known what travels."""
+    state = initialize_model_parallel(case.tensor, case.pipeline)
+    name, chunks = case.schedule
+    engine = build_engine(state, plan_schedule(name, case.pipeline, chunks), torch.float64)
+    images, labels = reference.data(SAMPLES)
+    losses = []
+    started = list(device.communicators)
+    for _ in range(2):
+        if case.profiled:
+            with _profiled(engine.executor):
+                losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
+        else:
+            losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
+    assert device.communicators == started, "something in a step was a first use"
+    destroy_model_parallel()
+    return losses
+
+
+def _run(cases: list[Case]) -> list[list[float]]:
+    with nccl_like() as device, mock.patch("torch.cuda.synchronize", device.synchronize):
+        return [_steps(device, case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def loss(ranks) -> float:
+    """Of one rank."""
+    return ranks(1, one_step, Layout(), None, *reference.data(SAMPLES), MICRO_BATCH)[0].loss
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        *((world, SOME) for world in WORLDS),
+        *(pytest.param(world, ALL, marks=pytest.mark.matrix) for world in WORLDS),
+    ],
+    ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else f"of-{len(value)}",
+)
+def test_every_schedule_ends(ranks, loss, world, cases) -> None:
+    here = [case for case in cases if case.world == world]
+    tensor, pipeline, data = world
+    found = ranks(tensor * pipeline * data, _run, here, timeout=120 + 10 * len(here))
+    for losses in found:
+        assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * len(here)
+
+
+def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:
+    """What a rank has started before its first step, by the transport and by its own account; and the log's line."""
+    with nccl_like() as device:
+        state = initialize_model_parallel(tensor, pipeline)
+        build_engine(state, "zbv", torch.float64)
+        destroy_model_parallel()
+        return device.communicators, state.communicators.names, state.communicators.describe()
+
+
+def test_as_few_communicators_as_are_needed_are_started_and_counted(ranks) -> None:
+    for transport, told, _ in ranks(8, _started, 2, 2):
+        # A V sends activations and gradients both ways between its two stages.
+        assert [name.split()[0] for name in told] == ["tensor", "data", "model", "world", "pipeline", "pipeline"]
+        assert len(transport) == len(told)
+    for transport, told, line in ranks(2, _started, 1, 2):
+        assert told == ["model", "pipeline 0 to 1", "pipeline 1 to 0"] and len(transport) == len(told)
+        assert line == "3 communicators on this rank: model, pipeline 0 to 1, pipeline 1 to 0"
+
+
+def test_the_choice_has_every_schedule_with_every_number_of_stages() -> None:
+    assert {(case.pipeline, case.schedule) for case in SOME} == set(product((2, 3, 4, 8), SCHEDULES))
