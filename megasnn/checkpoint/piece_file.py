@@ -24,7 +24,7 @@ def write_pieces_file(path: Path, pieces: Iterable[Parts]) -> list[str]:
     """Writes a file, safely on disk. Raises OSError.
 
     Args:
-        pieces: what each piece consists of. It must stay as it is until the next ones are asked for.
+        pieces: what each piece consists of. It must stay as it is until the file is written: several go together.
     Returns:
         the CRC-32 of each block of each piece, eight hexadecimal digits for each.
     """

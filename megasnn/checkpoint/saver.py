@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn.checkpoint.aside import Aside
-from megasnn.checkpoint.folder import BEST, Retention, prune, set_named
+from megasnn.checkpoint.folder import Retention, prune
 from megasnn.checkpoint.saving import AtOnce, Group, Progress, Writing, kind_of, with_optimizer, write_checkpoint
 from megasnn.comm.agreement import all_do, is_first
 from megasnn.files.problems import CheckpointError
@@ -68,7 +68,7 @@ class Saver:
     def save(
         self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
     ) -> None:
-        """Saves, unless this iteration is saved already.
+        """Saves, unless this iteration is saved already and has not become the best since.
 
         In the background, what a forward pass can change is copied before this returns; weights and the optimizer's
         state are copied until `optimizer.step`, which waits for that. Code that changes them in another way calls
@@ -78,9 +78,7 @@ class Saver:
             if self.busy and self._in_flight != progress.iteration:
                 self._tell(f"the checkpoint of iteration {self._in_flight} is still being written: waiting for it")
             self.finish()
-        if self.saved == progress.iteration:
-            if progress.best and is_first(self._group):
-                set_named(self._folder, BEST, progress.iteration)
+        if self.saved == progress.iteration and not progress.best:
             return
         entries, kind = with_optimizer(tensors, optimizer), kind_of(optimizer)
         if self._aside is None:

@@ -90,13 +90,15 @@ def _signals_end_it(rank: int) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before, woken = {number: signal.getsignal(number) for number in SIGNALS}, signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(-1)
+        listening = signal.set_wakeup_fd(woken)
+        if listening >= 0:
+            os.close(listening)  # which ends the thread of megasnn.process.signals
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

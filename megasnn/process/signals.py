@@ -54,10 +54,11 @@ class StopSignals:
         self._training = False
 
     def _read(self, pipe: int) -> None:
-        while True:
-            for number in os.read(pipe, 64):  # other signals come through the pipe too
-                if number in SIGNALS:
-                    self._take(signal.Signals(number))
+        with open(pipe, "rb", buffering=0) as stream:
+            while numbers := stream.read(64):  # until the other end is closed
+                for number in numbers:  # other signals come through the pipe too
+                    if number in SIGNALS:
+                        self._take(signal.Signals(number))
 
     def _take(self, number: signal.Signals) -> None:
         if not self._training:

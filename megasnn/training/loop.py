@@ -184,7 +184,7 @@ class TrainingRun:
         self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)
         if self.engine.stop_votes:
             return
-        last = self.iteration == self.iterations
+        last = self.iteration == self.iterations or self._should_exit()  # `train` evaluates and saves then
         self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
         saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
         self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))

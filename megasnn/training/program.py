@@ -71,11 +71,16 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
                 parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
             )
         saved = True
-        if config.logging.model_summary:
-            with placed(f"on pipeline stage {state.pipeline.rank}"):
-                print_summary(config, state)
-        else:
-            saved = _trained(config, state, stop, callbacks, watch)
+        try:
+            if config.logging.model_summary:
+                with placed(f"on pipeline stage {state.pipeline.rank}"):
+                    print_summary(config, state)
+            else:
+                saved = _trained(config, state, stop, callbacks, watch)
+        except Exception:
+            if state.world.size == 1:  # the program may go on, with another run
+                destroy_model_parallel()
+            raise
         destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -96,6 +101,12 @@ def _trained(
 
     watch.place = lambda: run.engine.distributed.executor.place() or f"rank {state.rank}, {step()}"
     with placed(lambda: f"on {step()}"):
-        run.train()
+        try:
+            run.train()
+        except Exception:
+            if state.world.size == 1:  # several ranks end at once, and their processes with them
+                run.saves.finish()
+                run.close()
+            raise
         run.close()
     return run.saved

@@ -42,6 +42,7 @@ class Saves:
         self._model, self._identity = config.model.name, identity(config)
         self._extra = {**place, "recipe": recipe(config), "generator": GENERATOR}
         self._best = self._best_before = begin.best
+        self._saved_best = begin.best if begin.saved else None
         self._saves_best = False
         self._saver: checkpoint.Saver | None = None
         if claim is not None:
@@ -75,7 +76,7 @@ class Saves:
             extra["best"] = asdict(self._best)
         progress = checkpoint.Progress(
             iteration, consumed_samples, extra, self._identity, self._engine.checkpoints.layout(), self._model,
-            self.at_best(iteration),
+            self.at_best(iteration) and self._best != self._saved_best,
         )  # fmt: skip
         self._saves_best = progress.best
         self._saver.save(progress, self._tensors, self._optimizer)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -110,7 +113,21 @@ def test_a_callback_that_exits_ends_the_run_as_a_signal_does(ranks, tmp_path_fac
 
 
 def handlers_of_signals() -> list[Any]:
-    return [signal.set_wakeup_fd(-1), *(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))]
+    woken = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(woken)
+    return [woken, *(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))]
+
+
+@pytest.fixture
+def listener() -> Iterator[None]:
+    """Somebody is told of signals already, as the event loop of a notebook may be."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing)
+    yield
+    signal.set_wakeup_fd(before)
+    os.close(reading)
+    os.close(writing)
 
 
 class Exiting(megasnn.Callback):
@@ -118,9 +135,13 @@ class Exiting(megasnn.Callback):
         raise SystemExit(7)
 
 
-def test_the_exit_status_is_that_of_a_run_that_was_asked_to_stop(tmp_path, monkeypatch, capsys) -> None:
+def test_the_exit_status_is_that_of_a_run_that_was_asked_to_stop(tmp_path, monkeypatch, capsys, listener) -> None:
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
     flags, handlers = [*TINY, "--train-iters", "9", "--save", str(tmp_path / "run")], handlers_of_signals()
     assert megasnn.pretrain("spikformer", flags, callbacks=[Exiting()]) == 0
     assert handlers_of_signals() == handlers, "Ctrl-C would end a notebook"
+    for thread in threading.enumerate():
+        if thread.name == "megasnn-signals":
+            thread.join(10)
+            assert not thread.is_alive()
     assert list_checkpoints(tmp_path / "run") == [1] and "ends at iteration 1 of 9" in capsys.readouterr().out

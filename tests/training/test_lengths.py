@@ -119,6 +119,29 @@ def test_the_best_checkpoint_stays(cache, tmp_path, monkeypatch, how: str) -> No
     assert (tmp_path / BEST).read_text() == "5\n" and list_checkpoints(tmp_path) == [5, 6]
 
 
+def test_a_best_that_is_found_at_the_end_of_a_part_of_a_run_is_known_to_the_next(cache, tmp_path, monkeypatch) -> None:
+    accuracies(monkeypatch, 0.5)
+    common = ("--train-iters", "9", "--save-interval", "2", "--eval-interval", "9", "--keep-best")
+    folders = ("--save", str(tmp_path), "--load", str(tmp_path))
+    train(cache, *common, *folders, "--exit-interval", "2")
+    assert read_metadata(tmp_path / "iter_0000002").extra["best"] == {"iteration": 2, "accuracy_top1": 0.5}
+    accuracies(monkeypatch, 0.4)
+    train(cache, *common, *folders, "--exit-interval", "4")
+    assert (tmp_path / BEST).read_text() == "2\n"
+    assert read_metadata(tmp_path / "iter_0000004").extra["best"] == {"iteration": 2, "accuracy_top1": 0.5}
+
+
+def test_a_best_that_is_found_without_a_step_is_saved_once(cache, tmp_path, monkeypatch) -> None:
+    folders = ("--train-iters", "2", "--save", str(tmp_path), "--load", str(tmp_path))
+    train(cache, *folders)
+    accuracies(monkeypatch, 0.5, 0.5)
+    train(cache, *folders, "--keep-best", "--eval-interval", "1")
+    saved = read_metadata(tmp_path / "iter_0000002")
+    assert (tmp_path / BEST).read_text() == "2\n" and saved.extra["best"] == {"iteration": 2, "accuracy_top1": 0.5}
+    train(cache, *folders, "--keep-best", "--eval-interval", "1")
+    assert read_metadata(tmp_path / "iter_0000002").serial == saved.serial
+
+
 @pytest.mark.parametrize("how", ["--no-async-save", "--async-save"])
 def test_a_best_that_was_not_saved_is_none(cache, tmp_path, monkeypatch, how: str) -> None:
     accuracies(monkeypatch, 0.2, 0.5, 0.3, 0.1, 0.1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
 
-from megasnn.checkpoint import CheckpointError, NoCheckpointError
+import megasnn
+from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoints, snapshot
+from megasnn.checkpoint.writer_process import WriterProcess
 from megasnn.comm.codec import Content
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
@@ -18,7 +21,7 @@ from megasnn.sharding import materialise
 from megasnn.training import saving
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
-from tests.training.runs import train, whole
+from tests.training.runs import TINY, train, whole
 
 
 def test_a_step_that_is_not_merged_leaves_the_running_statistics_alone() -> None:
@@ -108,3 +111,31 @@ def test_a_checkpoint_from_before_the_generator_says_that_random_draws_differ(
         saves = () if augment == "cifar" else ("--save", f"{folder}-else")
         train(cache, *again, "--train-iters", iterations, "--augment", augment, *saves)
         assert (told in capsys.readouterr().out) is expected
+
+
+def test_a_program_goes_on_after_a_run_that_failed(tmp_path_factory, tmp_path, monkeypatch) -> None:
+    """What it was saving is saved, nothing works on beside it, and folder and grid are free for the next run."""
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path_factory.mktemp("cache")))
+    folders = ("--save", str(tmp_path), "--load", str(tmp_path), "--async-save", "--save-interval", "1")
+    flags = [*TINY, "--train-iters", "3", *folders, "--num-workers", "0"]
+    writers: list[WriterProcess] = []
+
+    def kept(*arguments: Any) -> WriterProcess:
+        writers.append(WriterProcess(*arguments))
+        return writers[-1]
+
+    monkeypatch.setattr(snapshot, "WriterProcess", kept)
+    with monkeypatch.context() as patch:
+        inputs, steps = Batches.inputs, count()
+
+        def failing(made_of: Batches, batch: GlobalBatch) -> list[MicroBatchInput]:
+            if next(steps) == 2:
+                raise RuntimeError("injected")
+            return inputs(made_of, batch)
+
+        patch.setattr(Batches, "inputs", failing)
+        assert megasnn.pretrain("spikformer", flags) == 1
+    assert list_checkpoints(tmp_path) == [1, 2]
+    assert [writer.alive for writer in writers] == [False]
+    assert megasnn.pretrain("spikformer", flags) == 0
+    assert list_checkpoints(tmp_path) == [1, 2, 3]
