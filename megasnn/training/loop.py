@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 from megasnn.comm.statistics import statistics
@@ -72,13 +72,17 @@ class TrainingRun:
             state.communicators.wire,
             mends=config.parallel.replica_mismatch == "majority",
         )
-        with placed("while starting the run"):
+        with ExitStack() as undo, placed("while starting the run"):
+            undo.callback(self.engine.close)
             claimed = claim(config, state)
+            if claimed is not None:
+                undo.callback(claimed.release)
             begin = Start(config, self.engine, self.data.place).load(claimed is not None and claimed.resumes)
             self.reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             tell, complete = self.reporter.line, self.reporter.saved
             self.saves = Saves(config, self.engine, claimed, self.data.place, begin, tell, complete)
             self._memory = self._introduce([claimed.notice if claimed is not None else "", begin.notice])
+            undo.pop_all()
 
     def _outline(self) -> RunOutline:
         # What only evaluates continues no log, and removes nothing of one.
@@ -254,6 +258,7 @@ class TrainingRun:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
         if not (due and self.config.parallel.replica_interval and self.replicas.compares):
             return
+        self.saves.settle()  # the majority's values may take the place of what is being saved
         try:
             with self.watch.timers("compare_replicas"):
                 mended = self.replicas(self.iteration)

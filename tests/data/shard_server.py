@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +17,7 @@ class Faults:
 
     Attributes:
         statuses: answers to the next requests, instead of what is asked for.
-        cuts: bytes after which the next connections end; `always_cuts`: all of them.
+        cuts: bytes after which the next connections end; `always_cuts`: all of them. after_cut: called before they end.
         ranges, versions: whether parts can be asked for, and a file has an ETag.
         claims: is added to the length in the header. more: bytes that follow a file, sent in chunks.
         silent: seconds without a byte in the middle of a file.
@@ -26,6 +26,7 @@ class Faults:
     statuses: list[int] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
     always_cuts: int | None = None
+    after_cut: Callable[[], object] = lambda: None
     ranges: bool = True
     versions: bool = True
     claims: int = 0
@@ -122,5 +123,7 @@ def _answer(handler: BaseHTTPRequestHandler, server: Server) -> None:
     handler.wfile.write(body[:100])
     time.sleep(faults.silent)
     handler.wfile.write(body[100:])
+    if cut is not None:
+        faults.after_cut()
     with server.lock:
         server.sent += len(body)
