@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,7 @@ class ParallelState:
         world: all ranks.
         device: where this rank computes.
         communicators: those that are started.
+        at_end: what is called when the grid is destroyed.
     """
 
     grid: Grid
@@ -55,6 +58,7 @@ class ParallelState:
     world: Group
     device: torch.device
     communicators: Communicators
+    at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
     def rank(self) -> int:
@@ -159,10 +163,11 @@ def initialize_model_parallel(
     takes_gpus = world_size == 1 or "nccl" in dist.get_backend()
     wire = device if takes_gpus else torch.device("cpu")
     groups = Groups(grid, rank)
+    named: dict[str, Any] = {name: groups(name, axes) for name, axes in _GROUPS.items()}
     _state = ParallelState(
         grid=grid,
         coordinates=grid.coordinates(rank),
-        **{name: groups(name, axes) for name, axes in _GROUPS.items()},
+        **named,
         downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,
         communicators=Communicators(wire),
@@ -211,7 +216,8 @@ def destroy_model_parallel() -> None:
         if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
             dist.destroy_process_group(handle)
             freed.append(handle)
-    _state = None
+    at_end, _state = _state.at_end, None
+    at_end.close()
 
 
 def get_tensor_model_parallel_group() -> Group:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -107,6 +108,8 @@ _told = _Told()
 def tell_torch(training: TrainingConfig, device: torch.device) -> Callable[[], None]:
     """Sets torch up for a run; the returned function takes that back, when no other Engine needs it any more.
 
+    It does so when it is called for the first time.
+
     Raises:
         ValueError: this device does not have such arithmetic, or an open Engine wants another one.
     """
@@ -121,7 +124,9 @@ def tell_torch(training: TrainingConfig, device: torch.device) -> Callable[[], N
         _told.arithmetic, _told.undo = wanted, _restorer()
         wanted.apply()
     _told.count += 1
-    return _take_back
+    told = ExitStack()
+    told.callback(_take_back)
+    return told.close
 
 
 def _take_back() -> None:

@@ -273,7 +273,9 @@ def joined(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
     state, leave = _on_grid(config.parallel)
     with ExitStack() as undo:
         undo.callback(leave)
-        undo.callback(tell_torch(config.training, state.device))
+        take_back = tell_torch(config.training, state.device)
+        state.at_end.callback(take_back)  # who destroys the grid ends the Engines on it
+        undo.callback(take_back)
         leave = undo.pop_all().close
     return with_sums_in_rank_order(state) if config.training.deterministic else state, leave
 

@@ -21,6 +21,7 @@ from megasnn.kernels.compared_products import Comparison, Comparisons, Measured
 from megasnn.kernels.products import KINDS, Kind, LayerShape
 from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
 from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import Outcome, train, whole
 
@@ -62,6 +63,16 @@ def test_fp32_is_ieee_everywhere_while_the_engine_is_open(before: tuple[Any, ...
 def test_an_open_engine_with_other_arithmetic() -> None:
     with Engine(MODEL, **SIZES), pytest.raises(ValueError, match="--precision fp32 --deterministic: another Engine"):
         Engine(MODEL, **SIZES, deterministic=True)
+
+
+def test_a_grid_that_is_destroyed_ends_its_engines(before: tuple[Any, ...]) -> None:
+    initialize_model_parallel()
+    engine = Engine(MODEL, **SIZES)
+    destroy_model_parallel()
+    assert settings() == before
+    with Engine(MODEL, **SIZES, deterministic=True):
+        engine.close()
+        assert torch.are_deterministic_algorithms_enabled()
 
 
 def test_products_round_for_a_while() -> None:
