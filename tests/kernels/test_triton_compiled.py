@@ -23,7 +23,8 @@ from tests.kernels.test_neuron import CHARGES
 
 triton = pytest.importorskip("triton", reason="triton is made for Linux on x86-64")
 
-CAPABILITIES = (80, 86, 89, 90)
+MATRIX = pytest.mark.matrix  # compiling takes seconds
+CAPABILITIES = (*(pytest.param(each, marks=MATRIX) for each in (80, 86, 89)), 90)
 BACKWARD = ("backward_sums_kernel", "gradient_kernel")
 LANES = 8  # values of bfloat16 in 128 bits
 
@@ -140,12 +141,13 @@ def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, folder: P
 @pytest.mark.parametrize(
     ("capability", "dtype", "steps", "pool"),
     [
-        *((capability, torch.bfloat16, 16, False) for capability in CAPABILITIES),
-        (90, torch.float32, 16, False),
-        (90, torch.bfloat16, 10, False),
+        (90, torch.bfloat16, 16, False),
         (90, torch.bfloat16, 8, True),
-        (80, torch.bfloat16, 16, True),
-        (90, torch.float64, 16, False),
+        *(pytest.param(capability, torch.bfloat16, 16, False, marks=MATRIX) for capability in (80, 86, 89)),
+        pytest.param(90, torch.float32, 16, False, marks=MATRIX),
+        pytest.param(90, torch.bfloat16, 10, False, marks=MATRIX),
+        pytest.param(80, torch.bfloat16, 16, True, marks=MATRIX),
+        pytest.param(90, torch.float64, 16, False, marks=MATRIX),
     ],
     ids=str,
 )
@@ -155,7 +157,11 @@ def test_registers_suffice(capability: int, dtype: torch.dtype, steps: int, pool
         assert int(stack) == 0 and not re.search(r"\b(STL|LDL)\b", code.sass), code.kernel
 
 
-@pytest.mark.parametrize("charge", CHARGES, ids=lambda charge: "-".join(map(str, charge.values())))
+@pytest.mark.parametrize(
+    "charge",
+    [pytest.param(each, marks=() if each is CHARGES[-1] else MATRIX) for each in CHARGES],
+    ids=lambda charge: "-".join(map(str, charge.values())),
+)
 def test_every_neuron_compiles(charge: dict[str, Any], folder: Path) -> None:
     """Learned factors, repeated input, running statistics, given potentials and a single channel as well."""
     from megasnn.kernels.triton import alone, calls
@@ -175,7 +181,7 @@ def test_every_neuron_compiles(charge: dict[str, Any], folder: Path) -> None:
     assert not any(code.count("div.approx") for code in found)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=MATRIX), 90])
 def test_codec_and_generator_compile(capability: int, folder: Path) -> None:
     from megasnn.kernels.triton import codec, philox
 
