@@ -72,7 +72,7 @@ class RemoteShard:
     def provide(
         self, stop: threading.Event | None = None, arrived: Callable[[int], object] = lambda count: None
     ) -> Path:
-        """Its copy in the cache, fetched where it is missing: by one process of a node, the others wait for it.
+        """Gives the file in the cache, fetched where it is missing: by one process of a node, the others wait for it.
 
         Args:
             stop: ends the fetching when it is set.
@@ -86,7 +86,7 @@ class RemoteShard:
         )
 
     def open(self, size: int | None = None) -> io.FileIO:
-        """Its copy, to be read; it stays readable when it is removed from the cache.
+        """Opens the file in the cache; it stays readable when it is removed from there.
 
         Args:
             size: bytes that it had when it was indexed.
