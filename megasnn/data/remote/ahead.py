@@ -37,7 +37,7 @@ class ShardsAhead:
                 threading.Thread(target=self._fetch, args=(shard, future), name="megasnn-fetch", daemon=True).start()
 
     def provide(self, shard: RemoteShard) -> Path:
-        """Gives the file of a shard in the cache, fetched where it is missing. Raises what `RemoteShard.provide` raises."""
+        """Gives the file of a shard in the cache. Raises what `RemoteShard.provide` raises."""
         begun = self._begun.pop(shard.tar, None)
         return shard.provide(self._stop, self._arrived) if begun is None else begun.result()
 
