@@ -108,6 +108,8 @@ def run_parts(parts: Mapping[str, Part], setting: Setting, limit_s: float = LIMI
         except Exception as error:
             outcome.failures[name] = f"{type(error).__name__}: {error}"
             say("".join(traceback.format_exception(error)))
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()  # the ranks of other parts are processes of their own
         outcome.seconds[name] = time.monotonic() - begin
     return outcome
 

@@ -27,7 +27,9 @@ MOST_MEMORY = 0.5
 LEAST_BF16 = 1.3  # x tf32
 LEAST_SPLIT = 2.0  # x IEEE, on a GPU for data centres
 LEAST_ELSEWHERE = 2.5  # x SpikingJelly, in all that is neither a convolution nor a product
-PRODUCTS = re.compile(r"conv|gemm|winograd|xmma|cutlass|fprop|dgrad|wgrad|(?:^|::)(?:add|b)?mm\b", re.IGNORECASE)
+PRODUCTS = re.compile(
+    r"conv|gem[mv]|nvjet|splitk|winograd|xmma|cutlass|fprop|dgrad|wgrad|(?:^|::)(?:add|b)?mm\b", re.IGNORECASE
+)
 DATA_CENTRE = re.compile(r"\b(A100|A800|H100|H800|H200|GH200|B200|GB200|B300)")
 
 Lines = Mapping[str, Mapping[str, Any]]
@@ -35,12 +37,12 @@ Lines = Mapping[str, Mapping[str, Any]]
 
 def beside_spikingjelly(setting: Setting) -> Iterator[Figure]:
     """Whole steps at equal precision, side by side in one run: throughput and peak memory."""
+    jellies = (SPIKINGJELLY,) if setting.is_tiny else JELLIES
     for name in models(setting):
         tf32: Lines = {}
         for precision in ("fp32", "bf16") if setting.is_tiny else ("tf32", "bf16"):
-            jellies = (SPIKINGJELLY,) if setting.is_tiny else JELLIES
             lines = _measured(setting, name, precision, (*jellies, MEGASNN))
-            tf32 = tf32 or lines
+            tf32, jellies = tf32 or lines, tuple(row for row in jellies if row in lines)
             yield from _compared(setting, name, precision, lines)
             if precision == "bf16" and MEGASNN in tf32:
                 least = LEAST_BF16 if setting.has_targets else None

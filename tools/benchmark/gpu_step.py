@@ -82,13 +82,13 @@ def _waits(step: MegaSNNStep) -> list[str]:
 
 
 def _launches(step: MegaSNNStep, setting: Setting) -> int:
-    """Kernels and copies on a GPU; on a CPU the operators that no other has called."""
+    """Kernels and copies on a GPU; on a CPU the operators that call no other."""
     is_gpu = setting.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as trace:
         step.forward_backward()
         setting.wait()
     on = DeviceType.CUDA if is_gpu else DeviceType.CPU
-    return sum(each.device_type == on and each.cpu_parent is None for each in trace.events())
+    return sum(each.device_type == on and not each.cpu_children for each in trace.events())
 
 
 def memory(setting: Setting) -> Iterator[Figure]:
