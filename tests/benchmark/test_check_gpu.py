@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import torch
 
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
+from tools.benchmark import gpu_models
 from tools.benchmark.gpu import MISSED, NO_GPU, PASSED, Figure, Setting, check, run_parts
+from tools.benchmark.gpu_step import _waits
+from tools.benchmark.harness import Part as Measured
+from tools.benchmark.layouts_flags import LayoutBenchmark
+from tools.benchmark.ranks import RankError
 from tools.check_gpu import PARTS, main
 
 TINY = Setting(torch.device("cpu"), is_tiny=True)
@@ -33,7 +39,7 @@ def test_the_parts_of_kernels_interpreted(interpreted) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("forked_ranks", "products_of_before")
 def test_every_other_part() -> None:
     outcome = run_parts({name: part for name, part in PARTS.items() if name not in OF_KERNELS}, TINY)
     assert not outcome.failures and outcome.status == PASSED
@@ -44,6 +50,38 @@ def test_every_other_part() -> None:
         assert figures[f"{name} bf16: against SpikingJelly's fastest"] > 0
         assert 0 < figures[f"{name}: measured / predicted"] < 3
     assert figures["dp2"] > 0 and figures["zbv, measured / simulated"] > 0
+
+
+class Waiting:
+    """A step as torch warns of one: each wait, in backward too."""
+
+    def forward_backward(self) -> float:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return 0.0
+
+
+def test_every_wait_counts(monkeypatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    assert len(_waits(Waiting())) == 2 and modes == ["warn", "default"]
+    assert not torch.is_warn_always_enabled()
+
+
+def test_a_row_that_does_not_run_is_left_out(monkeypatch) -> None:
+    """SpikingJelly's kernels for CUDA need a compiler, for example."""
+    asked: list[tuple[str, ...]] = []
+
+    def measured(flags: LayoutBenchmark) -> list[Measured]:
+        asked.append(flags.rows)
+        if "spikingjelly-cuda" in flags.rows:
+            raise RankError("row spikingjelly-cuda failed in start:\nrank 0: no nvcc")
+        return [Measured([{"row": row} for row in flags.rows])]
+
+    monkeypatch.setattr(gpu_models, "measure", measured)
+    lines = gpu_models._measured(TINY, "vgg_dvs 48", "bf16", ("spikingjelly-cuda", "spikingjelly-torch", "megasnn"))
+    assert list(lines) == ["spikingjelly-torch", "megasnn"] == list(asked[1]) and len(asked) == 2
 
 
 def fails(setting: Setting) -> Iterator[Figure]:
@@ -85,6 +123,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("products_of_before")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(tmp_path: Path) -> None:
     assert main(["--output", str(tmp_path / "log.jsonl")]) == PASSED

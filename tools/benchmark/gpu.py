@@ -111,6 +111,7 @@ def run_parts(parts: Mapping[str, Part], setting: Setting, limit_s: float = LIMI
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()  # the ranks of other parts are processes of their own
         outcome.seconds[name] = time.monotonic() - begin
+        say(f"  {outcome.seconds[name]:.0f} s")
     return outcome
 
 
