@@ -118,10 +118,10 @@ def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple
     import torch
 
     torch.set_num_threads(1)
-    from megasnn.process import fault
+    from megasnn.process import fault as watch
     from tests.faults import driver
 
-    fault.LAST_SECONDS = fault.FAREWELL_SECONDS + 0.1  # the rest is for a launcher, which here is none
+    watch.LAST_SECONDS = watch.FAREWELL_SECONDS + 0.1  # the rest is for a launcher, and here is none
 
     if fault is not None and fault[1] == int(environment["RANK"]):
         driver.FAULTS[fault[0]]()
