@@ -192,7 +192,8 @@ class DistributedModel:
         self._correct_here.zero_()
         self._set_mode(training=True)
         self._forget_windows()
-        loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
+        with self.context.cast_weights.kept():
+            loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
         self._forget_windows()
         self._ties.sum_gradients()
         # Hits and vote travel with the loss: no step waits a second time for them.
@@ -232,7 +233,8 @@ class DistributedModel:
         self._set_mode(training=False)
         if micro_batches:
             self._forget_windows()
-            self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
+            with self.context.cast_weights.kept():
+                self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
             self._forget_windows()
 
     def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> tuple[int, NonFinite] | None:
