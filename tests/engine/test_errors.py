@@ -115,6 +115,13 @@ def test_what_names_no_folder_is_refused(engine: Engine, tmp_path: Path, monkeyp
         with pytest.raises(megasnn.CheckpointError, match=f"step must be .* a whole number, got {step!r}"):
             engine.load(".", step=step)  # type: ignore[arg-type]
     engine.load(".", step=0)
+    (tmp_path / "a file").touch()
+    for folder, reason in (("a file", "it is a file"), ("a file/below", "Not a directory")):
+        with pytest.raises(megasnn.CheckpointError, match=f"^cannot make {folder} a folder of checkpoints: {reason}"):
+            engine.save(folder)
+    with pytest.raises(megasnn.CheckpointError) as refused:
+        engine.load("nope")
+    assert str(refused.value) == "there is no folder nope to load a checkpoint from; check its path"
 
 
 @pytest.mark.parametrize(
