@@ -218,7 +218,8 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, ranks)
-    problems = building_problems(config.model, config.neuron.spec, config.parallel.tensor_model_parallel_size)
+    neuron, tensor_parallel = config.neuron, config.parallel.tensor_model_parallel_size
+    problems = building_problems(config.model, neuron.spec, tensor_parallel, neuron.neuron_backend)
     if problems:
         raise ConfigError(problems)
     return config
@@ -240,27 +241,31 @@ def require_alike(config: PretrainConfig, world: Group) -> None:
 class _Membership:
     """The Engines on a grid that the first of them has made; the last one to leave frees it.
 
+    Args:
+        joined_here: whether the ranks have joined each other for the first Engine.
     Attributes:
-        count: how many Engines there are; 0 where the grid was made by somebody else.
+        count: how many Engines there are; 0 once the grid is gone, which others may destroy, too.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._joined_here = False
-
-    def begin(self, joined_here: bool) -> None:
-        """Args: joined_here: whether the ranks have joined each other for the first Engine."""
+    def __init__(self, state: ParallelState, joined_here: bool) -> None:
         self.count, self._joined_here = 1, joined_here
+        state.at_end.callback(self._end)
 
     def leave(self) -> None:
-        self.count -= 1
-        if not self.count:
+        if self.count > 1:
+            self.count -= 1
+        elif self.count == 1:
             destroy_model_parallel()
             if self._joined_here:
                 dist.destroy_process_group()
 
+    def _end(self) -> None:
+        global _membership
+        self.count, _membership = 0, None
 
-_membership = _Membership()
+
+_membership: _Membership | None = None
+"""Of the grid that there is; None where there is none, or somebody else has made it."""
 
 
 def joined(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
@@ -287,6 +292,7 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     Raises:
         ValueError: the grid that is there has other sizes.
     """
+    global _membership
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if model_parallel_is_initialized():
         state = get_parallel_state()
@@ -295,7 +301,7 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
                 f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} are asked "
                 f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
             )
-        if not _membership.count:
+        if _membership is None:
             return state, lambda: None
         _membership.count += 1
         return state, _membership.leave
@@ -303,5 +309,5 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
     state = initialize_model_parallel(tensor, pipeline, device)
-    _membership.begin(dist.is_initialized() and not was_joined)
+    _membership = _Membership(state, dist.is_initialized() and not was_joined)
     return state, _membership.leave
