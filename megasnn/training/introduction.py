@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
+from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
 from megasnn.config.training import Length
 from megasnn.engine.arithmetic import told_torch
 from megasnn.engine.distributed_model import DistributedModel
@@ -76,7 +76,7 @@ def introduce(
             "layout": layers_per_chunk(plan.bounds),
             "schedules_ms": schedules,
             "costs": _costs(engine, plan),
-            "config": to_dict(config),
+            "config": with_model_name(config),
         },
     )
     simulation = plan.simulation(plan.micro_batches) if state.pipeline.size > 1 else None
