@@ -121,7 +121,7 @@ class _WithinHttp(HTTPRedirectHandler):
     """urllib itself follows a server to ftp too."""
 
     def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
     ) -> Request | None:
         if not is_http(newurl):
             raise FetchError(f"{shown(req.full_url)} leads to {shown(newurl)}, which is not http; correct the address")
