@@ -57,6 +57,11 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
     return shards
 
 
+def shown_path(data_path: str) -> str:
+    """A data path as messages name it, without the passwords and keys of its URLs."""
+    return "::".join(shown(part) if is_url(part) else part for part in _JOINT.split(data_path))
+
+
 def _expand_one(path: str, flag: str) -> list[Path]:
     path = os.path.expanduser(path)
     if os.path.isdir(path):
