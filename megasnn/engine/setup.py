@@ -24,6 +24,7 @@ from megasnn.config.training import TrainingConfig
 from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.split_products import choose_products
+from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
 from megasnn.models.building import describe
@@ -119,6 +120,14 @@ def build_context(
     types = PRECISIONS[precision]
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
     return BuildContext(state.tensor, weights, products, neuron_backend, seed, data=state.data, carries=carries)
+
+
+def require_kernels(config: PretrainConfig, device: torch.device) -> None:
+    """Raises ValueError where this device has not the `--neuron-backend` that is asked for."""
+    name = config.neuron.neuron_backend
+    if name not in BACKENDS.also:
+        products = getattr(torch, PRECISIONS[config.training.precision].products)
+        backend_for(name, torch.empty(1, 1, 1, dtype=products, device=device), config.neuron.spec)
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:

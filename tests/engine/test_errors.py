@@ -124,6 +124,12 @@ def test_what_names_no_folder_is_refused(engine: Engine, tmp_path: Path, monkeyp
     assert str(refused.value) == "there is no folder nope to load a checkpoint from; check its path"
 
 
+def test_kernels_that_this_device_has_not_are_refused_before_anything_is_built() -> None:
+    with pytest.raises(ValueError, match="^the triton kernels cannot be used: they run on CUDA tensors, not on cpu"):
+        Engine(Net(), **SIZES, neuron_backend="triton")
+    assert not model_parallel_is_initialized()
+
+
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
