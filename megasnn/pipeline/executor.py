@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.bundle import Bundle
+from megasnn.device_checks import told
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
@@ -25,15 +26,7 @@ from megasnn.telemetry.timers import DeviceClock, Mark
 
 
 class PipelineError(RuntimeError):
-    """An action failed; the message names rank, stage, action and micro-batch.
-
-    Attributes:
-        place: these four.
-    """
-
-    def __init__(self, place: str, cause: Exception) -> None:
-        super().__init__(f"{place}: {type(cause).__name__}: {cause}")
-        self.place = place
+    """An action failed; the message names rank, stage, action and micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +168,10 @@ class PipelineExecutor:
                 try:
                     if action.kind in COMPUTE:
                         self._transfers.announce(actions, position)
-                    self._methods[action.kind](run, action)
+                    with told(partial(self._failed, action, ValueError)):
+                        self._methods[action.kind](run, action)
                 except Exception as error:
-                    raise PipelineError(self._place(action), error) from error
+                    raise PipelineError(self._failed(action, type(error), str(error))) from error
                 if self.observer is not None and start is not None:
                     self.observer(action, start, self.clock.mark())
         self._transfers.wait()
@@ -195,6 +189,13 @@ class PipelineExecutor:
         where = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {where.rank}, pipeline stage {where.pipeline.rank}, action {action}{micro}"
+
+    def _failed(self, action: Action, kind: type[Exception], text: str) -> str:
+        return f"{self._place(action)}: {kind.__name__}: {text}"
+
+    def go_dense(self, names: Iterable[str]) -> None:
+        """From now on these tensors travel dense between stages. To be called on all ranks alike, between steps."""
+        self._transfers.go_dense(names)
 
     def _named(self, method: Callable[[_Run, Action], None]) -> Callable[[_Run, Action], None]:
         """The method; in a trace, with the names of the action and of the message that it sends or waits for."""

@@ -20,7 +20,7 @@ from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription
 from megasnn.pipeline.costs import LayerCost
 from megasnn.pipeline.executor import Entry
-from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
+from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
 from megasnn.sharding import materialise
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 
@@ -181,13 +181,13 @@ def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescriptio
         clock = _Clock(y.device)
         for _ in range(ROUNDS):
             with clock("pack"):
-                messages = messages_of(descriptor.flatten(y), descriptor)
+                message = message_of(descriptor.flatten(y), descriptor)
             with clock("unpack"):
-                descriptor.restore(messages[0])
+                descriptor.restore(message)
         width = (wires.gradient_dtype or y.dtype).itemsize if y.is_floating_point() else 0
         cost = replace(
             cost,
-            message=cost.message + sum(message.nbytes for message in messages),
+            message=cost.message + message.nbytes,
             gradient=cost.gradient + y.numel() * width,
             pack=cost.pack + median(clock.times["pack"]),
             unpack=cost.unpack + median(clock.times["unpack"]),

@@ -41,6 +41,10 @@ class RasterRecorder:
         chosen = torch.linspace(0, few.shape[2] - 1, min(NEURONS, few.shape[2]), device=few.device).long()
         self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0).cpu().numpy()
 
+    def forget(self) -> None:
+        """Forgets the spikes that it keeps."""
+        self._rasters.clear()
+
     def take(self, pipeline_group: dist.ProcessGroup | None, layers: Sequence[str]) -> dict[str, Raster]:
         """The rasters of all stages in the model's order, and forgets them; the same on every rank of the pipeline.
 
