@@ -8,7 +8,7 @@ Outside, a finding raises at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -28,13 +28,14 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        text: a sentence with the place.
+        text: a sentence. place: of the work in which it was found.
         boundary: the tensor between stages that its format cannot hold, and which may be sent in another one; None
             where nothing helps.
     """
 
     text: str
-    boundary: str | None = None
+    place: str
+    boundary: str | None
 
 
 class DeviceChecks:
@@ -46,6 +47,7 @@ class DeviceChecks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._place: Callable[[], str] = str
         self._words: list[tuple[Words, str | None]] = []  # the outermost first
         self._certain: list[Finding] = []
         self._open: list[tuple[Tensor, Finding]] = []  # found, where the tensor is not 0
@@ -73,17 +75,28 @@ class DeviceChecks:
         return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
+        """Keeps a finding, or of a tensor, what is one where the tensor is not 0."""
         boundary = None
         for words, its_boundary in reversed(self._words):
             complaint, boundary = words(complaint), boundary or its_boundary
-        finding = Finding(complaint, boundary)
+        finding = Finding(complaint, self._place(), boundary)
         if isinstance(wrong, Tensor):
             self._open.append((wrong.reshape(1), finding))
         elif wrong:
             self._certain.append(finding)
 
     @contextmanager
-    def told(self, words: Words, boundary: str | None) -> Iterator[None]:
+    def at(self, place: Callable[[], str]) -> Iterator[None]:
+        """Inside, this is the place of what is found."""
+        before, self._place = self._place, place
+        try:
+            yield
+        finally:
+            self._place = before
+
+    @contextmanager
+    def explained(self, words: Words, boundary: str | None) -> Iterator[None]:
+        """See the function."""
         self._words.append((words, boundary))
         try:
             yield
@@ -115,26 +128,22 @@ def refuse(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None 
         checks.note(True, complaint)
 
 
+def at(place: Callable[[], str]) -> AbstractContextManager[None]:
+    """Inside, what is noted for the end of the step has this place."""
+    checks = _collecting.get()
+    return nullcontext() if checks is None else checks.at(place)
+
+
 @contextmanager
-def told(words: Words, boundary: str | None = None) -> Iterator[None]:
-    """Inside, what is noted for the end of the step is told in these words around it.
+def explained(words: Words, boundary: str | None = None) -> Iterator[None]:
+    """Inside, what is wrong is told in these words around it, whether it is raised or noted for the end of the step.
 
     Args:
         boundary: see Finding.
     """
     checks = _collecting.get()
-    if checks is None:
-        yield
-        return
-    with checks.told(words, boundary):
-        yield
-
-
-@contextmanager
-def explained(words: Words, boundary: str | None = None) -> Iterator[None]:
-    """As `told`; a ValueError that is raised inside goes on in these words too."""
     try:
-        with told(words, boundary):
+        with nullcontext() if checks is None else checks.explained(words, boundary):
             yield
     except ValueError as error:
         raise ValueError(words(str(error))) from error

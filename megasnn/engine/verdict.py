@@ -41,7 +41,7 @@ class Verdict:
         unfit: dict[str, str] = {}
         for each in findings:
             if each.boundary is not None:
-                unfit.setdefault(each.boundary, each.text)
+                unfit.setdefault(each.boundary, f"{each.place}: {each.text}")
         if unfit and not self._strict:
             # What else was found may come from what those boundaries gave the stages behind them.
             self._executor.go_dense(unfit)
@@ -53,4 +53,5 @@ class Verdict:
         first = findings[0]
         strictly = "" if first.boundary is None else " (--strict-wire; without it the tensor goes dense)"
         more = f"; and {len(findings) - 1} more" if len(findings) > 1 else ""
-        raise PipelineError(f"{first.text}{strictly}{more}")
+        cause = ValueError(f"{first.text}{strictly}{more}")
+        raise PipelineError(first.place, cause) from cause

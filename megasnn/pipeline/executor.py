@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.bundle import Bundle
-from megasnn.device_checks import told
+from megasnn.device_checks import at
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
@@ -26,7 +26,15 @@ from megasnn.telemetry.timers import DeviceClock, Mark
 
 
 class PipelineError(RuntimeError):
-    """An action failed; the message names rank, stage, action and micro-batch."""
+    """An action failed; the message names rank, stage, action and micro-batch.
+
+    Attributes:
+        place: these four.
+    """
+
+    def __init__(self, place: str, cause: Exception) -> None:
+        super().__init__(f"{place}: {type(cause).__name__}: {cause}")
+        self.place = place
 
 
 @dataclass(frozen=True)
@@ -168,10 +176,10 @@ class PipelineExecutor:
                 try:
                     if action.kind in COMPUTE:
                         self._transfers.announce(actions, position)
-                    with told(partial(self._failed, action, ValueError)):
+                    with at(partial(self._place, action)):
                         self._methods[action.kind](run, action)
                 except Exception as error:
-                    raise PipelineError(self._failed(action, type(error), str(error))) from error
+                    raise PipelineError(self._place(action), error) from error
                 if self.observer is not None and start is not None:
                     self.observer(action, start, self.clock.mark())
         self._transfers.wait()
@@ -189,9 +197,6 @@ class PipelineExecutor:
         where = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {where.rank}, pipeline stage {where.pipeline.rank}, action {action}{micro}"
-
-    def _failed(self, action: Action, kind: type[Exception], text: str) -> str:
-        return f"{self._place(action)}: {kind.__name__}: {text}"
 
     def go_dense(self, names: Iterable[str]) -> None:
         """From now on these tensors travel dense between stages. To be called on all ranks alike, between steps."""

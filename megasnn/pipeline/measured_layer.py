@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.comm.statistics import statistics
+from megasnn.device_checks import DeviceChecks
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
@@ -180,7 +181,8 @@ def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescriptio
         descriptor = TensorDescriptor.of(y, description.entries[key].content)
         clock = _Clock(y.device)
         for _ in range(ROUNDS):
-            with clock("pack"):
+            # Whether values fit is a question of training: here they are made up.
+            with clock("pack"), DeviceChecks(y.device).collecting():
                 message = message_of(descriptor.flatten(y), descriptor)
             with clock("unpack"):
                 descriptor.restore(message)
