@@ -146,7 +146,7 @@ def waits_of_a_step(model: str, flags: str = "") -> tuple[list[str], list[str]]:
             states = engine.steps.optimizer.state.values()
             return {state["step"].untyped_storage().data_ptr() for state in states if "step" in state}
 
-        watch.spikes.enabled = True
+        watch.spikes.enabled = watch.rasters.enabled = True
         with host_waits(host) as in_step:
             result = engine.train_on(second)
         assert math.isfinite(result.loss) and not result.skipped
