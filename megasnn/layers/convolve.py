@@ -14,6 +14,7 @@ from torch import Tensor
 from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import (
     all_reduce_sum,
+    exchange_bytes,
     from_rows,
     gather_columns,
     join_columns,
@@ -25,7 +26,7 @@ from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.weight_gradients import Leave
 
-SLICE_BYTES = 4 * 1024 * 1024
+SLICE_BYTES = 4 * 1024 * 1024  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: t
         return lambda: whole
     channels = weight.shape[1]
     frames, pixels = grad.shape[0], space.numel()
-    step = max(1, SLICE_BYTES // (pixels * channels * grad.element_size()))
+    slice_bytes = exchange_bytes(plan.group, grad.device, SLICE_BYTES)
+    step = max(1, slice_bytes // (pixels * channels * grad.element_size()))
     result = grad.new_empty(frames * pixels, channels // plan.group.size)
     in_transit: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
 

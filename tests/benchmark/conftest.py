@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 
 from megasnn.kernels.tensor_cores import CUBLAS, let_products_round
-from tests.rank_pool import PRELOADED
+from tests.forking import forking
 from tools.benchmark import ranks
 
 
@@ -24,6 +23,5 @@ def products_of_before() -> Iterator[None]:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from the server of the tests, for a test that does not look at their memory."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forking()
     monkeypatch.setattr(ranks.multiprocessing, "get_context", lambda method: context)
