@@ -213,7 +213,8 @@ class DistributedModel:
         self._correct_here.zero_()
         self._set_mode(training=True)
         self._forget_windows()
-        loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
+        with self.context.cast_weights.kept():
+            loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
         self._forget_windows()
         self._ties.sum_gradients()
         return loss
@@ -280,7 +281,7 @@ class DistributedModel:
         self._set_mode(training=False)
         if micro_batches:
             self._forget_windows()
-            with self.verdict.checks.collecting():
+            with self.verdict.checks.collecting(), self.context.cast_weights.kept():
                 self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
             self._forget_windows()
         return all_reduce_sum(self.verdict.checks.count(), self.state.world, "step")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megasnn.device_checks import refuse
 from megasnn.kernels.layout import empty_strided, flat_in_memory, is_dense, row_major_strides
-from megasnn.kernels.triton.available import usable_on
+from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 # Dtypes that the compiled loops write, each through a dtype that numpy knows, and how 1 looks in it.
 _WRITTEN_AS = {
@@ -207,7 +207,7 @@ def _compiled(x: Tensor) -> ModuleType | None:
 
 
 def _on_gpu(values: Tensor) -> ModuleType | None:
-    if not usable_on(values.device):
+    if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
     from megasnn.kernels.triton import codec
 
