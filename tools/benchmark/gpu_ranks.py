@@ -50,7 +50,7 @@ def schedules(setting: Setting) -> Iterator[Figure]:
     if _ranks(setting) < 2:
         return
     few: dict[str, Any] = (
-        {"schedules": ("1f1b", "zbv"), "micro_batches": 2, "micro_batch_size": 1, "rounds": 1}
+        {"schedules": ("zbv",), "micro_batches": 2, "micro_batch_size": 1, "rounds": 1}
         if setting.is_tiny
         else {"micro_batches": 8, "micro_batch_size": 16, "rounds": 2}
     )
