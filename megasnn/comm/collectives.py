@@ -34,13 +34,16 @@ def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 
 
 def gather_columns(
-    rows: Tensor, group: Group, content: Content, direction: str = "forward"
+    rows: Tensor, group: Group, content: Content, direction: str = "forward", bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Every rank's columns side by side: [R, C/size] -> [R, C], and the payloads they came in.
 
     The payloads (one per rank, packed by `content`) are the cheapest exact copy of the result to keep for backward.
+
+    Args:
+        bits: the rows, where they are packed already.
     """
-    payload = encode(rows.reshape(-1), content, check=True)
+    payload = encode(rows.reshape(-1), content, check=True) if bits is None else bits
     if group.size == 1:
         return rows, [payload]
     statistics.record(group.name, "all_gather", direction, payload.nbytes, rows.nbytes)

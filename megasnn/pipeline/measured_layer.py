@@ -14,13 +14,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.comm.statistics import statistics
+from megasnn.device_checks import DeviceChecks
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription
 from megasnn.pipeline.costs import LayerCost
 from megasnn.pipeline.executor import Entry
-from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
+from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
 from megasnn.sharding import materialise
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 
@@ -183,14 +184,15 @@ def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescriptio
         descriptor = TensorDescriptor.of(y, description.entries[key].content)
         clock = _Clock(y.device)
         for _ in range(ROUNDS):
-            with clock("pack"):
-                messages = messages_of(descriptor.flatten(y), descriptor)
+            # Whether values fit is a question of training: here they are made up.
+            with clock("pack"), DeviceChecks(y.device).collecting():
+                message = message_of(descriptor.flatten(y), descriptor)
             with clock("unpack"):
-                descriptor.restore(messages[0])
+                descriptor.restore(message)
         width = (wires.gradient_dtype or y.dtype).itemsize if y.is_floating_point() else 0
         cost = replace(
             cost,
-            message=cost.message + sum(message.nbytes for message in messages),
+            message=cost.message + message.nbytes,
             gradient=cost.gradient + y.numel() * width,
             pack=cost.pack + median(clock.times["pack"]),
             unpack=cost.unpack + median(clock.times["unpack"]),
@@ -232,12 +234,11 @@ class _Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before = self._memory_before() if self.watches_memory else None
-        sent, counts = statistics.total(), statistics.enabled
-        statistics.enable()
-        start = self._now()
-        yield
-        self.times.setdefault(name, []).append(self._now() - start)
-        statistics.enable(counts)
+        sent = statistics.total()
+        with statistics.counting():
+            start = self._now()
+            yield
+            self.times.setdefault(name, []).append(self._now() - start)
         total = statistics.total()
         self.traffic[name] = total.calls - sent.calls, total.bytes - sent.bytes
         if before is not None:

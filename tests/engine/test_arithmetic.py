@@ -151,7 +151,8 @@ def test_refused_on_a_gpu() -> None:
 def test_the_log_says_what_products_are() -> None:
     assert told_torch(TrainingConfig(), torch.device("cpu")) == []
     (told,) = told_torch(TrainingConfig(), CUDA)
-    assert told.startswith("products of fp32 are IEEE: TF32 is off") and told.endswith("cuDNN chooses its algorithms")
+    assert told.startswith("products of fp32 are IEEE: TF32 is off")
+    assert told.endswith("cuDNN: channels last, algorithms of its own choice, benchmark off")
     rounded, ordered = told_torch(TrainingConfig(precision="tf32", deterministic=True), CUDA)
     assert "round their operands to 11 bits" in rounded and "deterministic algorithms only" in rounded
     assert ordered == "deterministic: sums over ranks are formed in the order of the ranks"
