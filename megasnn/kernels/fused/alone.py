@@ -51,7 +51,7 @@ def steps_backward(x, v_first, g_spikes, g_v, g_x, totals, p, width, first, last
         for t in range(steps):
             charge_again(x[t, low:high], None, v[:n], h[t, :n], p)
         total[:] = p.zero
-        backward_through_time(h, v_first[low:high], g_spikes, low, g_v[low:high], g_x, low, n, v, v, total[:n], p)
+        backward_through_time(h, v_first[low:high], g_spikes, low, g_v[low:high], g_x, low, n, None, v, v, total[:n], p)
         totals[block] = sum_all(total)
 
 

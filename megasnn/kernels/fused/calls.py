@@ -20,7 +20,7 @@ from megasnn.kernels.spec import NeuronSpec
 
 _ROW = 512  # elements that are summed side by side, rounded up to whole pixels
 _ROWS = 32  # rows of a unit that sums: short enough for float32, long enough that folding costs nothing
-_BLOCK = 4  # rows of a block: longer ones read memory faster, and potentials of all steps have room in the L2 cache
+_BLOCK = 8  # rows of a block: longer ones read memory faster, and potentials of all steps have room in the L2 cache
 
 
 def statistics(x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def backward_sums(
     else:
         sums = np.empty((pieces(flat.shape[1], width * _ROWS), 3, channels))
         rows = data.reshape(inputs, -1), flat, *tiles, g.reshape(inputs, -1)
-        run(loops.block_backward, len(sums), *rows, sums, channels, width, _ROWS // _BLOCK, p)
+        run(loops.block_backward, len(sums), *rows, sums, channels, _ROWS // _BLOCK, p)
     return torch.from_numpy(sums.sum(axis=0)), g
 
 

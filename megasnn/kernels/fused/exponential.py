@@ -1,4 +1,7 @@
-"""The exponential of a surrogate gradient, written out, because the mathematical library's does not vectorise."""
+"""The exponential of a surrogate gradient, written out, because the mathematical library's does not vectorise.
+
+It multiplies and adds with one rounding, which is faster and has the same bits on every processor.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,16 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 
-@intrinsic
-def power_of_two(context, t):
+def _multiply_add(context, a, b, c):
+    """a * b + c, rounded once."""
+
+    def generate(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return a(a, a, a), generate
+
+
+def _power_of_two(context, t):
     """2^k from ``t = k + 1.5 * 2^mantissa_bits``: the low bits of such a number hold k, which becomes the exponent."""
     width, exponent_bias, mantissa_bits = (32, 127, 23) if t == types.float32 else (64, 1023, 52)
 
@@ -24,6 +35,10 @@ def power_of_two(context, t):
         return builder.bitcast(bits, args[0].type)
 
     return t(t), generate
+
+
+multiply_add: Any = intrinsic(_multiply_add)
+power_of_two: Any = intrinsic(_power_of_two)
 
 
 def exp_negative(x):
@@ -47,13 +62,24 @@ def _exp_negative(x):
 
     def implementation(x):
         x = lowest if x < lowest else x  # a NaN stays one
-        shifted = x * per_ln2 + magic
+        shifted = multiply_add(x, per_ln2, magic)
         k = shifted - magic
-        r = (x - k * high) - k * low
+        r = multiply_add(k, -low, multiply_add(k, -high, x))
         p = c7
         if double:
-            p = (((((c13 * r + c12) * r + c11) * r + c10) * r + c9) * r + c8) * r + c7
-        p = ((((((p * r + c6) * r + c5) * r + c4) * r + c3) * r + c2) * r + one) * r + one
-        return p * power_of_two(shifted)  # type: ignore[call-arg]
+            p = multiply_add(c13, r, c12)
+            p = multiply_add(p, r, c11)
+            p = multiply_add(p, r, c10)
+            p = multiply_add(p, r, c9)
+            p = multiply_add(p, r, c8)
+            p = multiply_add(p, r, c7)
+        p = multiply_add(p, r, c6)
+        p = multiply_add(p, r, c5)
+        p = multiply_add(p, r, c4)
+        p = multiply_add(p, r, c3)
+        p = multiply_add(p, r, c2)
+        p = multiply_add(p, r, one)
+        p = multiply_add(p, r, one)
+        return p * power_of_two(shifted)
 
     return implementation

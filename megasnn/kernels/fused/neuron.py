@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from megasnn.kernels.fused.exponential import exp_negative
+from megasnn.kernels.fused.exponential import exp_negative, multiply_add
 from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.jit import part
 from megasnn.kernels.spec import NeuronSpec
@@ -66,6 +66,19 @@ class Soft(NamedTuple):
     by: Any
 
 
+class Detached(NamedTuple):
+    """No gradient flows through the spike of the reset."""
+
+    zero: Any
+
+
+class Attached(NamedTuple):
+    """d(v after reset) / d(spike) = jump - slide * h."""
+
+    jump: Any
+    slide: Any
+
+
 class Sigmoid(NamedTuple):
     """The derivative of a sigmoid, as surrogate gradient amplitude * shape(slope * (h - threshold))."""
 
@@ -95,13 +108,11 @@ class Constants(NamedTuple):
 
     charge: Any  # one of CHARGES
     reset: Any  # Hard or Soft
+    path: Any  # Detached or Attached
     surrogate: Any  # one of SURROGATES
     learn: bool  # the gradient of the charging factor is wanted
     rest: Any
     threshold: Any
-    kept: Any
-    jump: Any
-    slide: Any
     into: Any
     through: Any
     zero: Any
@@ -114,13 +125,11 @@ def constants(spec: NeuronSpec, dtype: np.dtype, learned_leak: float, learn: boo
     return Constants(
         charge=CHARGES[n.charge](number(n.rest), number(n.factor)),
         reset=Hard(number(n.rest)) if n.hard else Soft(number(n.threshold)),
+        path=Detached(number(0)) if spec.detach_reset else Attached(number(n.jump), number(n.slide)),
         surrogate=SURROGATES[n.surrogate](number(n.slope), number(n.amplitude)),
         learn=learn,
         rest=number(n.rest),
         threshold=number(n.threshold),
-        kept=number(n.kept),
-        jump=number(n.jump),
-        slide=number(n.slide),
         into=number(n.into),
         through=number(n.through),
         zero=number(0),
@@ -156,6 +165,29 @@ def fired(h, reset):
 @scalar(fired)
 def _fired(h, reset):
     return {Hard: lambda h, reset: reset.by, Soft: lambda h, reset: h - reset.by}[reset.instance_class]
+
+
+def of_potential(g_v, h, threshold, reset):
+    """The gradient of the potential before firing by the direct path, from that of the potential after it."""
+
+
+@scalar(of_potential)
+def _of_potential(g_v, h, threshold, reset):
+    def hard(g_v, h, threshold, reset):
+        return g_v * 0 if h >= threshold else g_v
+
+    return hard if reset.instance_class is Hard else lambda g_v, h, threshold, reset: g_v
+
+
+def of_spike(g_spike, g_v, h, path):
+    """The gradient of a spike, with what reaches it through the reset."""
+
+
+@scalar(of_spike)
+def _of_spike(g_spike, g_v, h, path):
+    if path.instance_class is Detached:
+        return lambda g_spike, g_v, h, path: g_spike
+    return lambda g_spike, g_v, h, path: g_spike + g_v * (path.jump - path.slide * h)
 
 
 def surrogate_gradient(above, surrogate, one):
@@ -200,6 +232,23 @@ def _fed(x, norm, j):
     return lambda x, norm, j: x[j] * norm[0][j] + norm[1][j]
 
 
+def sum_up(g_x, sums, j):
+    """Adds to the sums over g and g (x - mean) of neuron j, where there is a norm."""
+
+
+@scalar(sum_up)
+def _sum_up(g_x, sums, j):
+    def add(g_x, sums, j):
+        x, mean, sum_g, sum_gx = sums
+        sum_g[j] += g_x
+        sum_gx[j] += g_x * (x[j] - mean[j])
+
+    def nothing(g_x, sums, j):
+        pass
+
+    return nothing if isinstance(sums, types.NoneType) else add
+
+
 # ------------------------------------------------------------------------------------------------------------ a row
 
 
@@ -232,16 +281,16 @@ def reset(h, v, p):
 
 
 @part
-def step_back(h, g_spike, g_v, g_x, p):
+def step_back(h, g_spike, g_v, g_x, sums, p):
     """From the gradients of spike and potential after the step to those of its input and the potential before it."""
-    threshold, kept, jump, slide = p.threshold, p.kept, p.jump, p.slide
-    into, through, one = p.into, p.through, p.one
+    threshold, into, through, one = p.threshold, p.into, p.through, p.one
     for j in range(h.size):
         surrogate = surrogate_gradient(h[j] - threshold, p.surrogate, one)
-        direct = kept if h[j] >= threshold else one
-        g_h = (g_spike[j] + g_v[j] * (jump - slide * h[j])) * surrogate + g_v[j] * direct
+        direct = of_potential(g_v[j], h[j], threshold, p.reset)
+        g_h = multiply_add(of_spike(g_spike[j], g_v[j], h[j], p.path), surrogate, direct)
         g_x[j] = g_h * into
         g_v[j] = g_h * through
+        sum_up(g_h * into, sums, j)
 
 
 @part
@@ -256,19 +305,34 @@ def add(a, b):
         a[j] += b[j]
 
 
+def at_step(norm, t, low, n):
+    """What `step_back` takes as sums."""
+
+
+@scalar(at_step)
+def _at_step(norm, t, low, n):
+    def of_norm(norm, t, low, n):
+        x, mean, sum_g, sum_gx = norm
+        return x[t, low : low + n], mean[:n], sum_g[:n], sum_gx[:n]
+
+    return (lambda norm, t, low, n: None) if isinstance(norm, types.NoneType) else of_norm
+
+
 @part
-def backward_through_time(h, v_first, g_spikes, low, g_v, g_x, low_x, n, row, v, total, p):
+def backward_through_time(h, v_first, g_spikes, low, g_v, g_x, low_x, n, norm, row, v, total, p):
     """All steps of a block in reverse.
 
     `h [T, >= n]`: potentials before firing. Of `g_spikes [T, M]` and `g_x [T or 1, M]` the `n` columns from `low` and
     `low_x` on are used; a single row of `g_x` receives the sum over the steps. `g_v [n]` holds the gradient of the
-    last potential before, that of the first one after. `row, v [>= n]` are scratch.
+    last potential before, that of the first one after. `norm`: `x`, of which the columns of `g_x` are used, `mean,
+    sum_g, sum_gx [>= n]`, or None. `row, v [>= n]` are scratch.
     """
     steps = h.shape[0]
     repeated = g_x.shape[0] != steps
     for t in range(steps - 1, -1, -1):
         target = row[:n] if repeated else g_x[t, low_x : low_x + n]
-        step_back(h[t, :n], g_spikes[t, low : low + n], g_v, target, p)
+        sums = at_step(norm, 0 if repeated else t, low_x, n)
+        step_back(h[t, :n], g_spikes[t, low : low + n], g_v, target, sums, p)
         if p.learn:
             if t > 0:
                 reset(h[t - 1, :n], v[:n], p)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megasnn.kernels.fused.neuron import backward_through_time, charge_again, fire
-from megasnn.kernels.fused.unit import fold, norm_sums
+from megasnn.kernels.fused.unit import fold
 from megasnn.kernels.jit import kernel, part
 
 
@@ -190,9 +190,9 @@ def pooled_backward(x, g_spikes, scale, shift, mean, g_y, sums, p, first, last):
                     pool_row_winners(x[t, sample], row, scale, shift, columns, winner[t], tap[t])
                 charge_again(winner[min(t, inputs - 1)], (scale, shift), v, h[t], p)
             low = (sample * rows + row) * width
-            backward_through_time(h, rest, g_spikes, low, g_v, g_pooled, 0, width, scratch, v, wide[2], p)
+            norm = (winner, mean, wide[0], wide[1])
+            backward_through_time(h, rest, g_spikes, low, g_v, g_pooled, 0, width, norm, scratch, v, wide[2], p)
             for t in range(inputs):
-                norm_sums(g_pooled[t], winner[t], mean, wide[0], wide[1])
                 pool_row_backward(g_pooled[t], tap[t], row, columns, g_y[t, sample])
         for k in range(3):
             fold(wide[k], channels, sums[sample, k])

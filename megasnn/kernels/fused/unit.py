@@ -1,8 +1,8 @@
 """The loops of norm and neuron: statistics, spikes, gradients.
 
 A block is a whole number of pixels, so that coefficients of channels, repeated to its length, make the innermost loops
-long whatever the number of channels is. Sums go into a narrower row, of `width` elements: the order in which they are
-added depends on neither the length of a block nor the number of threads.
+long whatever the number of channels is. Sums are added side by side in a row, pixels of which are added at the end of
+a unit of work: their order does not depend on the number of threads.
 
 Arguments: `x [X, M]` with X = T, or 1 for an input that is repeated; spikes and their gradients `[T, M]`; `first, last`
 the range of units of work to do, so that threads can share a call.
@@ -98,25 +98,17 @@ def fire_block(x, scale, shift, spikes, p, first, last):
             fire(step, (scale[:n], shift[:n]), v[:n], spikes[t, low:high], p)
 
 
-@part
-def norm_sums(g_y, x, mean, sum_g, sum_gx):
-    for j in range(g_y.size):
-        sum_g[j] += g_y[j]
-        sum_gx[j] += g_y[j] * (x[j] - mean[j])
-
-
 @kernel
-def block_backward(x, g_spikes, scale, shift, mean, g_y, sums, channels, width, blocks, p, first, last):
+def block_backward(x, g_spikes, scale, shift, mean, g_y, sums, channels, blocks, p, first, last):
     """The gradient `g_y [X, M]` of the normalised input from `g_spikes [T, M]`.
 
     Each unit of `blocks` blocks fills one of `sums [units, 3, C]`: of g_y, of g_y (x - mean), and what `of_factor`
-    gives. `scale`, `shift` and `mean` are as long as a block, which is a whole number of rows of `width`.
+    gives. `scale`, `shift` and `mean` are as long as a block.
     """
     steps, inputs, length = g_spikes.shape[0], x.shape[0], scale.size
     h = np.empty((steps, length), x.dtype)
     v, row, g_v = np.empty(length, x.dtype), np.empty(length, x.dtype), np.empty(length, x.dtype)
-    rest, total = np.full(length, p.rest), np.zeros(length, x.dtype)
-    wide = np.empty((3, width), x.dtype)
+    rest, wide = np.full(length, p.rest), np.empty((3, length), x.dtype)
     for unit in range(first, last):
         wide[:] = 0
         for low in range(unit * blocks * length, min((unit + 1) * blocks * length, x.shape[1]), length):
@@ -127,17 +119,8 @@ def block_backward(x, g_spikes, scale, shift, mean, g_y, sums, channels, width, 
             for t in range(steps):
                 step = x[min(t, inputs - 1), low:high]
                 charge_again(step, (scale[:n], shift[:n]), v[:n], h[t, :n], p)
-            if p.learn:
-                total[:] = p.zero
-            backward_through_time(h, rest[:n], g_spikes, low, g_v[:n], g_y, low, n, row, v, total[:n], p)
-            for start in range(low, high, width):
-                end = min(start + width, high)
-                k = end - start
-                for t in range(inputs):
-                    norm_sums(g_y[t, start:end], x[t, start:end], mean[:k], wide[0, :k], wide[1, :k])
-                if p.learn:
-                    for j in range(k):
-                        wide[2, j] += total[start - low + j]
+            norm = (x, mean, wide[0], wide[1])
+            backward_through_time(h, rest[:n], g_spikes, low, g_v[:n], g_y, low, n, norm, row, v, wide[2, :n], p)
         for k in range(3):
             fold(wide[k], channels, sums[unit, k])
 
