@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from megasnn.kernels.reference import REDUCED
 def refuses(x: Tensor) -> str | None:
     """Why the loops cannot take this input, or None where they can."""
     try:
-        import numba  # noqa: F401
+        import_module("numba")
     except ImportError as error:
         return f"numba is not usable here ({error})"
     if x.device.type != "cpu":
