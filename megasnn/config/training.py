@@ -75,6 +75,9 @@ class TrainingConfig:
     (an operation without one is an error), and sums over ranks are formed in the order of the ranks. That costs time:
     on GPUs the fastest algorithms of some convolutions, and with several ranks the second half of each exchange of
     gradients, which waits for the end of backward. On a single CPU rank nothing changes."""
+    wait_after_actions: bool = False
+    """Wait for the GPU after each action of the schedule, so that an error of one of its kernels names the action that
+    it arose in. Slow: to find such an error."""
     loss: Annotated[str, name_in(LOSSES)] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
     tet_lambda: float = 1e-3

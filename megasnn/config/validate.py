@@ -40,7 +40,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _length_problems(config) + _evaluation_problems(config)
     problems += _mixing_problems(config) + _window_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
-    problems += _arithmetic_problems(config)
+    problems += _arithmetic_problems(config) + _waiting_problems(config)
     if not config.logging.problems():
         problems += _trace_problems(config, world_size)
     if problems:
@@ -229,6 +229,12 @@ def _trace_problems(config: PretrainConfig, world_size: int) -> list[str]:
     if options.record_memory_history and config.parallel.device == "cpu":
         wrong.append("--record-memory-history is of the memory of GPUs: leave it out with --device cpu")
     return wrong
+
+
+def _waiting_problems(config: PretrainConfig) -> list[str]:
+    if config.training.wait_after_actions and config.parallel.device == "cpu":
+        return ["--wait-after-actions is for GPUs, not --device cpu: leave it out"]
+    return []
 
 
 def _wire_problems(config: PretrainConfig) -> list[str]:

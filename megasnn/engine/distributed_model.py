@@ -47,6 +47,7 @@ class DistributedModel:
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
         windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
             the mean over them; evaluation sees the logits of all time steps.
+        waits_after_actions: see PipelineExecutor.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
 
     Attributes:
@@ -75,6 +76,7 @@ class DistributedModel:
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         is_frozen: Callable[[str], bool] = lambda name: False,
         windows: int = 1,
+        waits_after_actions: bool = False,
         wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._windows, self._earlier_windows = windows, list[Bundle]()
@@ -117,7 +119,13 @@ class DistributedModel:
         self.stop_votes = self.correct = 0.0
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.executor = PipelineExecutor(
-            self.chunks, placement, state, self._micro_batch_loss, self.data_parallel, wires=wires
+            self.chunks,
+            placement,
+            state,
+            self._micro_batch_loss,
+            self.data_parallel,
+            wires=wires,
+            waits=waits_after_actions,
         )
         self._training_schedule = lru_cache(maxsize=None)(self.plan.training)
         self._evaluation_schedule = lru_cache(maxsize=None)(self.plan.evaluation)

@@ -174,7 +174,11 @@ def built(
 
     Args:
         wants_to_stop: as for the model.
+    Raises:
+        ValueError: a flag that is for GPUs, and this rank computes on a CPU.
     """
+    if config.training.wait_after_actions and state.device.type != "cuda":
+        raise ValueError("--wait-after-actions is for GPUs, and this rank computes on a CPU: leave it out")
     training, parallel, windows = config.training, config.parallel, window_count(config)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     context = build_context(state, training.precision, backend, seed, carries=windows > 1)
@@ -185,9 +189,19 @@ def built(
         profiles = config.logging.profile_pipeline
         plan = plan or plan_of(model, parallel, training.micro_batch_size, counts, context, state, predicts=profiles)
     with placed("while building the model"):
-        wires, frozen = wire_options(parallel), partial(is_frozen, config.optimizer)
         return plan, DistributedModel(
-            model, state, context, plan.bounds, plan.schedules, seed, loss, wires, frozen, windows, wants_to_stop
+            model,
+            state,
+            context,
+            plan.bounds,
+            plan.schedules,
+            seed,
+            loss,
+            wire_options(parallel),
+            is_frozen=partial(is_frozen, config.optimizer),
+            windows=windows,
+            waits_after_actions=training.wait_after_actions,
+            wants_to_stop=wants_to_stop,
         )
 
 

@@ -101,6 +101,8 @@ class PipelineExecutor:
         sync: data parallelism; None where gradients are not reduced.
         observer: called after each action, in training and in evaluation. Nothing waits for it but the host.
         wires: how tensors travel between stages.
+        waits: whether the device is waited for after each action, so that an error of a kernel is raised in the action
+            that it arose in.
 
     Attributes:
         observer: may be set and taken away between steps.
@@ -116,10 +118,11 @@ class PipelineExecutor:
         sync: GradientSync | None = None,
         observer: ActionObserver | None = None,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
+        waits: bool = False,
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync, self.observer = loss, sync, observer
-        self.clock = DeviceClock(state.device)
+        self.clock, self._waits = DeviceClock(state.device), waits
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
@@ -176,6 +179,8 @@ class PipelineExecutor:
                     if action.kind in COMPUTE:
                         self._transfers.announce(actions, position)
                     self._methods[action.kind](run, action)
+                    if self._waits:
+                        self.clock.wait()
                 except Exception as error:
                     raise PipelineError(self._place(action), error) from error
                 if self.observer is not None and start is not None:

@@ -229,12 +229,11 @@ class _Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before = self._memory_before() if self.watches_memory else None
-        sent, counts = statistics.total(), statistics.enabled
-        statistics.enable()
-        start = self._now()
-        yield
-        self.times.setdefault(name, []).append(self._now() - start)
-        statistics.enable(counts)
+        sent = statistics.total()
+        with statistics.counting():
+            start = self._now()
+            yield
+            self.times.setdefault(name, []).append(self._now() - start)
         total = statistics.total()
         self.traffic[name] = total.calls - sent.calls, total.bytes - sent.bytes
         if before is not None:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from megasnn.process.fault_hub import CONNECT_SECONDS, GONE, Hub, Link, make_room
@@ -117,13 +118,26 @@ def in_brief(error: BaseException) -> str:
 def in_full(error: BaseException, with_traceback: bool) -> str:
     """Place, kind and message of an error in the last line; above it the traceback, if that is wanted."""
     cause, place = cause_and_place(error)
-    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}"
+    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}{_LATE if _is_told_late(cause) else ''}"
     if not with_traceback:
         return text
     others = [f"{note}\n" for note in _notes(cause) if not isinstance(note, _Place)]
     cause.__notes__ = []
     stack = "".join(traceback.format_exception(cause))
     return stack.removesuffix("".join(traceback.format_exception_only(cause))) + "".join(others) + text
+
+
+_LATE = (
+    "\nA GPU computes behind the program, and its error is noticed by whatever comes next: run it again with "
+    "--wait-after-actions, where the place is that of the action in which the error arose."
+)
+_TOLD_LATE = "CUDA error", "Triton Error [CUDA]", "cuDNN error"
+
+
+def _is_told_late(error: BaseException) -> bool:
+    """Whether a GPU's work raised it; where that began is over then. Memory that is short is noticed at once."""
+    from_gpu = isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _TOLD_LATE)
+    return isinstance(error, RuntimeError) and from_gpu and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _notes(error: BaseException) -> list[str]:

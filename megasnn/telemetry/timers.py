@@ -58,6 +58,12 @@ class DeviceClock:
             torch.cuda.synchronize(self._device)
             self._zero = self.mark(), time.perf_counter()
 
+    def wait(self) -> None:
+        """Until the device has done what it was given so far; not for receives that are posted, which it does beside
+        that. An error of it is raised here at the latest."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def mark(self) -> Mark:
         """A place behind all work so far."""
         if self._device.type != "cuda":

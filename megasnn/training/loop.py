@@ -135,14 +135,13 @@ class TrainingRun:
 
         With --evaluate-only, one evaluation.
         """
-        with self.stop:
+        with self.stop, statistics.counting():
             if self.config.training.evaluate_only:
                 self._evaluate_if(True)
                 return
             self._compare_replicas_if(True)
             # What was sent and how long it took until here is no part of any iteration.
             statistics.reset()
-            statistics.enable()
             self.reporter.begin()
             trace = StepTrace(self.config, self.state, self.iterations, self.iteration, self.reporter.line)
             with closing(self.data.loader(self.engine).batches(self.consumed_samples)) as batches:
@@ -235,14 +234,13 @@ class TrainingRun:
     def _evaluate_if(self, due: bool) -> None:
         if not due or not self.data.evaluates:
             return
-        statistics.enable(False)  # what is logged is the traffic of training
         limit, loader = self.config.logging.eval_iters, self.data.loader(self.engine, training=False)
         if self.engine.steps.average is not None:
             self.saves.settle()  # its values take the weights' place
-        with self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
+        of_training = statistics.counting(False)  # what is logged is the traffic of training
+        with of_training, self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
             record = self.engine.evaluate_on(batches)
             skipped = self._over_replicas(loader.skipped)
-        statistics.enable()
         self.saves.found(self.iteration, record.top1)
         self.reporter.evaluation(replace(record, skipped_samples=skipped))
 

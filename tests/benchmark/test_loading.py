@@ -44,6 +44,7 @@ def test_a_run(shard: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["row"] for line in lines] == ["events, 0 workers", "events, 1 workers", "events, 1 workers"]
     assert all(line["samples_per_s"]["median"] > 0 < line["dataloader_samples_per_s"]["median"] for line in lines)
+    assert all(line["decoding_ratio"]["median"] > 0 for line in lines) and "x decoding" in told.out
     assert 0 < lines[0]["waiting_share"] < 1 and lines[2]["waiting_share"] is None
     assert "of it waiting" in told.out
 

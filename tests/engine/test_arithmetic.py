@@ -108,6 +108,12 @@ def test_refused_on_a_cpu(flags: dict[str, Any], problem: str) -> None:
         Engine(MODEL, **SIZES, **flags)
 
 
+def test_waiting_for_a_gpu_is_refused_on_a_cpu() -> None:
+    for flags, problem in (({"device": "cpu"}, "not --device cpu"), ({}, "and this rank computes on a CPU")):
+        with mock.patch("torch.cuda.device_count", return_value=0), pytest.raises(ValueError, match=problem):
+            Engine(MODEL, **SIZES, **flags, wait_after_actions=True)
+
+
 def test_refused_on_a_gpu() -> None:
     training = TrainingConfig(precision="tf32", deterministic=True)
     with (

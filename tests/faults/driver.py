@@ -56,6 +56,15 @@ def raise_in_step() -> None:
     _at_second_forward_of_second_step(fail)
 
 
+def lose_the_gpu() -> None:
+    """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    _at_second_forward_of_second_step(fail)
+
+
 def stall_in_step() -> None:
     """Writes down the process id and does not go on, so that the test can kill it there."""
 
@@ -174,6 +183,7 @@ FAULTS = {
     function.__name__: function
     for function in (
         raise_in_step,
+        lose_the_gpu,
         stall_in_step,
         raise_in_weight_gradient,
         slow_rank,

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch
 
 from megasnn.telemetry import timers as module
-from megasnn.telemetry.timers import Timers
+from megasnn.telemetry.timers import DeviceClock, Timers
 
 
 @pytest.fixture
@@ -40,3 +43,13 @@ def test_the_device_is_waited_for_only_when_asked(clock):
     with timers("step"):
         clock[0] += 1.0
     assert timers.mean_ms() == {"step": 1500.0}
+
+
+def test_a_gpu_is_waited_for_without_its_posted_receives():
+    """They are in streams of their own: to wait for the whole device would be to wait for another rank."""
+    with mock.patch("torch.cuda.current_stream") as stream, mock.patch("torch.cuda.synchronize") as device:
+        DeviceClock(torch.device("cpu")).wait()
+        assert not stream.called
+        DeviceClock(torch.device("cuda", 0)).wait()
+    stream.return_value.synchronize.assert_called_once_with()
+    assert not device.called

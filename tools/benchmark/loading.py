@@ -1,4 +1,5 @@
-"""Samples a second of the loader, beside a plain PyTorch DataLoader over the same files; and how long training waits.
+"""Samples a second of the loader, beside a plain PyTorch DataLoader over the same files and beside decoding alone; and
+how long training waits.
 
 The DataLoader's data set reads, decodes and changes a sample as ours does: the same shards, index, decoder and
 augmentation, and the same float batches; its workers are forked, as is its default. Rows take turns, and the two sides
@@ -11,9 +12,9 @@ import gc
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Annotated, Any, Literal
 
 import torch
@@ -37,7 +38,17 @@ from tools.benchmark.table import change, table
 from tools.benchmark.waiting import Waiting, measure_waiting, one_rank_loader
 
 WORKERS = (0, 1, 2)
-HEADINGS = ("", "samples/s", "quartiles", "DataLoader", "ratio", "training step, ms", "of it waiting", "change")
+HEADINGS = (
+    "",
+    "samples/s",
+    "quartiles",
+    "DataLoader",
+    "ratio",
+    "x decoding",
+    "training step, ms",
+    "of it waiting",
+    "change",
+)
 
 Batches = Generator[int, None, None]  # the size of each
 
@@ -99,7 +110,21 @@ def measure(flags: LoadingBenchmark) -> Iterator[Part]:
     dataset = open_datasets(data, flags.input_shape, flags.num_classes, shards_of_sample).train
     rates = _measure(flags, dataset)
     waiting = {workers: _waiting(flags, dataset, workers) for workers in flags.workers if flags.steps}
-    yield Part([_figures(flags, workers, *rates[workers], waiting.get(workers)) for workers in rates])
+    yield Part([_figures(flags, workers, rates[workers], waiting.get(workers)) for workers in rates])
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Samples a second, one figure for each round.
+
+    Attributes:
+        ours, theirs: the loader's, and the DataLoader's with as many workers.
+        decoding: of one process that only reads, decodes and changes samples, and gives them to nobody.
+    """
+
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    decoding: list[float] = field(default_factory=list)
 
 
 class Samples(Dataset[tuple[Any, int]]):
@@ -118,17 +143,21 @@ class Samples(Dataset[tuple[Any, int]]):
         return self._dataset.format.to_tensor([sample for sample, _ in batch]), torch.tensor([b for _, b in batch])
 
 
-def _measure(
-    flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat]
-) -> dict[int, tuple[list[float], list[float]]]:
-    """Samples a second by number of workers, ours and the DataLoader's, one of each for a round."""
-    rates: dict[int, tuple[list[float], list[float]]] = {workers: ([], []) for workers in flags.workers}
+def _measure(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat]) -> dict[int, Rates]:
+    """By number of workers; in each round every side has its turn, after one round that does not count."""
+    rates = {workers: Rates() for workers in flags.workers}
     for turn in rounds(flags.rounds, untimed=1):
-        for workers, (ours, theirs) in rates.items():
-            sides = [(ours, _our_batches), (theirs, _their_batches)]
-            for side, batches in sides[:: -1 if turn % 2 else 1]:
-                side.append(_rate(flags, partial(batches, flags, dataset, workers)))
-    return {workers: (ours[1:], theirs[1:]) for workers, (ours, theirs) in rates.items()}
+        for workers, of_row in rates.items():
+            sides = [
+                (of_row.ours, partial(_our_batches, flags, dataset, workers)),
+                (of_row.theirs, partial(_their_batches, flags, dataset, workers)),
+                (of_row.decoding, partial(_decoded_batches, flags, dataset)),
+            ]
+            for found, batches in sides[:: -1 if turn % 2 else 1]:
+                rate = _rate(flags, batches)
+                if turn > 0:
+                    found.append(rate)
+    return rates
 
 
 def _waiting(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Waiting:
@@ -152,6 +181,17 @@ def _their_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat],
             yield len(images)
 
 
+def _decoded_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat]) -> Batches:
+    """What no loader in one process can be faster than. Samples are in the order of an epoch."""
+    augment = dataset.format.augmentation(flags.augment)
+    for epoch in count(1):
+        order = torch.randperm(len(dataset)).tolist()
+        for first in range(0, len(order) - flags.batch_size + 1, flags.batch_size):
+            for sample in order[first : first + flags.batch_size]:
+                augmented(dataset, sample, augment, 1, epoch, sample)
+            yield flags.batch_size
+
+
 def _rate(flags: LoadingBenchmark, batches: Callable[[], Batches]) -> float:
     """Samples a second after the first batch: workers have started then, and those of the turn before are gone."""
     gc.collect()
@@ -162,9 +202,7 @@ def _rate(flags: LoadingBenchmark, batches: Callable[[], Batches]) -> float:
         return loaded / (time.perf_counter() - begin)
 
 
-def _figures(
-    flags: LoadingBenchmark, workers: int, ours: list[float], theirs: list[float], waiting: Waiting | None
-) -> Figures:
+def _figures(flags: LoadingBenchmark, workers: int, rates: Rates, waiting: Waiting | None) -> Figures:
     """The figures of a number of workers. Ratios are taken round by round."""
     configuration = {
         name: value for name, value in asdict(flags).items() if name not in ("output", "rounds", "samples")
@@ -172,9 +210,10 @@ def _figures(
     return {
         "row": f"{flags.kind}, {workers} workers",
         "configuration": {**configuration, "workers": workers},
-        "samples_per_s": summary(ours),
-        "dataloader_samples_per_s": summary(theirs),
-        "throughput_ratio": ratios(ours, theirs),
+        "samples_per_s": summary(rates.ours),
+        "dataloader_samples_per_s": summary(rates.theirs),
+        "throughput_ratio": ratios(rates.ours, rates.theirs),
+        "decoding_ratio": ratios(rates.ours, rates.decoding),
         "step_ms": waiting.step_ms if waiting else None,
         "waiting_share": waiting.share if waiting else None,
     }
@@ -197,10 +236,16 @@ def _cells(line: Line, last: Line | None) -> list[str]:
         f"{rate['q1']:.0f}..{rate['q3']:.0f}",
         f"{line['dataloader_samples_per_s']['median']:.0f}",
         f"{line['throughput_ratio']['median']:.2f}",
+        f"{line['decoding_ratio']['median']:.2f}",
         "-" if line["step_ms"] is None else f"{line['step_ms']:.1f}",
         "-" if line["waiting_share"] is None else f"{line['waiting_share']:.2%}",
         change(line, last, "samples_per_s", "median"),
     ]
 
 
-LOADING = Case(LoadingBenchmark, measure, report)
+NOTES = (
+    "ratio: against the DataLoader with as many workers; x decoding: against one process that reads, decodes and\n"
+    "changes samples and does nothing else with them; both compared round by round"
+)
+
+LOADING = Case(LoadingBenchmark, measure, report, NOTES)

@@ -1,0 +1,71 @@
+"""An error of a kernel, which a GPU tells of when it is asked for something later on: the place that is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.layers import BuildContext
+from megasnn.models.building import describe
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.chunk import build_chunk
+from megasnn.pipeline.executor import MicroBatchInput, PipelineError, PipelineExecutor
+from megasnn.process.fault import in_full
+from megasnn.schedule import generate
+from megasnn.telemetry.timers import DeviceClock
+from tests.engine.test_engine import MODEL
+
+
+class BrokenGpu(DeviceClock):
+    """Stands for a GPU whose kernel has failed: who waits for it is told."""
+
+    broken = False
+
+    def wait(self) -> None:
+        if self.broken:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenGpu]:
+    clock = BrokenGpu(torch.device("cpu"))
+    with mock.patch("megasnn.pipeline.executor.DeviceClock", return_value=clock):
+        yield clock
+    destroy_model_parallel()
+
+
+def _step(gpu: BrokenGpu, waits: bool) -> None:
+    """Two micro-batches on one rank. The kernel breaks in the forward of the first one; at the latest, the host finds
+    out in the loss of the second one."""
+    state = initialize_model_parallel()
+    model = describe(MODEL)
+    chunk = build_chunk(model, [range(len(model.layers))], 0, BuildContext(), state.device, 0)
+    calls = iter(range(2))
+
+    def loss(logits: Any, labels: Tensor) -> Tensor:
+        if next(calls) == 1:
+            gpu.wait()
+        gpu.broken = True
+        return logits.sum()
+
+    images, labels = torch.zeros(2, *MODEL.input_shape), torch.zeros(2, dtype=torch.long)
+    executor = PipelineExecutor({0: chunk}, (0,), state, loss, waits=waits)
+    executor.train_step(generate("gpipe", 1, 2), [MicroBatchInput(images, labels, 2)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("waits", "place"), [(False, "action 0F1, micro-batch 1"), (True, "action 0F0, micro-batch 0")]
+)
+def test_the_place(gpu: BrokenGpu, waits: bool, place: str) -> None:
+    with pytest.raises(PipelineError, match=place) as caught:
+        _step(gpu, waits)
+    assert "--wait-after-actions" in in_full(caught.value, with_traceback=False)
+
+
+def test_memory_that_is_short_is_noticed_where_it_is() -> None:
+    assert "--wait-after-actions" not in in_full(torch.OutOfMemoryError("CUDA out of memory"), with_traceback=False)
