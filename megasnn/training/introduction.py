@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
+from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
 from megasnn.config.training import Length
+from megasnn.data.paths import shown_path
 from megasnn.engine.arithmetic import told_torch
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import built, described_model
@@ -63,9 +64,10 @@ def introduce(
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
     reporter.text("model", table)
-    reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
+    told = _without_secrets(config)
+    reporter.text("configuration", "    " + describe(told).replace("\n", "\n    "))
     grid = {"data_parallel_size": state.data.size, "parameters": engine.parameters}
-    reporter.flags({**comparable_flags(config), **grid})
+    reporter.flags({**comparable_flags(told), **grid})
     schedules = {each.name: 1e3 * each.makespan for each in plan.named}
     reporter.entry(
         "start",
@@ -76,7 +78,7 @@ def introduce(
             "layout": layers_per_chunk(plan.bounds),
             "schedules_ms": schedules,
             "costs": _costs(engine, plan),
-            "config": to_dict(config),
+            "config": with_model_name(told),
         },
     )
     simulation = plan.simulation(plan.micro_batches) if state.pipeline.size > 1 else None
@@ -89,6 +91,13 @@ def introduce(
         if not config.training.evaluate_only:
             beside = file.with_name("model_summary.md")
             reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{table}\n"))
+
+
+def _without_secrets(config: PretrainConfig) -> PretrainConfig:
+    """The configuration for logs, which more people read than config.json."""
+    data = config.data
+    valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
+    return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
 def _costs(engine: DistributedModel, plan: PipelinePlan) -> dict[str, dict[str, Any]] | None:
@@ -140,7 +149,7 @@ def _summary(
     data = (
         "scikit-learn's digits, because there is no --data-path"
         if config.data.data_path == "sample"
-        else config.data.data_path
+        else shown_path(config.data.data_path)
     )
     spec, kernels = config.neuron.spec, config.neuron.neuron_backend
     sample = torch.empty(1, 1, 1, dtype=engine.context.compute_dtype, device=state.device)

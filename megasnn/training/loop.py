@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
+from megasnn.comm.agreement import all_do
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
@@ -170,6 +171,7 @@ class TrainingRun:
         self.watch.spikes.enabled = False
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
+            self._require_state_as_needed()
             self.saves.prepare()
             self._prepared = True
         if result.not_finite:
@@ -192,6 +194,16 @@ class TrainingRun:
         saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
         self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
         self._save_if(saves)
+
+    def _require_state_as_needed(self) -> None:
+        """Raises CheckpointError on every rank, after the first step and not with the first save, where the state of an
+        optimizer of the user's own cannot be saved or compared."""
+        compares = self.config.parallel.replica_interval and self.replicas.compares
+        flags = ["--save"] * bool(self.config.checkpoint.save) + ["--check-replicas-interval"] * bool(compares)
+        if flags:
+            entries = self.engine.checkpoints.entries
+            title = f"{' and '.join(flags)} cannot have this optimizer's state; take another one, or do without:"
+            all_do(self.state.world.handle, entries, title)
 
     def _logs(self, number: int) -> bool:
         """Whether iteration `number` has a log line."""

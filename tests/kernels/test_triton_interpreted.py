@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
 from megasnn.kernels.codec import pack_bits, pack_counts
+from megasnn.kernels.packed import bits_of
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
 from megasnn.random import philox_key
@@ -232,6 +234,25 @@ def packed_in_there() -> None:
 
 def test_spikes_leave_packed_as_well(interpreted) -> None:
     interpreted(packed_in_there)
+
+
+def remembered_bits_in_there() -> None:
+    """In training on a GPU, until somebody changes the spikes."""
+    x = channels_last(3, 2, 8, 4, 5).requires_grad_()
+    options: dict[str, Any] = {"spec": NeuronSpec(), "training": True, "backend": "triton"}
+    with mock.patch("megasnn.kernels.norm_neuron.on_gpu", lambda values: True):
+        spikes, *_ = norm_pool_neuron(x, None, None, **options)
+        with torch.no_grad():
+            untrained, *_ = norm_pool_neuron(x, None, None, **options)
+    assert torch.equal(bits_of(spikes), pack_bits(spikes)) and bits_of(untrained) is None
+    assert bits_of(spikes + 0) is None and bits_of(spikes.view_as(spikes)) is None
+    with torch.no_grad():
+        spikes.mul_(2)
+    assert bits_of(spikes) is None
+
+
+def test_spikes_remember_their_bits(interpreted) -> None:
+    interpreted(remembered_bits_in_there)
 
 
 @given(st.integers(0, 4100), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool]))

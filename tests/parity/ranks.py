@@ -155,7 +155,7 @@ def record_step(
         hook.remove()
     engine.merge_statistics(most)
     place = state.coordinates
-    result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits, sum(fired))
+    result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.norm, logits, sum(fired))
     for entry in engine.tensors:
         if entry.is_parameter and not entry.tensor.requires_grad:
             assert entry.tensor.grad is None

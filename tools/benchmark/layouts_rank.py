@@ -64,6 +64,7 @@ class LayoutRank:
             flags.micro_batch_size(row),
             flags.precision,
             flags.neuron_backend,
+            flags.fp32_products,
             tensor_model_parallel_size=row.tensor,
             pipeline_model_parallel_size=row.pipeline,
             pipeline_schedule=flags.pipeline_schedule,

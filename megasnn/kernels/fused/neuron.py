@@ -167,16 +167,16 @@ def _fired(h, reset):
     return {Hard: lambda h, reset: reset.by, Soft: lambda h, reset: h - reset.by}[reset.instance_class]
 
 
-def of_potential(g_v, h, threshold, reset):
+def of_potential(g_v, h, threshold, zero, reset):
     """The gradient of the potential before firing by the direct path, from that of the potential after it."""
 
 
 @scalar(of_potential)
-def _of_potential(g_v, h, threshold, reset):
-    def hard(g_v, h, threshold, reset):
-        return g_v * 0 if h >= threshold else g_v
+def _of_potential(g_v, h, threshold, zero, reset):
+    def hard(g_v, h, threshold, zero, reset):
+        return zero if h >= threshold else g_v
 
-    return hard if reset.instance_class is Hard else lambda g_v, h, threshold, reset: g_v
+    return hard if reset.instance_class is Hard else lambda g_v, h, threshold, zero, reset: g_v
 
 
 def of_spike(g_spike, g_v, h, path):
@@ -283,10 +283,10 @@ def reset(h, v, p):
 @part
 def step_back(h, g_spike, g_v, g_x, sums, p):
     """From the gradients of spike and potential after the step to those of its input and the potential before it."""
-    threshold, into, through, one = p.threshold, p.into, p.through, p.one
+    threshold, into, through, zero, one = p.threshold, p.into, p.through, p.zero, p.one
     for j in range(h.size):
         surrogate = surrogate_gradient(h[j] - threshold, p.surrogate, one)
-        direct = of_potential(g_v[j], h[j], threshold, p.reset)
+        direct = of_potential(g_v[j], h[j], threshold, zero, p.reset)
         g_h = multiply_add(of_spike(g_spike[j], g_v[j], h[j], p.path), surrogate, direct)
         g_x[j] = g_h * into
         g_v[j] = g_h * through
