@@ -81,12 +81,21 @@ def norm_pool_neuron_by(
     w: Tensor | None,
     unit: Unit,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The calls back to back; see `megasnn.kernels.unit.norm_pool_neuron`. running: as in `NeuronBackend`."""
-    x = x.movedim(2, -1).contiguous().movedim(-1, 2)
+    """The calls back to back; see `megasnn.kernels.unit.norm_pool_neuron`.
+
+    Args:
+        running: mean and variance to normalise with; None to normalise with the batch's.
+    """
     # On a GPU writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = on_gpu(x) and torch.is_grad_enabled()
-    spikes, mean, variance, bits = _NormPoolNeuron.apply(x, weight, bias, w, running, unit, calls, packed)
+    inputs = channels_last(x), weight, bias, w, running, unit, calls, packed
+    spikes, mean, variance, bits = _NormPoolNeuron.apply(*inputs)
     return remember_bits(spikes, bits), mean, variance
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """`[T, N, C, ...]` with its channels side by side in memory."""
+    return x.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
@@ -128,7 +137,7 @@ class _NormPoolNeuron(torch.autograd.Function):
         x, weight, bias, w, mean, variance = ctx.saved_tensors
         need_x, need_weight, need_bias, need_w = ctx.needs_input_grad[:4]
         unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
-        g_spikes = g_spikes.movedim(2, -1).contiguous().movedim(-1, 2)
+        g_spikes = channels_last(g_spikes)
         sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
         g_x = None
         if need_x:

@@ -52,6 +52,7 @@ def introduce(
         epoch_samples: training samples of an epoch.
         iteration: steps done before.
     """
+    given, config = config, _without_secrets(config)
     summary = _summary(config, engine, state, length, epoch_samples)
     arithmetic = *told_torch(config.training, state.device), *engine.context.products.told
     for line in (*summary, *arithmetic, *_flags(config)):
@@ -64,10 +65,9 @@ def introduce(
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
     reporter.text("model", table)
-    told = _without_secrets(config)
-    reporter.text("configuration", "    " + describe(told).replace("\n", "\n    "))
+    reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
     grid = {"data_parallel_size": state.data.size, "parameters": engine.parameters}
-    reporter.flags({**comparable_flags(told), **grid})
+    reporter.flags({**comparable_flags(config), **grid})
     schedules = {each.name: 1e3 * each.makespan for each in plan.named}
     reporter.entry(
         "start",
@@ -78,7 +78,7 @@ def introduce(
             "layout": layers_per_chunk(plan.bounds),
             "schedules_ms": schedules,
             "costs": _costs(engine, plan),
-            "config": with_model_name(told),
+            "config": with_model_name(config),
         },
     )
     simulation = plan.simulation(plan.micro_batches) if state.pipeline.size > 1 else None
@@ -87,7 +87,7 @@ def introduce(
         reporter.picture("pipeline/simulated", partial(chart, schedule, simulation, "simulated"), iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
-        reporter.tried.until_done(f"writing {file}", partial(_write, file, to_json(config)))
+        reporter.tried.until_done(f"writing {file}", partial(_write, file, to_json(given)))
         if not config.training.evaluate_only:
             beside = file.with_name("model_summary.md")
             reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{table}\n"))
@@ -149,7 +149,7 @@ def _summary(
     data = (
         "scikit-learn's digits, because there is no --data-path"
         if config.data.data_path == "sample"
-        else shown_path(config.data.data_path)
+        else config.data.data_path
     )
     spec, kernels = config.neuron.spec, config.neuron.neuron_backend
     sample = torch.empty(1, 1, 1, dtype=engine.context.compute_dtype, device=state.device)

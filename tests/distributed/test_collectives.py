@@ -122,6 +122,7 @@ def _traffic() -> dict:
     group = everybody()
     rows = spikes(7, 5, dtype=torch.float32)
     statistics.reset()
+    statistics.enable(False)
     gather_columns(rows, group, Content.SPIKES)  # not counted: counting is off
     statistics.enable()
     gather_columns(rows, group, Content.SPIKES)

@@ -43,8 +43,8 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     # Nothing that a layer keeps for backward grows with less than the samples, but for the norms' statistics.
     assert all(1.9 * a.held < b.held < 2.05 * a.held for a, b in zip(four, eight, strict=True))
     stem, block = four[0], four[5]
-    assert stem.message == 1 + stem.gradient // 32  # a bit in place of a float32, and a byte behind them
-    assert block.message == 1 + block.gradient // 4
+    assert stem.message == stem.gradient // 32  # a bit in place of a float32
+    assert block.message == block.gradient // 4
     described = describe_tensors(MODEL, BuildContext())
     sizes = [prod(entry.shard.global_shape) for entry in described if entry.is_parameter]
     assert sum(cost.parameters for cost in four) == sum(cost.parameters for cost in eight) == 4 * sum(sizes)

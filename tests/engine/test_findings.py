@@ -46,10 +46,13 @@ WRONG = {
     "labels": (
         _honest,
         f"labels must be from 0 to {CLASSES - 1} with --num-classes {CLASSES}",
-        "got labels from 0 to 77",
+        "got labels from 2 to 77",
     ),
     "spikes": (_with_halves, "behind: pack_bits takes 0 and 1", "got values from 0.0 to 0.5"),
 }
+
+
+LAYOUTS = {"labels": "2|1", "spikes": "2|2"}
 
 
 def _step(what: str, runs_ahead: bool, stages: int) -> tuple[str, str, str]:
@@ -58,7 +61,7 @@ def _step(what: str, runs_ahead: bool, stages: int) -> tuple[str, str, str]:
     flags = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 3, "pipeline_model_parallel_size": stages}
     with ExitStack() as stack:
         if stages > 1:
-            flags["pipeline_schedule"] = "gpipe"
+            flags |= {"pipeline_schedule": "gpipe", "pipeline_model_parallel_layout": LAYOUTS[what]}
         engine = stack.enter_context(Engine(between(layers), **flags))
         before = {entry.name: entry.tensor.clone() for entry in engine.distributed.tensors}
         images, labels = torch.rand(4, 3, 4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(4) % CLASSES

@@ -36,13 +36,6 @@ def loops(request, monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(dense_tensors(2))
-def test_more_values_than_the_kernels_can_count_are_left_to_torch(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(codec, "usable_on", lambda device: True)
-    assert codec._on_gpu(torch.empty(2**30, device="meta")) is not None
-    assert codec._on_gpu(torch.empty(2**31, device="meta")) is None
-
-
 def test_bits_round_trip(x):
     packed = pack_bits(x, check=True)
     assert packed.dtype == torch.uint8 and packed.shape == ((x.numel() + 7) // 8,)
@@ -132,3 +125,10 @@ def test_unpack_refuses():
         unpack_bits_into(packed, torch.zeros(16))
     with pytest.raises(ValueError, match="2 packed values"):
         unpack_counts(packed, (3,))
+
+
+def test_more_values_than_the_kernels_can_count_are_left_to_torch(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(codec, "usable_on", lambda device: True)
+    assert codec._on_gpu(torch.empty(2**30, device="meta")) is not None
+    assert codec._on_gpu(torch.empty(2**31, device="meta")) is None

@@ -17,7 +17,7 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.test_neuron import CHARGES
@@ -189,7 +189,8 @@ def test_every_neuron_compiles(charge: dict[str, Any]) -> None:
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
         for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
-            calls.norm_pool_neuron(x, None, None, running, 1e-5, spec, w, pool, 2)[0].sum().backward()
+            unit = Unit(spec, 1e-5, pool, 2)
+            norm_pool_neuron_by(calls, x, None, None, running, w, unit)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
     assert not any(code.count("div.approx") for code in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.fused_constants import numbers
-from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.norm_neuron import Norm, Unit
 from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, THREADS, TILES, compute_type, lanes, launch
 from megasnn.kernels.triton.pool import pooled_gradient_kernel, winners_kernel
 from megasnn.kernels.triton.sums import (
@@ -25,22 +23,6 @@ from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
 _PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
 _FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16
-
-
-def norm_pool_neuron(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    eps: float,
-    spec: NeuronSpec,
-    w: Tensor | None,
-    pool: bool,
-    time_steps: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`megasnn.kernels.unit.norm_pool_neuron`. running: mean and variance, if not the batch's."""
-    calls = sys.modules[__name__]
-    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, time_steps))
 
 
 def statistics(x: Tensor) -> Tensor:
