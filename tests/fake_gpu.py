@@ -31,6 +31,7 @@ _WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_selec
 _ON_GPU = {
     "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
     "megasnn.kernels.triton.available._unusable": lambda device: None,
+    "megasnn.device_checks.runs_ahead": lambda device: True,
     "megasnn.kernels.codec.usable_on": lambda device: True,
     "megasnn.kernels.philox.usable_on": lambda device: True,
     "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
@@ -144,7 +145,7 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
     """
     counted = Counted()
     counting = _Counting(counted)
-    forward = ConvNormNeuron.forward
+    forward, differentiate = ConvNormNeuron.forward, torch.autograd.backward
 
     def at(unit: str, backward: bool) -> Callable[[Any], None]:
         def mark(gradients: Any) -> None:
@@ -163,6 +164,10 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
         counting.unit = OUTSIDE
         return y
 
+    def backward(*args: Any) -> None:
+        differentiate(*args)
+        counting.unit = OUTSIDE
+
     def cast(*args: Any) -> Tensor:
         """Once a step, for whichever unit is the first."""
         unit, counting.unit = counting.unit, OUTSIDE
@@ -178,6 +183,7 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
         for target, replacement in _ON_GPU.items():
             stack.enter_context(mock.patch(target, replacement))
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
+        stack.enter_context(mock.patch("torch.autograd.backward", backward))
         stack.enter_context(mock.patch("megasnn.layers.cast_weights._cast", cast))
         stack.enter_context(mock.patch("megasnn.layers.unit.norm_pool_neuron", normalised))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -65,3 +65,10 @@ def test_bytes_of_norm_and_neuron(counted) -> None:
             for work in (found.forward, found.backward)
         )
         assert 14 * values <= moved <= MOST_BYTES * values, (name, moved / values)
+
+
+def test_the_host_waits_once(counted) -> None:
+    """Where it reads what the step came to."""
+    _, found = counted
+    places = {wait.split()[0] for wait in found.waits}
+    assert len(places) == 1 and places.pop().startswith("engine/distributed_model.py:")
