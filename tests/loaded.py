@@ -5,25 +5,25 @@ A rank that imports numba and loads the machine code of the kernels by itself is
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 import tyro  # noqa: F401  (as flags are read)
 
 import megasnn.training  # noqa: F401
-from megasnn.kernels import NeuronSpec, fused
+from megasnn.kernels import NeuronSpec
 from megasnn.kernels.codec import pack_bits, unpack_bits
+from megasnn.kernels.fused import calls
+from megasnn.kernels.norm_neuron import Norm, Unit
 
 
 def _load_kernels(dtype: torch.dtype) -> None:
     """Runs each kernel of training once. Without autograd, which beside a GPU has threads that survive no fork."""
     for pool in (False, True):
-        ctx = mock.Mock(needs_input_grad=(True, True, True, False))
         x, of_channels = torch.ones(1, 1, 2, 2, 2, dtype=dtype), torch.ones(2, dtype=dtype)
-        unit = fused._Unit(NeuronSpec(), 1e-5, pool, 1)
-        spikes, *_ = fused._NormPoolNeuron.forward(ctx, x, of_channels, of_channels, None, None, unit)
-        ctx.saved_tensors = ctx.save_for_backward.call_args.args
-        fused._NormPoolNeuron.backward(ctx, spikes)
+        unit = Unit(NeuronSpec(), 1e-5, pool, 1)
+        norm = Norm(*calls.statistics(x), of_channels, of_channels)
+        spikes, _ = calls.fire(x, norm, None, unit)
+        sums, carried = calls.backward_sums(x, spikes, norm, None, unit, False)
+        calls.input_gradient(x, spikes, norm, None, unit, sums, 4, carried)
         unpack_bits(pack_bits(spikes), spikes.shape, dtype=dtype)
 
 
