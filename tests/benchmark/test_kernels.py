@@ -27,7 +27,6 @@ def test_a_run(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--channels", "0"], "--channels 0 must be at least 1"),
         (["--mebibytes", "0.001"], "--mebibytes 0.001 are less than 2 x 2 pixels of --channels 1536"),
-        (["--neuron-backend", "cupy"], "--neuron-backend"),
     ],
 )
 def test_flags_without_sense(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

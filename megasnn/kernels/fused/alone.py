@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.fused.calls import constants_of, pieces
-from megasnn.kernels.fused.neuron import backward_through_time, charge_again, fire
+from megasnn.kernels.fused.row import backward_through_time, charge_again, fire
 from megasnn.kernels.jit import kernel, part
 from megasnn.kernels.layout import empty_array, memory_order
 from megasnn.kernels.norm_neuron import gradient_of_w

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.fused.neuron import backward_through_time, charge_again, fire
+from megasnn.kernels.fused.row import backward_through_time, charge_again, fire
 from megasnn.kernels.fused.unit import fold
 from megasnn.kernels.jit import kernel, part
 
