@@ -34,7 +34,7 @@ def choose(folder: Path, step: int | None) -> Choice:
         CheckpointError: the one of this iteration is not there; says which exist.
     """
     if not folder.is_dir():
-        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path")
+        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
     itself = step_of(folder)
     if itself is not None and step not in (None, itself):
         raise CheckpointError(f"{folder} is the checkpoint of iteration {itself}, not of {step} (--ckpt-step)")
@@ -46,9 +46,9 @@ def choose(folder: Path, step: int | None) -> Choice:
     if step is not None:
         return Choice((found[step],))
     if not found and not (folder / LATEST).exists() and not _links(folder):
-        raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check its path")
+        raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check its path (--load)")
     if not found:
-        raise CheckpointError(f"{folder} has no complete checkpoint; check its path", *_links(folder))
+        raise CheckpointError(f"{folder} has no complete checkpoint; check its path (--load)", *_links(folder))
     return _latest_first(folder, found)
 
 

@@ -121,7 +121,7 @@ def test_what_names_no_folder_is_refused(engine: Engine, tmp_path: Path, monkeyp
             engine.save(folder)
     with pytest.raises(megasnn.CheckpointError) as refused:
         engine.load("nope")
-    assert str(refused.value) == "there is no folder nope to load a checkpoint from; check its path"
+    assert str(refused.value) == "there is no folder nope to load a checkpoint from; check its path (--load)"
 
 
 def test_kernels_that_this_device_has_not_are_refused_before_anything_is_built() -> None:
