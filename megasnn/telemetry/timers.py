@@ -15,7 +15,7 @@ Mark = float | torch.cuda.Event
 class Timers:
     """How long a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting."""
 
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  (immutable)
+    def __init__(self, device: torch.device) -> None:
         self._clock = DeviceClock(device)
         self._open: deque[tuple[str, Mark, Mark]] = deque()  # the device may not have come to their ends
         self._seconds: dict[str, list[float]] = {}

@@ -99,7 +99,7 @@ def _run(
 ) -> Found:
     with contextlib.redirect_stderr(io.StringIO()) as told:
         model = _model(tensor, pipeline, schedule, chunks, honest, strict=False)
-        watch, inputs, evaluated = Watch(model, model.state, Timers()), _inputs(model), list[float]()
+        watch, inputs, evaluated = Watch(model, model.state, Timers(model.state.device)), _inputs(model), list[float]()
         try:
             if evaluates_first:
                 evaluated = model.total(model.evaluate(inputs))

@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 
 def test_mean_over_an_interval_then_a_new_interval(clock):
-    timers = Timers()
+    timers = Timers(torch.device("cpu"))
     for seconds in (1.0, 3.0):
         with timers("forward"):
             clock[0] += seconds
@@ -28,7 +28,7 @@ def test_mean_over_an_interval_then_a_new_interval(clock):
 
 
 def test_what_an_exception_ends_is_timed(clock):
-    timers = Timers()
+    timers = Timers(torch.device("cpu"))
     with pytest.raises(KeyError), timers("step"):
         clock[0] = 1.0
         raise KeyError
@@ -58,7 +58,7 @@ def test_a_device_is_timed_by_its_own_clock_and_never_waited_for(monkeypatch):
 
     monkeypatch.setattr(module.torch.cuda, "Event", _Event)
     monkeypatch.setattr(DeviceClock, "mark", mark)
-    timers = Timers()
+    timers = Timers(torch.device("cpu"))
     for _ in range(2):
         with timers("step"):
             pass
