@@ -36,9 +36,8 @@ class LayoutRank:
         """Builds the model and takes the warm-up steps, the last of them with the traffic counted."""
         self._work = self._build()
         self._steps(self._flags.warmup)
-        statistics.enable()
-        self._steps(1)
-        statistics.enable(False)
+        with statistics.counting():
+            self._steps(1)
         return Preparation(self._work.layout, self._loss, _traffic_by_group())
 
     def measure(self, steps: int) -> Turn:

@@ -56,9 +56,8 @@ class PipelineRank:
         row = self._rows[name] = self._build(name)
         row.step()
         statistics.reset()
-        statistics.enable()
-        row.step()
-        statistics.enable(False)
+        with statistics.counting():
+            row.step()
         return row.about(self._forward_ratio())
 
     def measure_costs(self) -> None:
