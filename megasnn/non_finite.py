@@ -72,17 +72,19 @@ class NonFiniteWatch:
         return check
 
 
-def earliest(found: NonFinite | None, stage: int, group: dist.ProcessGroup | None) -> NonFinite | None:
+def earliest(
+    found: NonFinite | None, stage: int | tuple[int, int], group: dist.ProcessGroup | None
+) -> NonFinite | None:
     """The finding of the lowest stage over all ranks of `group`, the same on every rank.
 
     A collective over `group`; None is a group of this rank alone.
 
     Args:
-        stage: the chunk of the pipeline in which `found` appeared.
+        stage: the chunk of the pipeline in which `found` appeared, or the place within it too.
     """
     if group is None:
         return found
-    findings: list[tuple[int, NonFinite | None]] = [(stage, None)] * group.size()
+    findings: list[tuple[Any, NonFinite | None]] = [(stage, None)] * group.size()
     dist.all_gather_object(findings, (stage, found), group=group)
     bad = [(place, finding) for place, finding in findings if finding is not None]
     return min(bad, key=lambda pair: pair[0])[1] if bad else None

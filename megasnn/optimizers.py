@@ -22,8 +22,9 @@ class OptimizerRecipe:
         state: (each of `flags`) -> the kinds of state that it keeps of each parameter after a step, by the names that
             they have in its `state`. `step` is a single number, all others are like the parameter.
         flags: those that it takes, as fields of the configuration; others' are refused with it.
-        elementwise: whether the step of an element follows from that element's gradient and state alone. Where it does
-            not, `build` also gets `norms`, the norms of whole tensors (megasnn.optim.ShardedNorms).
+        elementwise: whether the step of an element follows from that element's value, gradient and state alone, and of
+            the norms of whole tensors where it takes those. Others are refused where ranks hold parts of a tensor.
+        takes_norms: whether `build` also gets `norms`, of whole tensors (megasnn.optim.ShardedNorms).
     """
 
     summary: str
@@ -31,6 +32,7 @@ class OptimizerRecipe:
     state: Callable[..., tuple[str, ...]]
     flags: tuple[str, ...] = ()
     elementwise: bool = True
+    takes_norms: bool = False
 
 
 def _adamw(
@@ -39,7 +41,11 @@ def _adamw(
     import torch
 
     # A pipeline stage may hold no layers, and AdamW takes no empty list of parameters, but it takes empty groups.
-    fused = any(group["params"] for group in groups) or None
+    held = [parameter for group in groups for parameter in group["params"]]
+    # On a CPU the fused step rounds in another way behind the last whole vector of a tensor: where the rows of a rank
+    # end would be seen in the result.
+    on_cpu = any(parameter.device.type == "cpu" for parameter in held)
+    fused = (bool(held) and not (on_cpu and torch.are_deterministic_algorithms_enabled())) or None
     return torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=fused)
 
 
@@ -69,7 +75,7 @@ OPTIMIZERS: Table[OptimizerRecipe] = Table(
             later("megasnn.optim.lamb:build"),
             _moments,
             _ADAM_FLAGS,
-            elementwise=False,
+            takes_norms=True,
         ),
     },
 )

@@ -8,8 +8,9 @@ matches on names. The idea of a tensor that knows its global shape and offset is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ class Piece:
 def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
     if tensor.shape == sizes:  # nearly always
         return tensor
+    if not sizes:  # a single number that a rank owns as one row
+        return tensor.view(())
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
     return tensor
@@ -48,16 +51,25 @@ class Cut:
     """How the ranks along one axis of the grid divide a tensor.
 
     Attributes:
-        dim: the dimension that is cut into equal parts.
+        dim: the dimension that is cut into parts.
         blocks: that dimension consists of so many equal blocks, and each is cut by itself (3 for fused q, k, v).
+        even: whether the parts must be equal; otherwise they are as `row_bounds` says.
     """
 
     dim: int
     blocks: int = 1
+    even: bool = True
 
-    def part(self, length: int, size: int) -> int:
-        """Of a dimension of this length: how much of each block a rank holds, of `size`."""
-        return length // (self.blocks * size)
+    def span(self, length: int, place: Place, axis: Axis) -> tuple[int, int]:
+        """Where in each block of a dimension of this length the part of a rank begins, and how long it is."""
+        bounds, index = row_bounds(length // self.blocks, place.size(axis)), place.index(axis)
+        return bounds[index], bounds[index + 1] - bounds[index]
+
+
+def row_bounds(rows: int, ranks: int) -> list[int]:
+    """Where each rank's part of so many rows begins, and behind them the end. Parts differ by one row at most; the only
+    row of all is the first rank's."""
+    return [-(-rows * rank // ranks) for rank in range(ranks + 1)]
 
 
 @dataclass(frozen=True)
@@ -81,10 +93,10 @@ class Shard:
     initialise: Initialiser | None = None
 
     def __post_init__(self) -> None:
-        shape = self.global_shape
+        shape = self._shape_of_rows
         for axis, cut in self.cuts:
             size, length = self.place.size(axis), shape[cut.dim]
-            if length % (cut.blocks * size):
+            if cut.even and length % (cut.blocks * size):
                 raise ValueError(
                     f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of "
                     f"{length // cut.blocks}, cannot be cut into {size} equal parts; "
@@ -92,7 +104,17 @@ class Shard:
                 )
             if axis in self.partial_gradient:
                 raise ValueError("partial_gradient is for parameters that every rank along the axis holds whole")
-            shape = _replaced(shape, cut.dim, cut.blocks * cut.part(length, size))
+            shape = self._shape_behind(shape, axis, cut)
+
+    @property
+    def _shape_of_rows(self) -> tuple[int, ...]:
+        """A number that one of several ranks owns is a row of one."""
+        return self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
+
+    def _shape_behind(self, shape: tuple[int, ...], axis: Axis, cut: Cut) -> tuple[int, ...]:
+        """What a cut leaves of a shape on this rank."""
+        _, length = cut.span(shape[cut.dim], self.place, axis)
+        return _replaced(shape, cut.dim, cut.blocks * length)
 
     def is_cut(self, axis: Axis) -> bool:
         """Whether the ranks along an axis hold different parts."""
@@ -117,19 +139,21 @@ class Shard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        shape = self.global_shape
+        shape = self._shape_of_rows
         for axis, cut in self.cuts:
-            shape = _replaced(shape, cut.dim, cut.blocks * cut.part(shape[cut.dim], self.place.size(axis)))
+            shape = self._shape_behind(shape, axis, cut)
         return shape
 
     def pieces(self) -> list[Piece]:
-        """The boxes that make up the local tensor: one per block."""
+        """The boxes that make up the local tensor: one per block. None where this rank owns no row."""
+        if not self.global_shape:
+            return [Piece((), (), ())] * prod(self.local_shape)
         zeros = (0,) * len(self.global_shape)
         pieces, shape = [Piece(zeros, zeros, self.global_shape)], self.global_shape
         for axis, cut in self.cuts:
-            length = cut.part(shape[cut.dim], self.place.size(axis))
+            start, length = cut.span(shape[cut.dim], self.place, axis)
             block = shape[cut.dim] // cut.blocks
-            starts = [number * block + self.place.index(axis) * length for number in range(cut.blocks)]
+            starts = [number * block + start for number in range(cut.blocks)]
             pieces = [
                 box
                 for number, start in enumerate(starts)
@@ -138,6 +162,13 @@ class Shard:
             ]
             shape = _replaced(shape, cut.dim, cut.blocks * length)
         return pieces
+
+    def by_rows(self, axis: Axis) -> Shard:
+        """What this rank owns, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
+        of them hold."""
+        if self.place.size(axis) == 1:
+            return self
+        return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 
     def whole(self, global_shape: tuple[int, ...] = ()) -> Shard:
         """Of another tensor at the same place, which every rank holds whole."""
@@ -157,7 +188,7 @@ def _within(piece: Piece, dim: int, start: int, length: int, goes_to: int) -> It
     """What of a piece lies in `length` from `start` along a dimension of the local tensor; it moves to `goes_to`."""
     offset, size = piece.local_offset[dim], piece.sizes[dim]
     first, last = max(start, offset), min(start + length, offset + size)
-    if first < last or not length:
+    if first < last or not size:
         yield Piece(
             _replaced(piece.local_offset, dim, goes_to + first - start),
             _replaced(piece.global_offset, dim, piece.global_offset[dim] + first - offset),

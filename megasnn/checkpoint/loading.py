@@ -54,6 +54,7 @@ def load_checkpoint(
     tensors: Sequence[ShardedTensor],
     optimizer: torch.optim.Optimizer | None = None,
     optimizer_state: Collection[str] = (),
+    owned: Sequence[ShardedTensor] | None = None,
     model: str | None = None,
     config: dict[str, Any] | None = None,
     step: int | None = None,
@@ -70,6 +71,7 @@ def load_checkpoint(
     Args:
         optimizer: None leaves the saved optimizer state aside (--finetune, --no-load-optim).
         optimizer_state: kinds of state that this optimizer keeps of each parameter, which must be there.
+        owned: what this rank's optimizer has of the tensors; None: the tensors themselves.
         model: name of the model, which must be the saved one where a checkpoint says it; None accepts any.
         config: must equal the saved one; None accepts any model whose tensors fit (--finetune).
         refuse: problems that the caller sees with this checkpoint.
@@ -86,6 +88,7 @@ def load_checkpoint(
             changed then.
     """
     wanted = [entry for entry in tensors if not _of_layer(entry.name, leave)]
+    stepped = wanted if owned is None else [entry for entry in owned if not _of_layer(entry.name, leave)]
 
     def load(path: Path) -> LoadedState:
         metadata, saved = all_do(process_group, lambda: _read_descriptions(path), f"cannot load {path}:")
@@ -97,8 +100,8 @@ def load_checkpoint(
             require_names(tensors)
             if problems := [*model_differences(metadata, model, config, optimizer), *refuse(metadata)]:
                 raise CheckpointError(*problems)
-            states = allocate(wanted, optimizer, metadata.tensors, optimizer_state) if optimizer is not None else {}
-            return [*wanted, *more, *describe(wanted, states)], states
+            states = allocate(stepped, optimizer, metadata.tensors, optimizer_state) if optimizer is not None else {}
+            return [*wanted, *more, *describe(stepped, states)], states
 
         entries, states = all_do(process_group, prepare, title)
         reports = gather(
@@ -112,7 +115,7 @@ def load_checkpoint(
         raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
         read_tensors(path, saved, entries, process_group)
         if optimizer is not None:
-            all_do(process_group, lambda: require_possible(states, wanted), title)
+            all_do(process_group, lambda: require_possible(states, stepped), title)
             optimizer.state.update(states)
         return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, averaged=averaged)
 

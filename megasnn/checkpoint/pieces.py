@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,6 +44,7 @@ COPY = "copy."
 _LARGEST = 256 << 20
 _MOST_VALUES = 4_000_000
 _MOST_PIECES = 4096
+_MOST_STARTS = 64  # for each box; beyond that, comparing every two of them takes less
 _SHORTEST_HEADER = 30  # of a member of a zip archive
 
 
@@ -213,6 +214,19 @@ def covers_once(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple
     filled = [box for box in boxes if prod(box[1])]
     starts = np.array([offsets for offsets, _ in filled], np.int64).reshape(len(filled), len(shape))
     ends = starts + np.array([sizes for _, sizes in filled], np.int64).reshape(starts.shape)
-    return not any(
-        ((starts[box] < ends[box + 1 :]) & (starts[box + 1 :] < ends[box])).all(1).any() for box in range(len(filled))
-    )
+    # Two boxes have something in common where they both hold an element that is a start in every dimension. Boxes that
+    # ranks hold start in few places.
+    edges = [np.unique(starts[:, dim]) for dim in range(len(shape))]
+    if prod(map(len, edges)) > _MOST_STARTS * len(filled):
+        return not any(
+            ((starts[one] < ends[one + 1 :]) & (starts[one + 1 :] < ends[one])).all(1).any()
+            for one in range(len(filled))
+        )
+    held = np.zeros([len(each) + 1 for each in edges], np.int32)
+    for corner in product((False, True), repeat=len(shape)):
+        places = zip(corner, edges, starts.T, ends.T, strict=True)
+        index = tuple(np.searchsorted(each, last if is_end else first) for is_end, each, first, last in places)
+        np.add.at(held, index, (-1) ** sum(corner))
+    for dim in range(len(shape)):
+        held = held.cumsum(dim)
+    return bool(held.max(initial=0) <= 1)

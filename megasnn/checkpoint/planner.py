@@ -74,16 +74,18 @@ def content_of(ranks: Iterable[Sequence[SavedTensor]], names: Collection[str]) -
     Raises:
         CheckpointError: a tensor is written by no rank, in part, twice, or with different descriptions (names all).
     """
-    found: dict[str, SavedTensor] = {}
+    first: dict[str, SavedTensor] = {}
+    pieces: dict[str, list[SavedPiece]] = {}
     problems = []
     for mine in (tensor for held in ranks for tensor in held):
-        saved = found.get(mine.name)
-        if saved is not None and saved.facts != mine.facts:
+        saved = first.setdefault(mine.name, mine)
+        if (saved.shape, saved.dtype) != (mine.shape, mine.dtype):
             problems.append(
                 f"{mine.name}: one rank describes it as {list(saved.shape)} {saved.torch_dtype}, "
                 f"another as {list(mine.shape)} {mine.torch_dtype}"
             )
-        found[mine.name] = mine if saved is None else replace(saved, pieces=(*saved.pieces, *mine.pieces))
+        pieces.setdefault(mine.name, []).extend(mine.pieces)
+    found = {name: replace(tensor, pieces=tuple(pieces[name])) for name, tensor in first.items()}
     problems += [f"{name}: no rank writes it" for name in names if name not in found]
     for name, tensor in found.items():
         if not covers_once(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):

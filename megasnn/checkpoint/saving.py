@@ -191,8 +191,8 @@ def agree(entries: Sequence[ShardedTensor], process_group: Group) -> Content:
 
 
 def written_here(entries: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """The tensors that this rank writes, of those that it holds."""
-    return [entry for entry in entries if entry.shard.is_primary()]
+    """The tensors that this rank writes, of those that it holds; of which it owns no row, it writes nothing."""
+    return [entry for entry in entries if entry.shard.is_primary() and entry.shard.pieces()]
 
 
 def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:

@@ -9,7 +9,8 @@ that a backend picks for its size, and on Gloo an all-to-all is several times fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def gather_columns(
     payload = encode(rows.reshape(-1), content, check=True) if bits is None else bits
     if group.size == 1:
         return rows, [payload]
-    statistics.record(group.name, "all_gather", direction, payload.nbytes, rows.nbytes)
+    others = group.size - 1
+    statistics.record(group.name, "all_gather", direction, others * payload.nbytes, others * rows.nbytes)
     payloads = _all_gather(payload.new_empty(group.size * len(payload)), payload, group)
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
@@ -100,20 +102,20 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
     mine = columns // group.size
     outgoing = rows.view(row_count, group.size, mine).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
-    statistics.record(group.name, "reduce_scatter", direction, outgoing.nbytes)
+    statistics.record(group.name, "reduce_scatter", direction, outgoing.nbytes - outgoing[0].nbytes)
     work = dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
-        return _sum_in_rank_order(incoming)
+        return sum_in_rank_order(incoming)
 
     return finish
 
 
-def _sum_in_rank_order(parts: Tensor) -> Tensor:
+def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
     """In float32 at least, rounded once."""
-    if parts.dtype == torch.bfloat16:
-        return _sum_in_rank_order(parts.float()).to(parts.dtype)
+    if parts[0].dtype == torch.bfloat16:
+        return sum_in_rank_order([part.float() for part in parts]).to(parts[0].dtype)
     total = parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
     for part in parts[2:]:
         total += part
@@ -134,24 +136,60 @@ def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callab
     wait for several sums in the same order.
     """
     if not group.in_rank_order:
-        statistics.record(group.name, "all_reduce", direction, tensor.nbytes)
+        # Of what a backend does the least is counted: each rank adds up a part, and gets the others'.
+        statistics.record(group.name, "all_reduce", direction, 2 * (group.size - 1) * tensor.nbytes // group.size)
         return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
     flat = flat_in_memory(tensor)
     length = -(-flat.numel() // group.size)
     outgoing = flat.new_zeros(group.size * length)
     outgoing[: flat.numel()] = flat
     incoming = torch.empty_like(outgoing)
-    statistics.record(group.name, "all_to_all", direction, outgoing.nbytes)
+    received = (group.size - 1) * length * flat.itemsize
+    statistics.record(group.name, "all_to_all", direction, received)
     work = dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)
 
     def finish() -> None:
         work.wait()
-        mine = _sum_in_rank_order(incoming.view(group.size, length))
-        statistics.record(group.name, "all_gather", direction, mine.nbytes)
+        mine = sum_in_rank_order(incoming.view(group.size, length))
+        statistics.record(group.name, "all_gather", direction, received)
         _all_gather(outgoing, mine, group)
         flat.copy_(outgoing[: flat.numel()])
 
     return finish
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Values on their way between all ranks of a group."""
+
+    _work: dist.Work
+    _incoming: Tensor
+    _counts: list[int]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all values are here; nothing waits for that."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> list[Tensor]:
+        """What each rank has sent, in rank order; nothing from this one."""
+        self._work.wait()
+        return list(self._incoming.split(self._counts))
+
+
+def start_exchange(
+    outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group, direction: str
+) -> Exchange:
+    """Starts sending each other rank of a group its part of a tensor `[n]`.
+
+    Args:
+        to_ranks, from_ranks: how many values go to each rank, and come from it. What is for this rank is none of them.
+    """
+    given, taken = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
+    incoming = outgoing.new_empty(sum(taken))
+    statistics.record(group.name, "all_to_all", direction, incoming.nbytes)
+    work = dist.all_to_all_single(incoming, outgoing, taken, given, group=group.handle, async_op=True)
+    return Exchange(work, incoming, taken)
 
 
 class _GatherAlike(torch.autograd.Function):

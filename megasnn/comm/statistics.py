@@ -1,7 +1,8 @@
 """Counts of collective calls and bytes, by group, operation and direction.
 
-The counters belong to the process. Bytes are what this rank hands to the transport: the payload of a send, the
-contribution to a collective, after the spikes have been packed.
+The counters belong to the process. Bytes are those that cross from one rank to another, after spikes have been packed:
+of a collective what this rank receives from the others, its own share not counted; of a message its payload, where it
+is sent. Summed over ranks, every byte is counted once.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class CommStatistics:
     def reset(self) -> None:
         self._traffic.clear()
 
-    def record(self, group: str, operation: str, direction: str, sent: int, dense: int | None = None) -> None:
+    def record(self, group: str, operation: str, direction: str, moved: int, dense: int | None = None) -> None:
         if not self.enabled:
             return
         traffic = self._traffic[group, operation, direction]
         traffic.calls += 1
-        traffic.bytes += sent
-        traffic.dense_bytes += sent if dense is None else dense
+        traffic.bytes += moved
+        traffic.dense_bytes += moved if dense is None else dense
 
     def read(self) -> dict[tuple[str, str, str], Traffic]:
         """(group, operation, "forward" | "backward" | "step") -> traffic since the last reset."""

@@ -33,6 +33,9 @@ class ParallelConfig:
     pipeline_memory_limit: float | None = None
     """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
     needs more is refused."""
+    use_distributed_optimizer: bool = False
+    """Each data parallel replica keeps the optimizer's state of some rows of each parameter only, updates these, and
+    sends them to the others (ZeRO-1). It saves that memory, and every rank writes its part of a checkpoint."""
     strict_wire: bool = False
     """Stop where a value does not fit the packed format of its boundary; otherwise the step is done again and that
     tensor goes dense from then on."""

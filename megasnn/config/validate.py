@@ -10,6 +10,7 @@ from megasnn.config.training import LENGTHS
 from megasnn.grid import Grid
 from megasnn.kernels import BACKENDS
 from megasnn.losses import LOSSES
+from megasnn.optimizers import OPTIMIZERS
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
@@ -37,7 +38,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
         problems += _partition_problems(config)
     if len(problems) == 0:
         problems += _memory_problems(config, world_size) + _replica_problems(config, world_size)
-    problems += _length_problems(config) + _evaluation_problems(config)
+    problems += _length_problems(config) + _evaluation_problems(config) + _optimizer_problems(config, world_size)
     problems += _mixing_problems(config) + _window_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     problems += _arithmetic_problems(config) + _waiting_problems(config)
@@ -165,6 +166,23 @@ def _evaluation_problems(config: PretrainConfig) -> list[str]:
     asked = [("--eval-interval", logging.eval_interval), ("--eval-iters", logging.eval_iters)]
     wrong += [f"{name} {value} needs --valid-data-path" for name, value in asked if value]
     return wrong + ["--evaluate-only needs --valid-data-path"] * config.training.evaluate_only
+
+
+def _optimizer_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """An optimizer that needs whole tensors where a rank has parts of them."""
+    parallel, name = config.parallel, config.optimizer.optimizer
+    if OPTIMIZERS[name].elementwise:
+        return []
+    asked = []
+    if parallel.tensor_model_parallel_size > 1:
+        asked.append(f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}")
+    if parallel.use_distributed_optimizer and world_size > 1:
+        asked.append("--use-distributed-optimizer")
+    return [
+        f"--optimizer {name} needs whole tensors, and with {flag} a rank updates parts of them; leave it out, or take "
+        f"another optimizer ({', '.join(other for other, recipe in OPTIMIZERS.items() if recipe.elementwise)})"
+        for flag in asked
+    ]
 
 
 def _mixing_problems(config: PretrainConfig) -> list[str]:

@@ -7,6 +7,7 @@ sum too and uneven shares need no weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from weakref import WeakMethod
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
 from megasnn.comm.group import Group
+from megasnn.data_parallel.owned_rows import OwnedRows
 from megasnn.sharding import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
@@ -25,10 +27,11 @@ class _Bucket:
 
     Attributes:
         due: how many gradients are still to be added to each parameter that is not complete.
-        finish: waits for the sum over the replicas; None where none is on its way.
+        finish: waits for the sum over the replicas; None where none is on its way. is_complete: whether it would wait.
+        owned: the rows that this rank owns; None where every replica is to have the whole sum.
     """
 
-    def __init__(self, chunk: int, parameters: list[Tensor], partial: bool) -> None:
+    def __init__(self, chunk: int, parameters: list[Tensor], partial: bool, owners: Group | None) -> None:
         self.chunk, self.parameters, self.partial = chunk, parameters, partial
         first = parameters[0]
         # A product of matrices may sum in another order at another alignment, and a parameter's neighbours in a bucket
@@ -38,16 +41,20 @@ class _Bucket:
         self.flat = torch.zeros(sum(places), dtype=first.dtype, device=first.device)
         self.due: dict[Tensor, int] = {}
         self.finish: Callable[[], object] | None = None
+        self.is_complete: Callable[[], bool] = lambda: False
         offset = 0
         self.views = []
         for parameter, place in zip(parameters, places, strict=True):
             # In the memory order of the parameter, as the optimizer wants it.
             self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
             offset += place
+        self.owned = None if owners is None else OwnedRows(parameters, self.views, owners)
 
     def attach(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
+        if self.owned is not None:
+            self.owned.attach()
 
 
 class BucketedDataParallel:
@@ -59,11 +66,15 @@ class BucketedDataParallel:
     meet. A parameter is complete when all gradients of the step's micro-batches were added to it. One with
     `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
 
+    Where rows have owners, a replica gets the sums of its own rows only; what the gradients of parameters hold behind
+    that is the replica's own part.
+
     Args:
         tensors: (chunk index, that chunk's tensors).
         data, tensor: the groups.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
+        rows_have_owners: whether each row of a parameter belongs to one of the replicas.
     """
 
     def __init__(
@@ -73,7 +84,9 @@ class BucketedDataParallel:
         tensor: Group,
         bucket_bytes: int | None = None,
         additions: Mapping[Tensor, int] | None = None,
+        rows_have_owners: bool = False,
     ) -> None:
+        owners = data if rows_have_owners and data.size > 1 else None
         self._data, self._tensor, self._additions = data, tensor, additions or {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
@@ -84,9 +97,15 @@ class BucketedDataParallel:
             partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
             if whole:
                 most = bucket_bytes or exchange_bytes(data, whole[0].device, BUCKET_BYTES)
-                self._buckets += [_Bucket(chunk, group, False) for group in _packed(whole, most)]
+                self._buckets += [_Bucket(chunk, group, False, owners) for group in _packed(whole, most)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
-            self._buckets += [_Bucket(chunk, partial, True)] if partial else []
+            self._buckets += [_Bucket(chunk, partial, True, owners)] if partial else []
+        self._rows = {
+            parameter: rows
+            for bucket in self._buckets
+            if bucket.owned is not None
+            for parameter, rows in zip(bucket.parameters, bucket.owned.rows, strict=True)
+        }
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.
         accumulated = WeakMethod(self.accumulated)
@@ -140,6 +159,25 @@ class BucketedDataParallel:
                 bucket.finish()
                 bucket.finish = None
 
+    def owned(self, entry: ShardedTensor) -> ShardedTensor:
+        """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners."""
+        rows = self._rows.get(entry.tensor)
+        return entry if rows is None else replace(entry, tensor=rows, shard=entry.shard.by_rows("data"))
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The reduced gradient of a parameter, or of those of its rows that this rank owns."""
+        return self._rows.get(parameter, parameter).grad
+
+    def share_rows(self) -> None:
+        """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing
+        where rows have no owners."""
+        finish: Callable[[], object] = lambda: None  # noqa: E731
+        for bucket in self._buckets:
+            if bucket.owned is not None:
+                under_way, finish = finish, bucket.owned.start_sharing()
+                under_way()  # two at a time, which bounds the memory
+        finish()
+
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].due:
             self._reduce(self._buckets[self._next])
@@ -148,8 +186,19 @@ class BucketedDataParallel:
     def _reduce(self, bucket: _Bucket) -> None:
         if bucket.partial:
             all_reduce_sum(bucket.flat, self._tensor, "backward")
-        if self._data.size > 1:
+        if bucket.owned is not None:
+            self._finish_complete()
+            exchange, bucket.finish = bucket.owned.start_sum("backward")
+            bucket.is_complete = lambda: exchange.is_complete
+        elif self._data.size > 1:
             bucket.finish = start_all_reduce_sum(bucket.flat, self._data, "backward")
+
+    def _finish_complete(self) -> None:
+        """Frees the memory of what has come already."""
+        for bucket in self._buckets:
+            if bucket.finish is not None and bucket.is_complete():
+                bucket.finish()
+                bucket.finish = None
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

@@ -93,7 +93,7 @@ def _gathered(table: Tensor, data: Group) -> Tensor:
     if data.size == 1:
         return table
     tables = [torch.empty_like(table) for _ in range(data.size)]
-    statistics.record(data.name, "all_gather", "step", table.nbytes)
+    statistics.record(data.name, "all_gather", "step", (data.size - 1) * table.nbytes)
     dist.all_gather(tables, table, group=data.handle)
     return torch.cat(tables)
 

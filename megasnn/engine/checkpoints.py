@@ -31,7 +31,7 @@ class Checkpoints:
     Raises:
         ValueError: a layer has a name that checkpoints keep for something else.
     Attributes:
-        tensors: of this rank: parameters and buffers, and their average where one is kept.
+        tensors: what this rank owns of parameters and buffers, and of their average where one is kept.
     """
 
     def __init__(self, config: PretrainConfig, steps: Steps, plan: PipelinePlan) -> None:
@@ -40,11 +40,14 @@ class Checkpoints:
         if refused := [entry.name for entry in self._distributed.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         averages = steps.average.tensors if steps.average is not None else ()
-        self.tensors: list[ShardedTensor] = [*self._distributed.tensors, *averages]
+        self.tensors: list[ShardedTensor] = [*self._distributed.owned, *averages]
 
     def entries(self) -> list[ShardedTensor]:
-        """All tensors of this rank that a checkpoint holds: `tensors`, and the optimizer's state so far."""
-        return checkpoint.with_optimizer(self.tensors, self._steps.optimizer)
+        """All tensors that this rank holds of what is in a checkpoint: parameters whole, and the optimizer's state so
+        far."""
+        whole = {entry.name: entry for entry in self._distributed.tensors}
+        owned = checkpoint.with_optimizer(self.tensors, self._steps.optimizer)
+        return [whole.get(entry.name, entry) for entry in owned]
 
     def layout(self) -> dict[str, object]:
         """Sizes of the grid and the cut of the model, for people who read a checkpoint."""
@@ -77,6 +80,7 @@ class Checkpoints:
             else {
                 "optimizer": self._steps.optimizer,
                 "optimizer_state": state_kinds(self._config.optimizer),
+                "owned": self._distributed.owned,
                 "config": identity(self._config),
                 "averages": None if average is None else average.tensors,
             }

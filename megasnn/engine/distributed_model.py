@@ -52,12 +52,14 @@ class DistributedModel:
             the mean over them; evaluation sees the logits of all time steps.
         waits_after_actions: see PipelineExecutor.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
+        rows_have_owners: whether each row of a trained parameter belongs to one of the replicas.
 
     Attributes:
         context: what the layers were built with.
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank. copies: those that another of the model's layers owns, and which
-            are no parameters of the model by themselves.
+            are no parameters of the model by themselves. owned: in the place of `tensors` what this rank updates and
+            saves of each: its rows, with the reduced gradient, where rows have owners, and else all.
         described: the parameters and buffers of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
@@ -83,6 +85,7 @@ class DistributedModel:
         windows: int = 1,
         waits_after_actions: bool = False,
         wants_to_stop: Callable[[], bool] = lambda: False,
+        rows_have_owners: bool = False,
     ) -> None:
         self._windows, self._earlier_windows = windows, list[Bundle]()
         self.model, self.state, self.context, self.loss = model, state, context, loss
@@ -109,8 +112,11 @@ class DistributedModel:
                 for each in self._modules
                 if isinstance(each, (ParallelConv, ParallelLinear))
             },
+            rows_have_owners=rows_have_owners,
         )
-        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline, state.communicators)
+        self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
+        gradient = self.data_parallel.gradient
+        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline, state.communicators, gradient)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
         self.described = whole = describe_tensors(model, BuildContext(dtype=context.dtype))
@@ -118,7 +124,7 @@ class DistributedModel:
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [e.name for e in whole if e.is_parameter]
-        self.gradient_norm = GradientNorm(names, self.tensors, state.device)
+        self.gradient_norm = GradientNorm(names, self.owned, state.device, state.data)
         self._global_batch_size = 1
         self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = self.norm = 0.0
@@ -244,6 +250,10 @@ class DistributedModel:
         """Takes the step's records, of no more than so many micro-batches in any replica, into the norms' running
         statistics. Collective over the replicas."""
         merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
+
+    def share_rows(self) -> None:
+        """After `owned` has changed: gives all replicas the new values of this rank's rows. Collective."""
+        self.data_parallel.share_rows()
 
     def refresh_copies(self) -> None:
         """After the tensors have changed, by a step or otherwise: gives their copies the new values. Collective."""

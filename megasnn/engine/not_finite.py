@@ -24,8 +24,8 @@ def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput
     if where is not None:
         return f"not finite in forward, first in {where}"
     # Backward runs from the last chunk to the first.
-    chunk, found = _in_gradients(model) or (0, None)
-    where = earliest(found, -chunk, world)
+    place, found = _in_gradients(model) or ((0, 0), None)
+    where = earliest(found, place, world)
     return None if where is None else f"not finite in backward, first in the gradient of {where}; the step is skipped"
 
 
@@ -37,13 +37,14 @@ def _in_outputs(model: DistributedModel, micro_batches: Sequence[MicroBatchInput
     return next(((chunk, watch.found) for chunk, watch in watches if watch.found is not None), None)
 
 
-def _in_gradients(model: DistributedModel) -> tuple[int, NonFinite] | None:
-    """The chunk and the gradient in it that is this rank's first, in the order of backward."""
+def _in_gradients(model: DistributedModel) -> tuple[tuple[int, int], NonFinite] | None:
+    """This rank's first gradient in the order of backward, and its place in that."""
     for index, chunk in reversed(model.chunks.items()):
-        tensors = reversed(chunk.sharded_tensors())
-        found = first_non_finite((e.name, e.tensor.grad) for e in tensors if e.tensor.grad is not None)
-        if found is not None:
-            return index, found
+        for number, entry in enumerate(reversed(chunk.sharded_tensors())):
+            gradient = model.data_parallel.gradient(entry.tensor)
+            found = None if gradient is None else first_non_finite([(entry.name, gradient)])
+            if found is not None:
+                return (-index, number), found
     return None
 
 

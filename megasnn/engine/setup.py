@@ -211,6 +211,7 @@ def built(
             windows=windows,
             waits_after_actions=training.wait_after_actions,
             wants_to_stop=wants_to_stop,
+            rows_have_owners=parallel.use_distributed_optimizer,
         )
 
 

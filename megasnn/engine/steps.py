@@ -32,7 +32,7 @@ class Steps:
 
     Attributes:
         distributed: the model's chunks on this rank.
-        optimizer: of this rank's parameters. average: of its weights; None without `ema_decay`.
+        optimizer: of the parameters that this rank owns. average: of what it owns; None without `ema_decay`.
         timers: of the phases of a step.
         iteration, consumed_samples: optimizer steps done, and training samples used.
     """
@@ -41,9 +41,9 @@ class Steps:
         self._config, self._length, self._state = config, length, distributed.state
         self.distributed = distributed
         groups = {axis: self._state.group(axis) for axis in HOLDING_AXES}
-        self.optimizer = build_optimizer(distributed.tensors, config.optimizer, groups)
+        self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups)
         decay = config.optimizer.ema_decay
-        self.average = None if decay is None else WeightAverage(distributed.tensors, decay)
+        self.average = None if decay is None else WeightAverage(distributed.owned, decay)
         self.timers = Timers(self._state.device)
         self.iteration = self.consumed_samples = 0
         self._is_updating = False
@@ -83,6 +83,7 @@ class Steps:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
             self.optimizer.step()
+            distributed.share_rows()
             distributed.refresh_copies()
             if self.average is not None:
                 self.average.update()
@@ -135,16 +136,19 @@ class Steps:
         if self.average is None:
             yield
             return
-        copies = [entry.tensor for entry in self.distributed.copies]
-        kept = [copy.detach().clone() for copy in copies]
+        model = self.distributed
+        in_part = [whole for whole, mine in zip(model.tensors, model.owned, strict=True) if whole is not mine]
+        taken = [entry.tensor for entry in (*in_part, *model.copies)]  # from other ranks
+        kept = [tensor.detach().clone() for tensor in taken]
         try:
             with self.average.in_place():
-                self.distributed.refresh_copies()
+                model.share_rows()
+                model.refresh_copies()
                 yield
         finally:  # an error on one rank leaves nobody waiting for another rank's values
             with torch.no_grad():
-                for copy, value in zip(copies, kept, strict=True):
-                    copy.copy_(value)
+                for tensor, value in zip(taken, kept, strict=True):
+                    tensor.copy_(value)
 
     # --- what was loaded, and what went wrong
 

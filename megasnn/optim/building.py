@@ -27,7 +27,8 @@ def build_optimizer(
     """
     parts = parameter_groups(tensors, config)
     recipe = OPTIMIZERS[config.optimizer]
-    norms = {} if recipe.elementwise else {"norms": ShardedNorms([e for e in tensors if e.is_parameter], groups or {})}
+    trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
+    norms = {"norms": ShardedNorms(trained, groups or {})} if recipe.takes_norms else {}
     return recipe.build(parts, lr=config.lr, **_flags(config), **norms)
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
-from megasnn.comm.group import Group
+from megasnn.comm.group import Group, alone
 from megasnn.grid import HOLDING_AXES, Axis
+from megasnn.optim.squares import Squares
 from megasnn.sharding import ShardedTensor
 
 _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis != "data")
@@ -25,22 +26,28 @@ class GradientNorm:
 
     Args:
         names: the parameters of the whole model, in order.
-        tensors: those of this rank.
+        tensors: those of this rank, of which it may own some rows only.
         device: of the tensors, also where this rank has none.
+        data: the replicas.
     """
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[ShardedTensor], device: torch.device) -> None:
+    def __init__(
+        self, names: Sequence[str], tensors: Sequence[ShardedTensor], device: torch.device, data: Group | None = None
+    ) -> None:
         held = [entry for entry in tensors if entry.is_parameter]
-        self._names, self._parameters = names, [entry.tensor for entry in held]
-        self._counted = [(entry.name, entry.tensor) for entry in held if entry.shard.is_primary(_MODEL_AXES)]
-        self._nothing = torch.zeros((), dtype=torch.float64, device=device)
+        self._parameters = [entry.tensor for entry in held]
+        counted = [entry for entry in held if entry.shard.is_primary(_MODEL_AXES) and entry.tensor.requires_grad]
+        self._counted = [entry.tensor for entry in counted]
+        self._squares = Squares(counted, data or alone("data"), device)
+        slot_of = {name: slot for slot, name in enumerate(names)}
+        self._slots = torch.tensor([slot_of[entry.name] for entry in counted], dtype=torch.int64, device=device)
+        self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
-        """This rank's part of each slot: float64 on the device. A gradient that is not there is zero."""
-        gradients = {name: each.grad for name, each in self._counted if each.grad is not None}
-        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64) if gradients else ()
-        of_name = dict(zip(gradients, norms, strict=True))
-        return torch.stack([of_name.get(name, self._nothing) for name in self._names]) ** 2
+        """This rank's part of each slot: float64 on the device. A gradient that is not there is zero.
+
+        Collective over the replicas where rows have owners."""
+        return self._nothing.index_copy(0, self._slots, self._squares([each.grad for each in self._counted]))
 
     def of(self, squares: Sequence[float]) -> float:
         """The norm, of the summed slots. NaN and infinity come out as such."""
@@ -70,21 +77,19 @@ class ShardedNorms:
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
-        self._slots = {entry.tensor: slot for slot, entry in enumerate(tensors)}
-        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in HOLDING_AXES}
+        self._tensors = [entry.tensor for entry in tensors]
+        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in _MODEL_AXES}
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
+        self._squares = Squares(tensors, groups.get("data", alone("data")), device)
         self._sums = [(groups[axis], torch.tensor(mask, device=device)) for axis, mask in cut.items() if any(mask)]
-        self._empty = torch.zeros(len(tensors), dtype=torch.float64, device=device)
 
     def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """By parameter, the norm of the whole tensor of which the value is this rank's part: float64, without sizes.
 
         Collective over the axes that tensors are cut over. No value is waited for.
         """
-        squares = self._empty.clone()
-        for parameter, value in values.items():
-            squares[self._slots[parameter]] = torch.linalg.vector_norm(value, dtype=torch.float64) ** 2
+        squares = self._squares([values.get(tensor) for tensor in self._tensors])
         for group, mask in self._sums:
             squares = torch.where(mask, all_reduce_sum(torch.where(mask, squares, 0.0), group, "step"), squares)
         norms = squares.sqrt()
-        return {parameter: norms[self._slots[parameter]] for parameter in values}
+        return {tensor: norm for tensor, norm in zip(self._tensors, norms, strict=True) if tensor in values}

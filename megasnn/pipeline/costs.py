@@ -25,7 +25,7 @@ class LayerCost:
         pack, unpack: seconds to make those messages, and to restore what they hold.
         parameters: bytes of this rank's part of them.
         collectives, exchanged: calls between tensor parallel ranks, forward and backward, and the bytes that this rank
-            hands to them.
+            receives from the others.
     """
 
     forward: float

@@ -221,7 +221,7 @@ class _Clock:
     """
     Attributes:
         times: seconds of each block by name. peaks: bytes that a block needed above what was there before it, of those
-            run while `watches_memory`, which takes time. traffic: calls of collectives in a block, and bytes sent.
+            run while `watches_memory`, which takes time. traffic: calls of collectives in a block, and bytes received.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -234,13 +234,13 @@ class _Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before = self._memory_before() if self.watches_memory else None
-        sent = statistics.total()
+        before_it = statistics.total()
         with statistics.counting():
             start = self._now()
             yield
             self.times.setdefault(name, []).append(self._now() - start)
         total = statistics.total()
-        self.traffic[name] = total.calls - sent.calls, total.bytes - sent.bytes
+        self.traffic[name] = total.calls - before_it.calls, total.bytes - before_it.bytes
         if before is not None:
             self.peaks[name] = max(self.peaks.get(name, 0), round(1e6 * (peak_memory_mb(self._device) - before)))
 

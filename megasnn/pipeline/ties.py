@@ -7,7 +7,7 @@ whenever it has changed. Every rank takes the pairs of ranks in the same order, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +51,7 @@ class Ties:
         chunks: this rank's chunks by index.
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
         communicators: where those that this needs are started.
+        gradient: of a parameter, what this rank has of it, the same of an owner and of its copies.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Ties:
         chunks: Mapping[int, PipelineChunk],
         pipeline: Group,
         communicators: Communicators,
+        gradient: Callable[[Tensor], Tensor | None],
     ) -> None:
-        self._pipeline, self._wire = pipeline, communicators.wire
+        self._pipeline, self._wire, self._gradient = pipeline, communicators.wire, gradient
         chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
         owned = {entry.name: entry.tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
@@ -90,10 +92,17 @@ class Ties:
         """Adds the copies' gradients, which are reduced over the replicas, to those of their owners."""
         with torch.no_grad():
             for pair in self._pairs:
-                owned = [tensor for tensor in pair.owned if tensor.requires_grad]
-                given = [_gradient(tensor) for tensor in pair.copies if tensor.requires_grad]
-                for tensor, part in zip(owned, self._moved(given, owned, pair.copy, pair.owner), strict=True):
-                    tensor.grad = part.clone() if tensor.grad is None else tensor.grad.add_(part)
+                owned = [self._gradient_of(tensor) for tensor in pair.owned if tensor.requires_grad]
+                given = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
+                for gradient, part in zip(owned, self._moved(given, owned, pair.copy, pair.owner), strict=True):
+                    gradient.add_(part)
+
+    def _gradient_of(self, tensor: Tensor) -> Tensor:
+        """Zeros where nothing has given it one, so that both ranks of a message know its size."""
+        gradient = self._gradient(tensor)
+        if gradient is None:
+            gradient = tensor.grad = torch.zeros_like(tensor)
+        return gradient
 
     def refresh(self) -> None:
         """Gives the copies the values of their owners."""
@@ -136,11 +145,6 @@ class Ties:
             parts = copied(message, first.device).split([tensors[place].numel() for place in places])
             moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
         return [moved[place] for place in sorted(moved)]
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    """The gradient of a tensor; zeros where nothing has given it one, so that both ranks of a message know its size."""
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:

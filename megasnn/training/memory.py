@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -15,6 +15,7 @@ from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, measure_memory, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.sharding import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
 from megasnn.telemetry.reporter import Reporter
 
@@ -27,7 +28,8 @@ class MemoryForecast:
 
     Attributes:
         program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
-        weights: parameters and buffers, and their average where one is kept. gradients: their buckets.
+        weights: parameters and buffers, and their average where one is kept. gradients: their buckets, and the sums of
+            the rows that the rank owns where rows have owners.
         optimizer: its state.
         kept: the most that forwards leave for backward.
         working: what the largest layer computes with, at the moment when that and `kept` are most.
@@ -82,16 +84,20 @@ def forecast_memory(
             reporter.line(f"memory is not predicted: {reason}")
             return []
     peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
-    parameters = [entry.tensor for entry in distributed.tensors if entry.is_parameter and entry.tensor.requires_grad]
+    owned = distributed.owned
     held = (*distributed.copies, *distributed.tensors)
-    times = 1 if config.optimizer.ema_decay is None else 2
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
-    weights = sum(copies.values()) + (times - 1) * sum(entry.tensor.nbytes for entry in distributed.tensors)
+    averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
+    weights = sum(copies.values()) + averages
     gradients = sum(entry.tensor.nbytes for entry in held if entry.tensor.requires_grad)
-    moments = state_bytes(parameters, config.optimizer)
+    parts = [mine for whole, mine in zip(distributed.tensors, owned, strict=True) if whole is not mine]
+    gradients += sum(mine.tensor.nbytes for mine in parts)
+    moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
-    snapshots = on_host and config.checkpoint.async_save and state.data.rank == 0
+    snapshots = on_host and config.checkpoint.async_save
+    written = [entry for entry in owned if entry.shard.is_primary(["data"])]
+    values = sum(entry.tensor.nbytes for entry in written)
     release_free_memory()
     mine = MemoryForecast(
         program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
@@ -102,12 +108,17 @@ def forecast_memory(
         working=1e-6 * peak.working,
         messages=1e-6 * peak.messages,
         samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
-        snapshot=1e-6 * (weights + moments) * snapshots,
+        snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
     )
     of_ranks = [mine] * state.world.size
     if state.world.size > 1:
         dist.all_gather_object(of_ranks, mine, group=state.world.handle)
     return of_ranks
+
+
+def _moments(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:
+    trained = (entry.tensor for entry in entries if entry.is_parameter and entry.tensor.requires_grad)
+    return state_bytes(trained, config.optimizer)
 
 
 def _sample_bytes(config: PretrainConfig, distributed: DistributedModel, micro_batches: int, on_host: bool) -> int:

@@ -182,6 +182,7 @@ class Start:
                 tensors=self._engine.distributed.tensors,
                 optimizer=None if leaves_optimizer else self._engine.steps.optimizer,
                 optimizer_state=state_kinds(self._config.optimizer),
+                owned=self._engine.distributed.owned,
                 model=self._config.model.name,
                 config=identity(self._config),
                 step=None if restarted else options.ckpt_step,
