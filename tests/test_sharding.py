@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.grid import AXES, HOLDING_AXES, Grid, Place
-from megasnn.sharding import Cut, Shard
+from megasnn.sharding import Cut, Shard, row_bounds
 
 
 @st.composite
@@ -41,6 +41,32 @@ def test_primary_ranks_hold_each_element_once_and_sharers_hold_the_same(describe
                 piece.of_global(written).add_(1)
     assert bool((written == 1).all())
     assert sum(part.numel() for part in parts.values()) == full.numel()
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 2), st.integers(1, 3), st.integers(0, 7), st.booleans())
+def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows, is_number) -> None:
+    """Also of rows that are cut in blocks before, and of a number, which is the first replica's."""
+    grid = Grid(data=replicas, tensor=tensor)
+    shape = () if is_number else (rows * blocks * tensor, 2)
+    full = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    written = torch.zeros(shape, dtype=torch.int64)
+    sizes = []
+    for rank in range(grid.world_size):
+        place = Place(grid, grid.coordinates(rank))
+        held = Shard(shape, () if is_number else (("tensor", Cut(0, blocks)),), place)
+        owned = held.by_rows("data")
+        local = owned.cut(full)
+        assert tuple(local.shape) == owned.local_shape and (replicas > 1 or owned == held)
+        assert owned.is_cut("data") == (replicas > 1)
+        bounds, own = row_bounds(1 if is_number else rows * blocks, replicas), place.index("data")
+        whole_here = held.cut(full).reshape(-1, 1 if is_number else 2)
+        assert torch.equal(local.reshape(-1), whole_here[bounds[own] : bounds[own + 1]].reshape(-1))
+        if owned.is_primary():
+            sizes.append(local.numel())
+            for piece in owned.pieces():
+                piece.of_global(written).add_(1)
+    assert bool((written == 1).all()) and sum(sizes) == full.numel()
 
 
 def test_a_block_is_cut_by_itself_and_a_later_cut_divides_what_is_left() -> None:

@@ -160,9 +160,20 @@ class BucketedDataParallel:
                 bucket.finish = None
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
-        """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners."""
+        """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
+
+        Raises:
+            ValueError: the tensor's description does not know of the replicas.
+        """
         rows = self._rows.get(entry.tensor)
-        return entry if rows is None else replace(entry, tensor=rows, shard=entry.shard.by_rows("data"))
+        if rows is None:
+            return entry
+        shard = entry.shard.by_rows("data")
+        if shard.local_shape != rows.shape:
+            raise ValueError(
+                f"{entry.name} was described without its {self._data.size} replicas: BuildContext(data=...)"
+            )
+        return replace(entry, tensor=rows, shard=shard)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The reduced gradient of a parameter, or of those of its rows that this rank owns."""

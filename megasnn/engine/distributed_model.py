@@ -238,8 +238,8 @@ class DistributedModel:
                 self._where_logits_are(torch.stack([loss, self._correct_here])),
                 without_waiting(wants, device),
                 self.verdict.checks.count(),
-                # Replicas have the same gradient: it counts once.
-                squares if self.state.data.rank == 0 else torch.zeros_like(squares),
+                # Where all replicas have the same gradient, it counts once.
+                squares if self.state.data.rank == 0 or self.gradient_norm.is_in_parts else torch.zeros_like(squares),
             ]
         )
         total, self.correct, self.stop_votes, found, *parts = all_reduce_sum(mine, self.state.world, "step").tolist()

@@ -44,10 +44,14 @@ class GradientNorm:
         self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
-        """This rank's part of each slot: float64 on the device. A gradient that is not there is zero.
-
-        Collective over the replicas where rows have owners."""
+        """This rank's part of each slot: float64 on the device. A gradient that is not there is zero. Collective as
+        `Squares` is."""
         return self._nothing.index_copy(0, self._slots, self._squares([each.grad for each in self._counted]))
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether slots are to be summed over the replicas too, each of which has a part."""
+        return self._squares.are_parts
 
     def of(self, squares: Sequence[float]) -> float:
         """The norm, of the summed slots. NaN and infinity come out as such."""
@@ -78,9 +82,10 @@ class ShardedNorms:
 
     def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
         self._tensors = [entry.tensor for entry in tensors]
-        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in _MODEL_AXES}
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
         self._squares = Squares(tensors, groups.get("data", alone("data")), device)
+        axes = HOLDING_AXES if self._squares.are_parts else _MODEL_AXES
+        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in axes}
         self._sums = [(groups[axis], torch.tensor(mask, device=device)) for axis, mask in cut.items() if any(mask)]
 
     def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:

@@ -16,40 +16,40 @@ from megasnn.sharding import Shard, ShardedTensor, row_bounds
 
 
 class Squares:
-    """The sum of squares of each of some tensors, over all replicas that own rows of it.
+    """The sum of squares of each of some tensors.
 
-    Where rows have owners, and where sums are formed in rank order, each row is summed up by itself and then all of
-    them in their order: no bit of the result depends on who owns which.
+    Where sums are formed in rank order, each row is summed up by itself, and then all of them in their order, from
+    whichever replicas own them: no bit of the result depends on who owns which.
 
     Args:
         tensors: this rank's, the same on all replicas; rows of all of them have owners, or of none.
         data: the replicas.
         device: of the tensors, also where there are none.
+
+    Attributes:
+        are_parts: whether what this gives is of the rows that this rank owns only, to be summed over the replicas.
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], data: Group, device: torch.device) -> None:
-        self._data, self._device = data, device
+        self._data, self._device, self._by_row = data, device, data.in_rank_order
         self._shapes = [entry.tensor.shape for entry in tensors]
         have_owners = any(entry.shard.is_cut("data") for entry in tensors)
-        self._by_row = have_owners or data.in_rank_order
+        self.are_parts = have_owners and not self._by_row
         rows = [_rows_of_all(entry.shard) for entry in tensors]
         self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
         self._owned: list[int] | None = None
-        if have_owners:
+        if have_owners and self._by_row:
             owned = [[end - begin for begin, end in pairwise(row_bounds(count, data.size))] for count in rows]
             self._owned = [sum(each) for each in zip(*owned, strict=True)]
             # Rows arrive in the order of their owners, and of tensors from each.
-            arriving = [
-                (number, rank)
-                for rank in range(data.size)
-                for number, each in enumerate(owned)
-                for _ in range(each[rank])
-            ]
+            ranks, numbers = range(data.size), range(len(owned))
+            arriving = [(number, rank) for rank in ranks for number in numbers for _ in range(owned[number][rank])]
             order = sorted(range(len(arriving)), key=arriving.__getitem__)
             self._order = torch.tensor(order, dtype=torch.int64, device=device)
 
     def __call__(self, values: Sequence[Tensor | None]) -> Tensor:
-        """The sums, float64 on the device, `[tensors]`. No value is waited for.
+        """The sums, float64 on the device, `[tensors]`. No value is waited for. Collective over the replicas where they
+        are formed in rank order and rows have owners.
 
         Args:
             values: like the tensors, of what this rank owns; None is zero.

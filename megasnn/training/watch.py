@@ -69,7 +69,7 @@ class Watch:
         return Measured({**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers, unfit)
 
     def _traffic(self, iterations: int) -> dict[str, float]:
-        """MB that all ranks together sent per iteration, by group, and what they were unpacked; collective.
+        """MB that all ranks together received per iteration, by group, and what they were unpacked; collective.
 
         "pipeline" is what stages hand on in forward, "backward" the gradients that come back.
         """

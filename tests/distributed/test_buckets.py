@@ -59,7 +59,7 @@ def _check(parameters: dict[str, ShardedTensor], expected: dict[str, Tensor], *f
 
 
 def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
-    """Two steps of unevenly many micro-batches. (number of all-reduces of a step, bytes of gradients and alignment)"""
+    """Two steps of unevenly many micro-batches. (number of all-reduces of a step, bytes received)"""
     group, parameters = everybody("data"), _parameters()
     parameters["c"].tensor.requires_grad_(False)
     before = parameters["c"].tensor.clone()
@@ -90,7 +90,9 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("bucket_bytes, buckets", [(1, 4), (100, 2), (1 << 20, 1)])
 def test_gradients_are_the_sums_over_all_micro_batches(ranks, size, bucket_bytes, buckets) -> None:
-    assert ranks(size, _steps, bucket_bytes, "") == [(buckets, 8 * (8 + 16 + 8 + 8))] * size  # multiples of 64 bytes
+    gradients = 8 * (8 + 16 + 8 + 8)  # multiples of 64 bytes
+    for calls, received in ranks(size, _steps, bucket_bytes, ""):
+        assert calls == buckets and received == pytest.approx(2 * (size - 1) / size * gradients, abs=buckets)
 
 
 @pytest.mark.parametrize(("device", "buckets"), [("cpu", 5), ("meta", 2)])

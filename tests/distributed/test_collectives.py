@@ -146,8 +146,8 @@ def _traffic() -> dict:
 def test_traffic_is_counted_exactly(ranks) -> None:
     for found in ranks(4, _traffic):
         assert found == {
-            ("tensor", "all_gather", "forward"): (2, 2 * 5, 2 * 140),  # 35 spikes are 5 bytes, 140 in float32
-            ("tensor", "all_gather", "backward"): (1, 140, 140),
-            ("tensor", "reduce_scatter", "backward"): (1, 3 * 16 * 8, 3 * 16 * 8),
-            ("tensor", "all_reduce", "step"): (1, 20, 20),
+            ("tensor", "all_gather", "forward"): (2, 2 * 3 * 5, 2 * 3 * 140),  # 35 spikes: 5 bytes, 140 in float32
+            ("tensor", "all_gather", "backward"): (1, 3 * 140, 3 * 140),
+            ("tensor", "reduce_scatter", "backward"): (1, 3 * 3 * 4 * 8, 3 * 3 * 4 * 8),
+            ("tensor", "all_reduce", "step"): (1, 2 * 3 * 5, 2 * 3 * 5),  # a quarter from each, there and back
         }

@@ -269,7 +269,7 @@ def test_every_option_against_torch(ranks, size) -> None:
 
 
 def _exchanged_bytes(pool: int) -> tuple[int, int]:
-    """(forward, backward) bytes that this rank sends for one layer."""
+    """(forward, backward) bytes that this rank receives for one layer."""
     group = everybody()
     options = dict(initialise=nothing, padding=1, content=Content.SPIKES, pool=pool)
     layer = ParallelConv(8, 16, 3, context(group, torch.float32), **options)

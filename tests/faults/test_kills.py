@@ -12,6 +12,8 @@ import random
 import signal
 import time
 import warnings
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ MOMENTS = int(os.environ.get("MEGASNN_KILLS", "4"))
 MORE = 12  # `pytest -m matrix`
 SEED = os.environ.get("MEGASNN_KILLS_SEED", "0")
 LAST = 8
-RUN = (*PP2, "--eval-iters", "0", "--train-iters", str(LAST), "--save-interval", "1", "--log-interval", "1")
+RUN = ("--eval-iters", "0", "--train-iters", str(LAST), "--save-interval", "1", "--log-interval", "1")
 
 
 def at(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
@@ -36,12 +38,20 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+LAYOUTS = {"stages": PP2, "owned-rows": ("--use-distributed-optimizer",)}  # of two ranks
+
+
 @pytest.fixture(scope="module")
-def straight(ranks, tmp_path_factory) -> dict[int, dict[str, torch.Tensor]]:
-    """What a run that is never killed has after each step, the optimizer's state included."""
-    folder = tmp_path_factory.mktemp("straight")
-    ranks(2, train, os.environ["MEGASNN_CACHE"], *RUN, "--save", str(folder))
-    return {step: at(folder, step) for step in range(1, LAST + 1)}
+def straight(ranks, tmp_path_factory) -> Callable[[str], dict[int, dict[str, torch.Tensor]]]:
+    """By layout, what a run that is never killed has after each step, the optimizer's state included."""
+
+    @cache
+    def run(layout: str) -> dict[int, dict[str, torch.Tensor]]:
+        folder = tmp_path_factory.mktemp("straight")
+        ranks(2, train, os.environ["MEGASNN_CACHE"], *RUN, *LAYOUTS[layout], "--save", str(folder))
+        return {step: at(folder, step) for step in range(1, LAST + 1)}
+
+    return run
 
 
 def kill(running: Ranks, draw: random.Random) -> None:
@@ -61,22 +71,35 @@ def kill(running: Ranks, draw: random.Random) -> None:
     assert any(ended.status) or list_checkpoints(running.folder / "run")[-1] == LAST
 
 
-@pytest.mark.parametrize(
-    "moment", [*range(MOMENTS), *(pytest.param(each, marks=pytest.mark.matrix) for each in range(MOMENTS, MORE))]
-)
-def test_nothing_is_lost_and_nothing_is_wrong(ranks, straight, tmp_path, moment) -> None:
+def moments() -> list[object]:
+    """The suite takes all of a pipeline, and one of replicas that own rows, with saves in the background."""
+    chosen = {("stages", moment): moment < MOMENTS for moment in range(max(MOMENTS, MORE))}
+    chosen |= {("owned-rows", moment): moment == 1 for moment in range(max(MOMENTS, MORE))}
+    return [pytest.param(*case, marks=() if usual else pytest.mark.matrix) for case, usual in chosen.items()]
+
+
+@pytest.mark.parametrize(("layout", "moment"), moments())
+def test_nothing_is_lost_and_nothing_is_wrong(ranks, straight, tmp_path, layout, moment) -> None:
     draw = random.Random(f"{SEED} {moment}")
-    folder = tmp_path / "run"
-    flags = (*RUN, "--load", str(folder), "--save", str(folder), *(["--async-save"] if moment % 2 else []))
+    folder, expected = tmp_path / "run", straight(layout)
+    flags = (
+        *RUN,
+        *LAYOUTS[layout],
+        "--load",
+        str(folder),
+        "--save",
+        str(folder),
+        *(["--async-save"] if moment % 2 else []),
+    )
     kill(Ranks(tmp_path, 2, *TINY, *flags), draw)
     with warnings.catch_warnings():
         # That `latest` was not moved yet is told, and fine.
         warnings.filterwarnings("ignore", ".* was saved later", UserWarning)
         if saved := list_checkpoints(folder):
             newest = read_metadata(find_checkpoint(folder, None)).iteration
-            assert same(at(folder), straight[newest]) and newest >= saved[-1] - 1
+            assert same(at(folder), expected[newest]) and newest >= saved[-1] - 1
             assert {problem for _, problem in verify_checkpoint(find_checkpoint(folder, saved[-1]))} == {None}
         outcomes = ranks(2, train, os.environ["MEGASNN_CACHE"], *flags)
     assert {outcome.iteration for outcome in outcomes} == {LAST}
-    assert same(at(folder, LAST), straight[LAST])
+    assert same(at(folder, LAST), expected[LAST])
     assert not list(folder.glob("*.tmp"))

@@ -186,8 +186,11 @@ def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path,
     reshard(open_source(run), new, Target(2, 2))
     converted, before = (load_global_tensors(folder, with_optimizer=True) for folder in (new, run))
     assert converted.keys() == before.keys() and all(torch.equal(converted[name], before[name]) for name in before)
-    for folder, layout in ((run, Layout(1, 2, 2, "zbv")), (new, Layout(2, 1, 2))):
-        ranks(4, _train, *_flags(folder, layout), "--load", str(folder))
+    for folder, layout, more in (
+        (run, Layout(1, 2, 2, "zbv"), ()),
+        (new, Layout(2, 1, 2), ("--use-distributed-optimizer",)),
+    ):
+        ranks(4, _train, *_flags(folder, layout), "--load", str(folder), *more)
         found, theirs = _saved(folder)
         assert theirs[-1] == pytest.approx(losses[-1], rel=1e-9) and found.keys() == expected.keys()
         for name, value in found.items():

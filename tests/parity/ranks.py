@@ -82,12 +82,13 @@ def build_engine(
     backend: str = "auto",
     spec: NeuronSpec | None = None,
     bounds: list[range] | None = None,
+    rows_have_owners: bool = False,
 ) -> DistributedModel:
     model = _described(spec or NeuronSpec())
-    context = BuildContext(state.tensor, dtype, dtype, backend)
+    context = BuildContext(state.tensor, dtype, dtype, backend, data=state.data)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-    return DistributedModel(model, state, context, bounds, plan)
+    return DistributedModel(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
 
 
 def one_step(

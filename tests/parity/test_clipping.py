@@ -79,19 +79,25 @@ def truth(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]
 
 
 def train(
-    layout: Layout, options: OptimizerConfig, weights: dict[str, Tensor], images: Tensor, labels: Tensor
+    layout: Layout,
+    options: OptimizerConfig,
+    weights: dict[str, Tensor],
+    images: Tensor,
+    labels: Tensor,
+    rows_have_owners: bool = False,
 ) -> list[RankStep]:
     """On every rank: what each step came to, with the parameters after it in the place of gradients."""
     state = initialize_model_parallel(layout.tensor, layout.pipeline)
     try:
-        engine = build_engine(state, layout.schedule, torch.float64)
+        engine = build_engine(state, layout.schedule, torch.float64, rows_have_owners=rows_have_owners)
         load_globals_into(engine.tensors, from_spikingjelly(weights, reference.DIMS["depths"]), state.world.handle)
         groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-        optimizer, steps = build_optimizer(engine.tensors, options, groups), []
+        optimizer, steps = build_optimizer(engine.owned, options, groups), []
         for _ in range(STEPS):
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
             optimizer.step()
+            engine.share_rows()
             for entry in engine.tensors:
                 if entry.is_parameter:
                     shard, _ = steps[-1].gradients[entry.name]
@@ -102,6 +108,11 @@ def train(
 
 
 LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4), Layout(2, 2, 2, "zbv")]
+SHARDED = [
+    Layout(2, tensor, pipeline, schedule)
+    for tensor in (1, 2)
+    for pipeline, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "zbv"))
+]
 # LAMB has a norm for each tensor, which every layout cuts in another way: it takes all of them. The others step element
 # by element after the same clipping; the suite takes one rank and the layout with all axes for them.
 WHOLE = (LAYOUTS[0], LAYOUTS[-1])
@@ -115,12 +126,31 @@ def cases() -> list[object]:
     ]
 
 
+def sharded_cases() -> list[object]:
+    """The suite takes the largest layout, and LAMB on two replicas."""
+    chosen = {(name, layout): False for name in OPTIONS for layout in (*SHARDED, Layout(data=4))}
+    chosen |= {("adamw", SHARDED[-1]): True, ("lamb", SHARDED[0]): True}
+    return [
+        pytest.param(*case, marks=() if usual else pytest.mark.matrix, id=f"{case[0]}-{name_of(case[1])}")
+        for case, usual in chosen.items()
+    ]
+
+
 @pytest.mark.parametrize(("optimizer", "layout"), cases())
 def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout) -> None:
+    _require_equal(ranks, optimizer, layout, False)
+
+
+@pytest.mark.parametrize(("optimizer", "layout"), sharded_cases())
+def test_with_rows_that_replicas_own(ranks, optimizer: str, layout: Layout) -> None:
+    _require_equal(ranks, optimizer, layout, True)
+
+
+def _require_equal(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
     before, after, norms = truth(optimizer)
     assert min(norms) > 2 * CLIP, "nothing would be clipped"
     images, labels = reference.data(sum(SIZES))
-    everyone = ranks(layout.world_size, train, layout, OPTIONS[optimizer], before, images, labels)
+    everyone = ranks(layout.world_size, train, layout, OPTIONS[optimizer], before, images, labels, rows_have_owners)
     for step, norm in enumerate(norms):
         assert all(steps[step].norm == pytest.approx(norm, rel=TOLERANCE) for steps in everyone)
     expected = from_spikingjelly(after, reference.DIMS["depths"])

@@ -18,6 +18,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megasnn.config.optimizer import OptimizerConfig
+from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import plan_schedule
@@ -141,6 +143,28 @@ def test_every_schedule_ends(ranks, loss, world, cases) -> None:
     found = ranks(tensor * pipeline * data, _run, here, timeout=120 + 10 * len(here))
     for losses in found:
         assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * len(here)
+
+
+def _owning_rows() -> list[float]:
+    """The losses of two steps, behind each of which owners send the rows that they have changed."""
+    with nccl_like() as device:
+        state = initialize_model_parallel(1, 2)
+        engine = build_engine(state, plan_schedule("zbv", 2, 2), torch.float64, rows_have_owners=True)
+        optimizer = build_optimizer(engine.owned, OptimizerConfig(lr=1e-9))
+        images, labels = reference.data(SAMPLES)
+        started, losses = list(device.communicators), list[float]()
+        for _ in range(2):
+            losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
+            optimizer.step()
+            engine.share_rows()
+        assert device.communicators == started, "something in a step was a first use"
+        destroy_model_parallel()
+        return losses
+
+
+def test_replicas_that_own_rows_end_too(ranks, loss) -> None:
+    for losses in ranks(4, _owning_rows):
+        assert losses[0] == pytest.approx(loss, rel=1e-9) and losses[1] == pytest.approx(loss, rel=1e-3)
 
 
 def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:

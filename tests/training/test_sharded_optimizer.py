@@ -1,0 +1,219 @@
+"""Replicas that each own some rows of every parameter train as those that hold all of its optimizer state."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.checkpoint import list_checkpoints, load_global_tensors, piece_file, read_metadata
+from megasnn.comm.statistics import statistics
+from megasnn.config import ConfigError, parse
+from megasnn.config.training import Length
+from megasnn.engine import Engine
+from megasnn.engine.verdict import Verdict
+from megasnn.models.model import run_config
+from megasnn.models.table import MODELS
+from megasnn.optim import held_state_bytes
+from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
+from megasnn.sharding import row_bounds
+from tests.training.runs import TINY, train, whole
+
+SHARDED = "--use-distributed-optimizer"
+TINY_FLAGS = tuple(TINY)
+CLIPPED = ("--train-iters", "3", "--micro-batch-size", "2", "--clip-grad", "0.05", "--eval-iters", "0")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def rmsprop(groups: object, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(groups, lr=lr)  # type: ignore[arg-type]
+
+
+OWN = {
+    "own": OptimizerRecipe("element by element", rmsprop, lambda: ("step", "square_avg")),
+    "whole": OptimizerRecipe("by rows and columns", rmsprop, lambda: ("step", "square_avg"), elementwise=False),
+}
+
+
+def trained(folder: str, cache: str, *flags: str) -> None:
+    with mock.patch.dict(OPTIMIZERS, OWN):
+        train(cache, *CLIPPED, "--save", folder, *flags)
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    return load_global_tensors(folder, with_optimizer=True)
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "flags"),
+    [
+        (2, "--neuron plif --ema-decay 0.75 --eval-interval 2 --eval-iters 1"),
+        (4, ""),
+        pytest.param(4, "--neuron plif --precision bf16", marks=pytest.mark.matrix),
+        (2, "--optimizer lamb --lr 1e-2 --weight-decay 0.05"),
+        pytest.param(4, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", marks=pytest.mark.matrix),
+        pytest.param(
+            4, "--optimizer sgd --sgd-nesterov --freeze patch_embed --lr-scale-of head=0.5", marks=pytest.mark.matrix
+        ),
+        pytest.param(2, "--optimizer own", marks=pytest.mark.matrix),
+        pytest.param(4, "--pipeline-model-parallel-size 2 --pipeline-schedule zbv", marks=pytest.mark.matrix),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"of-{value}",
+)
+def test_no_bit_differs_where_sums_are_formed_in_rank_order(ranks, cache, tmp_path, replicas, flags) -> None:
+    """Weights, their average, and the optimizer's state behind three steps with clipping."""
+    for name, more in (("plain", ()), ("sharded", (SHARDED,))):
+        ranks(replicas, trained, str(tmp_path / name), cache, "--deterministic", *flags.split(), *more)
+    plain, sharded = saved(tmp_path / "plain"), saved(tmp_path / "sharded")
+    assert any(name.startswith("optimizer.") for name in plain)
+    assert same(plain, sharded)
+    files = [read_metadata(tmp_path / name / "iter_0000003").files for name in ("plain", "sharded")]
+    written = [sum(name.endswith(".distcp") for name in each) for each in files]
+    assert written[1] == replicas > written[0], "every rank writes what it owns"
+
+
+def test_a_run_goes_on_on_any_layout(ranks, cache, tmp_path) -> None:
+    """Four replicas that own rows, then three that do not, then two stages."""
+    common = (*CLIPPED[2:], "--train-iters", "4", "--precision", "fp64", "--neuron", "plif", "--ema-decay", "0.5")
+    straight = tmp_path / "straight"
+    train(cache, *common, "--save", str(straight))
+    folder = ("--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
+    ranks(4, train, cache, *common, *folder, SHARDED, "--exit-interval", "1", "--async-save")
+    ranks(3, train, cache, *common, *folder, "--exit-interval", "2")
+    ranks(2, train, cache, *common, *folder, SHARDED, "--exit-interval", "3")
+    ranks(2, train, cache, *common, *folder, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "1f1b")
+    assert list_checkpoints(tmp_path / "run") == [1, 2, 3, 4]
+    ours, theirs = saved(tmp_path / "run"), saved(straight)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert (ours[name].double() - value.double()).norm() <= 1e-9 * value.double().norm(), name
+
+
+def engine(*flags: str) -> Engine:
+    config = parse(run_config(MODELS["spikformer"]), [*TINY_FLAGS, *CLIPPED, *flags])
+    return Engine(config, length=Length(3))
+
+
+def batch(made: Engine) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(10, *made.config.model.input_shape, generator=generator), torch.arange(10) % 10
+
+
+def accounts() -> tuple[int, int, int, int, int]:
+    """Bytes that the second step has received, of all trained parameters, of this rank's state; at most of the state by
+    rows; and of all state on one rank."""
+    with engine("--neuron", "plif", SHARDED) as made:
+        made.train_step(*batch(made))
+        statistics.reset()
+        with statistics.counting():
+            made.train_step(*batch(made))
+        received = statistics.total("data", "all_to_all").bytes
+        statistics.reset()
+        parameters = [e.tensor for e in made.distributed.tensors if e.is_parameter]
+        most = 0
+        for parameter in parameters:
+            rows = len(parameter) if parameter.ndim else 1
+            most += 2 * (parameter.nbytes // made.state.data.size + parameter.nbytes // rows) + 4
+        size = 4 * made.distributed.trained_parameters
+        return received, size, held_state_bytes(made.steps.optimizer), most, 2 * size + 4 * len(parameters)
+
+
+@pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.matrix)])
+def test_what_a_step_receives_and_a_rank_holds(ranks, replicas) -> None:
+    found = ranks(replicas, accounts)
+    assert sum(received for received, *_ in found) == 2 * (replicas - 1) * found[0][1]
+    for _, _, held, most, all_state in found:
+        assert held <= most < all_state
+
+
+def spoiled() -> tuple[list[bool], str, bool, bool]:
+    """A step with an infinite gradient, and one that is done again, against a run with neither."""
+    with engine(SHARDED) as made, engine(SHARDED) as undisturbed:
+        before = made.state_dict()
+        (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
+        spoil = made.state.rank == 1
+        handle = weight.register_hook(lambda gradient: gradient * float("inf") if spoil else gradient)
+        result = made.train_step(*batch(made))
+        handle.remove()
+        unchanged = same(made.state_dict(), before) and not held_state_bytes(made.steps.optimizer)
+        made.steps.iteration = made.steps.consumed_samples = 0
+        accepts, answers = Verdict.accepts, iter([False, True])
+        with mock.patch.object(Verdict, "accepts", lambda self, found: accepts(self, found) and next(answers)):
+            made.train_step(*batch(made))
+        undisturbed.train_step(*batch(undisturbed))
+        return [result.skipped], str(result.not_finite), unchanged, same(made.state_dict(), undisturbed.state_dict())
+
+
+def test_a_step_that_does_not_count_changes_nothing(ranks) -> None:
+    for skipped, where, unchanged, same_end in ranks(2, spoiled):
+        assert skipped == [True] and "gradient of head.weight" in where and unchanged and same_end
+
+
+def refusal(*flags: str) -> str:
+    with mock.patch.dict(OPTIMIZERS, OWN), pytest.raises(ConfigError) as caught:
+        train("", "--optimizer", "whole", *flags)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused(ranks) -> None:
+    for text in ranks(2, refusal, SHARDED):
+        assert "--optimizer whole needs whole tensors, and with --use-distributed-optimizer a rank updates" in text
+        assert "or take another optimizer (adamw, sgd, lamb, own)" in text
+    for text in ranks(2, refusal, "--tensor-model-parallel-size", "2"):
+        assert "--optimizer whole needs whole tensors, and with --tensor-model-parallel-size 2 a rank" in text
+
+
+def test_one_replica_owns_everything(cache, tmp_path) -> None:
+    with mock.patch.dict(os.environ, {"MEGASNN_CACHE": cache}), engine(SHARDED) as made:
+        assert all(mine is whole for mine, whole in zip(made.distributed.owned, made.distributed.tensors, strict=True))
+    plain, sharded = (whole([train(cache, *CLIPPED, *more)]) for more in ((), (SHARDED,)))
+    assert same(plain, sharded)
+
+
+def test_rows_are_cut_into_nearly_equal_parts() -> None:
+    for rows in range(9):
+        for parts in range(1, 6):
+            sizes = [end - begin for begin, end in pairwise(row_bounds(rows, parts))]
+            assert sum(sizes) == rows and max(sizes) - min(sizes) <= 1 and (rows != 1 or sizes[0] == 1)
+
+
+BYTES_A_SECOND = 20e6
+
+
+def seconds_to_save(folder: str, *flags: str) -> float:
+    """Of a model of some size, where each rank writes 20 MB a second."""
+    write = piece_file._write_all
+
+    def throttled(descriptor: int, parts: piece_file.Parts) -> None:
+        begin = time.monotonic()
+        write(descriptor, parts)
+        time.sleep(max(0.0, sum(map(len, parts)) / BYTES_A_SECOND - (time.monotonic() - begin)))
+
+    with engine("--embed-dim", "256", "--depth", "3", *flags) as made:
+        made.train_step(*batch(made))
+        with mock.patch.object(piece_file, "_write_all", throttled):
+            begin = time.monotonic()
+            made.save(folder)
+            return time.monotonic() - begin
+
+
+@pytest.mark.matrix
+def test_four_ranks_write_together(ranks, tmp_path) -> None:
+    one = max(ranks(1, seconds_to_save, str(tmp_path / "one")))
+    four = max(ranks(4, seconds_to_save, str(tmp_path / "four"), SHARDED))
+    print(f"{one:.2f} s on one rank, {four:.2f} s on four that own rows: {four / one:.2f}")
+    assert four <= 0.35 * one
