@@ -57,7 +57,7 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
     Args:
         into: contiguous, as many values as all ranks have together. mine: `[n]`, the same number on every rank.
     """
-    # NCCL fills a list of tensors from one that it makes, by a copy more. Gloo copies in any case, to a list less often.
+    # NCCL fills a list of tensors from one that it makes, by a copy more. Gloo copies anyway, to a list less often.
     parts = list(into.view(group.size, -1))
     if mine.device.type == "cpu":
         dist.all_gather(parts, mine, group=group.handle)
