@@ -57,10 +57,14 @@ class Squares:
         if not self._shapes:
             return torch.zeros(0, dtype=torch.float64, device=self._device)
         if not self._by_row:
-            given = [value for value in values if value is not None]
-            norms = iter(torch._foreach_norm(given, 2, dtype=torch.float64) if given else ())
             nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-            return torch.stack([nothing if value is None else next(norms) for value in values]) ** 2
+            norms = [nothing] * len(values)
+            given = {slot: value for slot, value in enumerate(values) if value is not None and value.numel()}
+            if given:
+                found = torch._foreach_norm(list(given.values()), 2, dtype=torch.float64)
+                for slot, norm in zip(given, found, strict=True):
+                    norms[slot] = norm
+            return torch.stack(norms) ** 2
         rows = torch.cat([self._of_rows(value, shape) for value, shape in zip(values, self._shapes, strict=True)])
         if self._owned is not None:
             rows = self._of_all_owners(rows, self._owned)

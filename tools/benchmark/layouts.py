@@ -28,7 +28,7 @@ HEADINGS = (
     "peak\nMB",
     "x one\nrank",
     "calls",
-    "MB\nsent",
+    "MB\nmoved",
     "fwd+bwd\nms",
     "optimizer\nms",
     "step,\nchange",
@@ -38,7 +38,7 @@ NOTES = """\
 x: throughput against the row megasnn (one rank, one thread) or spikingjelly, median of the rounds, each compared with
    itself; behind peak MB, memory against the row megasnn
 peak MB: of the largest rank, above its memory before the model was built, everything imported and warmed up
-calls, MB sent: collectives and sends of the busiest rank in one step
+calls, MB moved: of the busiest rank in one step; what it receives in collectives, and sends in messages
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
 TITLES = {MEGASNN: "one rank", SPIKINGJELLY: "SpikingJelly in one process"}
 
@@ -111,7 +111,7 @@ def table_of(lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
 
 def _cells(line: Line, last: Line | None) -> list[str]:
     step, phases = line["step_ms"], line["phases_ms"]
-    calls, sent = max(map(_total_traffic, line["traffic"]), key=lambda pair: pair[1])
+    calls, moved = max(map(_total_traffic, line["traffic"]), key=lambda pair: pair[1])
     memory_ratio = line["memory_ratio"].get(MEGASNN)
     return [
         line["row"],
@@ -124,7 +124,7 @@ def _cells(line: Line, last: Line | None) -> list[str]:
         f"{line['memory_mb']['largest']:.0f}",
         "-" if memory_ratio is None else f"{memory_ratio:.2f}",
         str(calls),
-        f"{sent:.2f}",
+        f"{moved:.2f}",
         f"{phases['forward_backward']:.1f}",
         f"{phases['optimizer']:.1f}",
         change(line, last, "step_ms", "median"),

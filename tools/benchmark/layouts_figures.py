@@ -16,7 +16,7 @@ REFERENCES = (MEGASNN, SPIKINGJELLY)
 
 @dataclass(frozen=True)
 class Preparation:
-    """Attributes: pipeline layout, the last warm-up step's loss, and calls and bytes sent in one step by group."""
+    """Attributes: pipeline layout, the last warm-up step's loss, and calls and bytes moved in one step by group."""
 
     layout: str
     loss: float
