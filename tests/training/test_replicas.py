@@ -17,6 +17,7 @@ from megasnn.telemetry.logline import StepResult
 from tests.training.runs import train
 
 WEIGHT = "blocks.0.mlp.fc1.conv.weight"
+SHARDED = "--use-distributed-optimizer"
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "7|1", "--pipeline-schedule", "1f1b")
 FLAGS = ("--train-iters", "6", "--eval-iters", "0", "--neuron-backend", "torch")
@@ -51,12 +52,11 @@ def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
     [
         ((), 2, 1, WEIGHT),
         ((), 2, 0, f"optimizer.exp_avg_sq.{WEIGHT}"),
-        (("--precision", "bf16"), 2, 1, "blocks.0.mlp.fc1.norm.running_var"),
-        (("--use-distributed-optimizer",), 2, 1, "blocks.0.mlp.fc1.norm.running_var"),
+        (("--precision", "bf16", SHARDED), 2, 1, "blocks.0.mlp.fc1.norm.running_var"),
         (TP2, 2, 1, "head.bias"),
         (PP2, 4, 3, "head.bias"),
     ],
-    ids=["weight", "moment", "statistic", "owned-rows", "not-cut", "uneven-stages"],
+    ids=["weight", "moment", "statistic-beside-owned-rows", "not-cut", "uneven-stages"],
 )
 def test_the_next_comparison_finds_it(ranks, tmp_path, flags, size, faulty, name) -> None:
     save = ("--save", str(tmp_path / "run"), "--save-interval", "1", "--check-replicas-interval", "2")
