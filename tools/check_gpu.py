@@ -39,6 +39,16 @@ def _versions(setting: Setting) -> Iterator[Figure]:
         yield Figure("kernels refused", why is not None, most=0, note=why or "")
 
 
+def _why() -> str:
+    """Why there is no GPU, as far as torch knows, and what to look at."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; https://pytorch.org/get-started has builds with it"
+    return (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds none; see whether nvidia-smi "
+        "lists one, its driver is recent enough for that CUDA, and CUDA_VISIBLE_DEVICES does not hide it"
+    )
+
+
 PARTS: dict[str, Part] = {
     "versions": _versions,
     "kernels": gpu_kernels.errors,
@@ -70,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--parts: {', '.join(unknown)} is none of {', '.join(PARTS)}", file=sys.stderr)
         return NO_GPU
     if not torch.cuda.is_available():
-        print("there is no GPU that torch can use, so nothing was checked", file=sys.stderr)
+        print(f"there is no GPU that torch can use, so nothing was checked: {_why()}", file=sys.stderr)
         return NO_GPU
     torch.cuda.set_device(0)
     return check({name: PARTS[name] for name in options.parts}, Setting(torch.device("cuda", 0)), options.output)
