@@ -175,7 +175,7 @@ class TrainingRun:
             self.saves.prepare()
             self._prepared = True
         if result.not_finite:
-            self.reporter.line(result.not_finite)
+            self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)
         if logs:
             measured = self.watch.since_last(self.iteration)
