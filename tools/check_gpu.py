@@ -21,6 +21,7 @@ if __name__ == "__main__":  # `python tools/check_gpu.py`, from any folder; rank
 
 from megasnn.config.cli import command_line
 from megasnn.kernels.triton.available import refuses
+from megasnn.parallel_state import why_no_gpu
 from megasnn.process.terminal import keep_going
 from tools.benchmark import gpu_kernels, gpu_models, gpu_ranks, gpu_step
 from tools.benchmark.gpu import NO_GPU, Figure, Part, Setting, check
@@ -37,16 +38,6 @@ def _versions(setting: Setting) -> Iterator[Figure]:
         yield Figure("compute capability", major + minor / 10, least=8.0)
         why = refuses(torch.zeros(2, 2, device=setting.device))
         yield Figure("kernels refused", why is not None, most=0, note=why or "")
-
-
-def _why() -> str:
-    """Why there is no GPU, as far as torch knows, and what to look at."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA; https://pytorch.org/get-started has builds with it"
-    return (
-        f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds none; see whether nvidia-smi "
-        "lists one, its driver is recent enough for that CUDA, and CUDA_VISIBLE_DEVICES does not hide it"
-    )
 
 
 PARTS: dict[str, Part] = {
@@ -80,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--parts: {', '.join(unknown)} is none of {', '.join(PARTS)}", file=sys.stderr)
         return NO_GPU
     if not torch.cuda.is_available():
-        print(f"there is no GPU that torch can use, so nothing was checked: {_why()}", file=sys.stderr)
+        print(f"there is no GPU that torch can use, so nothing was checked: {why_no_gpu()}", file=sys.stderr)
         return NO_GPU
     torch.cuda.set_device(0)
     return check({name: PARTS[name] for name in options.parts}, Setting(torch.device("cuda", 0)), options.output)
