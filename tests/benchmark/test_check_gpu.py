@@ -112,6 +112,18 @@ def test_a_failure_loses_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(line)["figures"]["broken"][0]["met"] and json.loads(line)["status"] == MISSED
 
 
+def test_a_gpu_that_a_kernel_has_broken_loses_nothing_else(monkeypatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    parts = {"broken": fails, "after it": lambda setting: gives(0.9)}
+    outcome = run_parts(parts, Setting(torch.device("cuda")))
+    assert [len(each) for each in outcome.figures.values()] == [1, 1] and outcome.status == MISSED
+    assert outcome.failures["broken"] == "RuntimeError: the driver is gone"
+    assert outcome.failures["after it"].startswith("RuntimeError: CUDA error: an illegal memory access")
+
+
 @pytest.mark.parametrize(("value", "status"), [(0.81, PASSED), (0.79, MISSED)])
 def test_the_status_is_that_of_the_targets(value: float, status: int) -> None:
     assert run_parts({"part": lambda setting: gives(value)}, TINY).status == status
