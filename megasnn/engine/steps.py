@@ -57,13 +57,12 @@ class Steps:
         with self._guarded():
             with self.timers("forward_backward"):
                 loss = self.distributed.forward_backward(micro_batches, samples)
-            self._is_updating = True
+        with self._changing_weights():
             with self.timers("optimizer"):
                 norm, rate, finite = self.update(loss, samples)
             where = None if finite else first_place(self.distributed, micro_batches)
             self.iteration += 1
             self.consumed_samples = batch.consumed_samples
-            self._is_updating = False
         return StepResult(loss, self.distributed.correct, samples, norm, rate, not finite, where)
 
     def update(self, loss: float, samples: int) -> tuple[float, float, bool]:
@@ -140,13 +139,15 @@ class Steps:
         in_part = [whole for whole, mine in zip(model.tensors, model.owned, strict=True) if whole is not mine]
         taken = [entry.tensor for entry in (*in_part, *model.copies)]  # from other ranks
         kept = [tensor.detach().clone() for tensor in taken]
+        with self._changing_weights():
+            self.average.exchange()
         try:
-            with self.average.in_place():
-                model.share_rows()
-                model.refresh_copies()
-                yield
+            model.share_rows()
+            model.refresh_copies()
+            yield
         finally:  # an error on one rank leaves nobody waiting for another rank's values
-            with torch.no_grad():
+            with self._changing_weights(), torch.no_grad():
+                self.average.exchange()
                 for tensor, value in zip(taken, kept, strict=True):
                     tensor.copy_(value)
 
@@ -180,6 +181,14 @@ class Steps:
                 kind, (text, *_) = type(error).__name__, (*str(error).splitlines(), "")
                 self._failure = f"{kind}: {text}" if text else kind
             raise
+
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        """`_guarded` around what changes the weights: whatever ends it in between leaves some of them changed."""
+        with self._guarded():
+            self._is_updating = True
+            yield
+            self._is_updating = False
 
     def require_sound(self, reads_weights: bool = False) -> None:
         """Raises RuntimeError when an error has ended what the ranks did together.

@@ -210,7 +210,7 @@ def seconds_to_save(folder: str, *flags: str) -> float:
         write(descriptor, parts)
         time.sleep(max(0.0, sum(map(len, parts)) / BYTES_A_SECOND - (time.monotonic() - begin)))
 
-    with engine("--embed-dim", "256", "--depth", "3", *flags) as made:
+    with engine("--embed-dim", "384", "--depth", "4", *flags) as made:
         made.train_step(*batch(made))
         with mock.patch.object(piece_file, "_write_all", throttled):
             begin = time.monotonic()
