@@ -41,11 +41,7 @@ def _adamw(
     import torch
 
     # A pipeline stage may hold no layers, and AdamW takes no empty list of parameters, but it takes empty groups.
-    held = [parameter for group in groups for parameter in group["params"]]
-    # On a CPU the fused step rounds in another way behind the last whole vector of a tensor: where the rows of a rank
-    # end would be seen in the result.
-    on_cpu = any(parameter.device.type == "cpu" for parameter in held)
-    fused = (bool(held) and not (on_cpu and torch.are_deterministic_algorithms_enabled())) or None
+    fused = any(group["params"] for group in groups) or None
     return torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=fused)
 
 

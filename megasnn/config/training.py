@@ -74,8 +74,8 @@ class TrainingConfig:
     """The same bits in every run on the same ranks, devices and versions: GPUs take only algorithms that promise it
     (an operation without one is an error), and sums over ranks are formed in the order of the ranks. That costs time:
     on GPUs the fastest algorithms of some convolutions, and with several ranks the second half of each exchange of
-    gradients, which waits for the end of backward; on a CPU the fused step of AdamW. A single CPU rank computes the
-    same bits in every run without it."""
+    gradients, which waits for the end of backward; on CPUs, replicas take AdamW's step without torch's fused kernel.
+    On a single CPU rank nothing changes."""
     wait_after_actions: bool = False
     """Wait for the GPU after each action of the schedule, so that an error of one of its kernels names the action that
     it arose in. Slow: to find such an error."""

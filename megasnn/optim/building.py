@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.comm.group import Group
+from megasnn.comm.group import Group, alone
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import Axis
 from megasnn.optim.groups import parameter_groups
@@ -28,6 +28,11 @@ def build_optimizer(
     parts = parameter_groups(tensors, config)
     recipe = OPTIMIZERS[config.optimizer]
     trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
+    data = (groups or {}).get("data", alone("data"))
+    if data.size > 1 and data.in_rank_order and any(entry.tensor.device.type == "cpu" for entry in trained):
+        # torch's fused steps on a CPU round in another way behind the last whole vector of a tensor: where the rows of
+        # a replica end would be seen in the result.
+        parts = [{**part, "fused": False} for part in parts]
     norms = {"norms": ShardedNorms(trained, groups or {})} if recipe.takes_norms else {}
     return recipe.build(parts, lr=config.lr, **_flags(config), **norms)
 

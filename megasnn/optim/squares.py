@@ -18,7 +18,7 @@ from megasnn.sharding import Shard, ShardedTensor, row_bounds
 class Squares:
     """The sum of squares of each of some tensors.
 
-    Where sums are formed in rank order, each row is summed up by itself, and then all of them in their order, from
+    Where replicas form sums in rank order, each row is summed up by itself, and then all of them in their order, from
     whichever replicas own them: no bit of the result depends on who owns which.
 
     Args:
@@ -31,7 +31,7 @@ class Squares:
     """
 
     def __init__(self, tensors: Sequence[ShardedTensor], data: Group, device: torch.device) -> None:
-        self._data, self._device, self._by_row = data, device, data.in_rank_order
+        self._data, self._device, self._by_row = data, device, data.in_rank_order and data.size > 1
         self._shapes = [entry.tensor.shape for entry in tensors]
         have_owners = any(entry.shard.is_cut("data") for entry in tensors)
         self.are_parts = have_owners and not self._by_row
