@@ -59,6 +59,7 @@ class ChunkCost:
             Kind.BACKWARD: self.backward,
             Kind.INPUT_GRADIENT: half if self.input_gradient is None else self.input_gradient,
             Kind.WEIGHT_GRADIENT: half if self.weight_gradient is None else self.weight_gradient,
+            Kind.RECOMPUTE: self.forward,
         }
 
     @property
