@@ -10,6 +10,7 @@ from typing import Any
 
 from megasnn.checkpoint.choice import first_legible
 from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
+from megasnn.config.checks import refusal
 from megasnn.config.defaults import Values, config_named, defaults_of
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
@@ -42,6 +43,7 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
         config = configuration(chosen, flags, speaks)
         validate(config, int(os.environ.get("WORLD_SIZE", "1")))
         refuse_unbuildable(config)
+        refuse_other_samples(config)
         return config
 
     def train(config: PretrainConfig) -> int:
@@ -69,9 +71,19 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
     from megasnn.models.problems import building_problems
 
-    problems = building_problems(config.model, config.neuron.spec, config.parallel.tensor_model_parallel_size)
+    neuron, tensor_parallel = config.neuron, config.parallel.tensor_model_parallel_size
+    problems = building_problems(config.model, neuron.spec, tensor_parallel, neuron.neuron_backend)
     if problems:
         raise ConfigError(problems)
+
+
+def refuse_other_samples(config: PretrainConfig) -> None:
+    """Raises ConfigError when the model takes what no shard holds, or the flags of the data do not go with it. Imports
+    torch."""
+    from megasnn.data.open import sample_format
+
+    if not config.logging.model_summary and (wrong := refusal(sample_format, config.data, config.model.input_shape)):
+        raise ConfigError(wrong)
 
 
 def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:

@@ -9,6 +9,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Programs that the tests start compile the sources once, not each for itself: a second of every start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import pytest
 
 from megasnn.cache import CacheError, cache_folder

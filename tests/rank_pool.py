@@ -1,32 +1,29 @@
 """A pool of worker processes that act as ranks of a Gloo world.
 
-Starting a rank costs seconds of imports, so the workers are forked from a server that has imported torch once, and
-live until the test session ends. Each job gets a fresh process group over as many workers as it asks for.
+Starting a rank costs seconds of imports, so the workers are forked from a server that has imported torch once
+(tests/forking.py), and live until the test session ends. Each job gets a fresh process group over as many workers as it
+asks for.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import shutil
 import tempfile
 from typing import Any
 
+from tests.forking import forking
 from tools.benchmark.ranks import RankProcesses, join_ranks
 
 TIMEOUT = 120.0
 GRACE_SECONDS = 15.0
-# What the server imports once. The first optimizer imports torch._dynamo, which takes longer than torch itself.
-PRELOADED = ["torch", "torch._dynamo", "spikingjelly.activation_based.neuron", "megasnn.training"]
 
 
 class RankPool:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._ranks = RankProcesses("the pool of ranks", PoolRank, [], context=context)
+        self._ranks = RankProcesses("the pool of ranks", PoolRank, [], context=forking())
         self._jobs = 0
         self._folder = tempfile.mkdtemp(prefix="megasnn-ranks-")
 

@@ -5,7 +5,6 @@ Recipes, which are installed with the package."""
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import pkgutil
 import sys
 import tomllib
@@ -20,7 +19,7 @@ from megasnn.models.table import MODELS
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pretraining import pretrain
 from megasnn.process.launch import launch, misfit
-from tests.rank_pool import PRELOADED
+from tests.forking import forking
 
 ROOT = Path(__file__).parents[1]
 NMS = "operator torchvision::nms does not exist"
@@ -43,9 +42,7 @@ def import_everything(folder: str) -> None:
 def test_nothing_of_ours_imports_torchvision_or_torchaudio(tmp_path) -> None:
     for name in NOT_NEEDED:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError({NMS!r})")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=import_everything, args=(str(tmp_path),))
+    process = forking().Process(target=import_everything, args=(str(tmp_path),))
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -2,5 +2,6 @@
 
 from megasnn.cache.build import build_once as build_once
 from megasnn.cache.build import cached_name as cached_name
+from megasnn.cache.build import name_in_cache as name_in_cache
 from megasnn.cache.folder import CacheError as CacheError
 from megasnn.cache.folder import cache_folder as cache_folder

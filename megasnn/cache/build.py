@@ -26,9 +26,16 @@ _PATIENCE_SECONDS = 1800.0
 def cached_name(source: Path, suffix: str, *version: str) -> str:
     """A file name that changes with the path, size and time of change of `source` and with `version`."""
     state = source.stat()
-    text = "\0".join([str(source.absolute()), str(state.st_size), str(state.st_mtime_ns), *version])
-    readable = re.sub(r"[^\w.-]", "_", source.name)[:80]
-    return f"{readable}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}{suffix}"
+    return name_in_cache(
+        source.name, suffix, str(source.absolute()), str(state.st_size), str(state.st_mtime_ns), *version
+    )
+
+
+def name_in_cache(readable: str, suffix: str, *version: str) -> str:
+    """A file name that begins with what is readable and changes with `version`. It is short, and not a hidden file's:
+    those are locks, and what is being made."""
+    beginning = re.sub(r"[^A-Za-z0-9_.-]", "_", readable).lstrip(".")[:80]
+    return f"{beginning}-{hashlib.blake2b(chr(0).join(version).encode(), digest_size=8).hexdigest()}{suffix}"
 
 
 def build_once(

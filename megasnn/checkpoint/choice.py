@@ -34,7 +34,7 @@ def choose(folder: Path, step: int | None) -> Choice:
         CheckpointError: the one of this iteration is not there; says which exist.
     """
     if not folder.is_dir():
-        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check --load")
+        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
     itself = step_of(folder)
     if itself is not None and step not in (None, itself):
         raise CheckpointError(f"{folder} is the checkpoint of iteration {itself}, not of {step} (--ckpt-step)")
@@ -46,9 +46,9 @@ def choose(folder: Path, step: int | None) -> Choice:
     if step is not None:
         return Choice((found[step],))
     if not found and not (folder / LATEST).exists() and not _links(folder):
-        raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check --load")
+        raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check its path (--load)")
     if not found:
-        raise CheckpointError(f"{folder} has no complete checkpoint; check --load", *_links(folder))
+        raise CheckpointError(f"{folder} has no complete checkpoint; check its path (--load)", *_links(folder))
     return _latest_first(folder, found)
 
 
@@ -114,10 +114,10 @@ def _named(latest: Path, found: Iterable[int]) -> tuple[int, str]:
 
 def _links(folder: Path) -> list[str]:
     links = (path for path in sorted(folder.glob("iter_*")) if path.is_symlink())
-    return [f"{path} is a link and is passed over; to load what it leads to, name that in --load" for path in links]
+    return [f"{path} is a link and is passed over; to load what it leads to, name that itself" for path in links]
 
 
 def _there(steps: Iterable[int]) -> str:
     if not (there := ", ".join(map(str, steps))):
-        return "there is no complete checkpoint; check --load"
+        return "there is no complete checkpoint"
     return f"complete checkpoints: {there}; choose one with --ckpt-step"

@@ -97,8 +97,13 @@ def set_named(folder: Path, file: str, step: int) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of this iteration into, until `commit`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """An empty folder to write the checkpoint of this iteration into, until `commit`. Raises CheckpointError where the
+    folder around it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "it is a file" if folder.is_file() else error.strerror
+        raise CheckpointError(f"cannot make {folder} a folder of checkpoints: {reason}; choose another") from None
     aside = aside_folder(folder, step)
     shutil.rmtree(aside, ignore_errors=True)
     if aside.is_symlink():

@@ -6,6 +6,8 @@ import datetime
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,7 +65,8 @@ class Saver:
     def prepare(self, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> None:
         """Gets ready for the first save in the background, once the optimizer has its state; otherwise does nothing."""
         if self._aside is not None:
-            self._aside.prepare(with_optimizer(tensors, optimizer))
+            with suppress(CheckpointError):  # `save` tells it
+                self._aside.prepare(with_optimizer(tensors, optimizer))
 
     def save(
         self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
@@ -80,16 +83,16 @@ class Saver:
             self.finish()
         if self.saved == progress.iteration and not progress.best:
             return
-        entries, kind = with_optimizer(tensors, optimizer), kind_of(optimizer)
+        entries, problem = _described(tensors, optimizer)
+        save = partial(self._write, progress, kind_of(optimizer), self._aside or AtOnce(entries, self._group), problem)
         if self._aside is None:
-            self._write(progress, kind, AtOnce(entries, self._group))
+            save()
             return
-        self._aside.take(entries)
+        if problem is None:
+            self._aside.take(entries)
         self._settle_before_updates_of(optimizer)
         self._in_flight = progress.iteration
-        self._thread = threading.Thread(
-            target=self._write, args=(progress, kind, self._aside), name="megasnn-save", daemon=True
-        )
+        self._thread = threading.Thread(target=save, name="megasnn-save", daemon=True)
         self._thread.start()
 
     def settle(self) -> None:
@@ -102,10 +105,10 @@ class Saver:
         """Whether a save is being written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def finish(self) -> None:
-        """Waits for the save in the background, if there is one."""
+    def finish(self, seconds: float | None = None) -> None:
+        """Waits for the save in the background, if there is one; no longer than so many seconds."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
         self._thread = self._in_flight = None
 
     def close(self) -> None:
@@ -118,11 +121,18 @@ class Saver:
             optimizer.register_step_pre_hook(lambda *_: self.settle())
             self._watched = optimizer
 
-    def _write(self, progress: Progress, kind: str | None, writing: Writing) -> None:
+    def _write(self, progress: Progress, kind: str | None, writing: Writing, problem: CheckpointError | None) -> None:
+        """Args: problem: why this rank's tensors cannot be saved."""
         began = time.monotonic()
-        try:
+
+        def ready() -> None:
+            if problem is not None:
+                raise problem
             if self._aside is not None:
-                all_do(self._group, self._aside.wait, "the tensors could not be copied:")
+                self._aside.wait()
+
+        try:
+            all_do(self._group, ready, "this run cannot be saved:")
             path = write_checkpoint(self._folder, progress, kind, writing, self._group)
         except Exception as error:
             self.failed = True
@@ -149,6 +159,16 @@ class Saver:
     def _tell(self, text: str) -> None:
         if is_first(self._group):
             self.report(text)
+
+
+def _described(
+    tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
+) -> tuple[list[ShardedTensor], CheckpointError | None]:
+    """All that is saved; nothing, and why, where the optimizer's state cannot be described."""
+    try:
+        return with_optimizer(tensors, optimizer), None
+    except CheckpointError as error:
+        return [], error
 
 
 def _text(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from megasnn.comm.group import Group
 
 EXCHANGES = 5
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""On Linux another one for each start of a host, from which its clock counts."""
 
 
 def clock_offsets(group: Group) -> list[float]:
@@ -23,7 +26,7 @@ def clock_offsets(group: Group) -> list[float]:
     if group.size == 1:
         return [0.0]
     hosts: list[str] = [""] * group.size
-    dist.all_gather_object(hosts, socket.gethostname(), group=group.handle)
+    dist.all_gather_object(hosts, _host(), group=group.handle)
     offsets = torch.zeros(group.size, dtype=torch.float64)
     for rank in range(1, group.size):
         if hosts[rank] == hosts[0]:
@@ -35,6 +38,12 @@ def clock_offsets(group: Group) -> list[float]:
                 _answer(group)
     dist.broadcast(offsets, group_src=0, group=group.handle)
     return offsets.tolist()
+
+
+def _host() -> str:
+    """What tells hosts apart: by their names alone, containers of several may be called the same."""
+    start = BOOT_ID.read_text() if BOOT_ID.is_file() else ""
+    return f"{socket.gethostname()} {start}"
 
 
 def _ask(group: Group, rank: int) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from megasnn.device_checks import explained
 from megasnn.kernels import codec
 from megasnn.kernels.split import SIGNIFICANT_BITS
 
@@ -40,19 +41,23 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     tensor without values (on the meta device), the shape of that.
 
     Raises:
-        ValueError: with `check`, a value that the format cannot hold exactly.
+        ValueError: with `check`, a value that the format cannot hold exactly; inside of a step it is noted
+            (megasnn/device_checks.py).
     """
     if flat.is_meta:
         return encoded_like(flat.numel(), content, flat.dtype, flat.device)
     if content is Content.DENSE:
         return flat
-    try:
-        return codec.pack_bits(flat, check) if content is Content.SPIKES else codec.pack_counts(flat, check)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; what the layers before gave was said to hold {content.value}: a neuron of one's own that gives "
-            "other values says so, SpikingNeuron(..., largest=...)"
-        ) from error
+    pack = codec.pack_bits if content is Content.SPIKES else codec.pack_counts
+    if not check:
+        return pack(flat)
+    with explained(
+        lambda text: (
+            f"{text}; what the layers before gave was said to hold {content.value}: a neuron of one's own "
+            "that gives other values says so, SpikingNeuron(..., largest=...), a layer by holds="
+        )
+    ):
+        return pack(flat, check)
 
 
 def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:

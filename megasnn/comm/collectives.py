@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.comm.codec import Content, decode_into, encode, encoded_like
+from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.kernels.layout import flat_in_memory
@@ -34,19 +34,49 @@ def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 
 
 def gather_columns(
-    rows: Tensor, group: Group, content: Content, direction: str = "forward"
+    rows: Tensor, group: Group, content: Content, direction: str = "forward", bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Every rank's columns side by side: [R, C/size] -> [R, C], and the payloads they came in.
 
     The payloads (one per rank, packed by `content`) are the cheapest exact copy of the result to keep for backward.
+
+    Args:
+        bits: the rows, where they are packed already.
     """
-    payload = encode(rows.reshape(-1), content, check=True)
+    payload = encode(rows.reshape(-1), content, check=True) if bits is None else bits
     if group.size == 1:
         return rows, [payload]
-    payloads = [encoded_like(rows.numel(), content, rows.dtype, rows.device) for _ in range(group.size)]
     statistics.record(group.name, "all_gather", direction, payload.nbytes, rows.nbytes)
-    dist.all_gather(payloads, payload, group=group.handle)
+    payloads = _all_gather(payload.new_empty(group.size * len(payload)), payload, group)
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
+
+
+def _all_gather(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
+    """The part of each rank, in rank order; all of them lie in `into`.
+
+    NCCL fills a list of tensors from one that it makes, by a copy more. Gloo copies in any case, to a list less often.
+    """
+    parts = list(into.view(group.size, -1))
+    if mine.device.type == "cpu":
+        dist.all_gather(parts, mine, group=group.handle)
+    else:
+        _ALL_GATHER_SINGLE(into, mine, group=group.handle)
+    return parts
+
+
+_ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+
+
+def exchange_bytes(group: Group, device: torch.device, on_cpu: int) -> int:
+    """How many bytes should travel together, of what is cut into several exchanges over a group.
+
+    A GPU's link comes to its speed with messages of some megabytes, and each rank gets a part of what travels: 4 MiB of
+    it (a million gradients of float32, as in Megatron-LM), 32 MiB at least (PyTorch's DDP: 25).
+
+    Args:
+        on_cpu: where caches are to hold it.
+    """
+    return on_cpu if device.type == "cpu" else max(32 << 20, group.size * (4 << 20))
 
 
 def join_columns(
@@ -118,7 +148,7 @@ def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callab
         work.wait()
         mine = _sum_in_rank_order(incoming.view(group.size, length))
         statistics.record(group.name, "all_gather", direction, mine.nbytes)
-        dist.all_gather(list(outgoing.view(group.size, length)), mine, group=group.handle)
+        _all_gather(outgoing, mine, group)
         flat.copy_(outgoing[: flat.numel()])
 
     return finish

@@ -7,6 +7,8 @@ contribution to a collective, after the spikes have been packed.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -28,6 +30,15 @@ class CommStatistics:
 
     def enable(self, enabled: bool = True) -> None:
         self.enabled = enabled
+
+    @contextmanager
+    def counting(self, enabled: bool = True) -> Iterator[None]:
+        """Inside, counting is on, or off; behind it, as before."""
+        before, self.enabled = self.enabled, enabled
+        try:
+            yield
+        finally:
+            self.enabled = before
 
     def reset(self) -> None:
         self._traffic.clear()

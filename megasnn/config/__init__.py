@@ -15,8 +15,8 @@ from megasnn.config.serialise import comparable_flags as comparable_flags
 from megasnn.config.serialise import describe as describe
 from megasnn.config.serialise import flags_between as flags_between
 from megasnn.config.serialise import from_dict as from_dict
-from megasnn.config.serialise import from_json as from_json
 from megasnn.config.serialise import to_dict as to_dict
 from megasnn.config.serialise import to_json as to_json
+from megasnn.config.serialise import with_model_name as with_model_name
 from megasnn.config.training import TrainingConfig as TrainingConfig
 from megasnn.config.validate import validate as validate

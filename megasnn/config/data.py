@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.augment import AUGMENTATIONS
@@ -114,7 +114,8 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration", "max_sample_mb")
-        wrong += at_least(self, 1, "fetch_ahead") + above(self, 0, "fetch_timeout") + self._change_problems()
+        wrong += at_least(self, 1, "fetch_ahead") + above(self, 0, "fetch_timeout")
+        wrong += self._fetching_problems() + self._change_problems()
         if self.max_unpacked_gb is not None and not self.max_unpacked_gb > 0:
             wrong.append(f"--max-unpacked-gb must be above 0, got {self.max_unpacked_gb}")
         if self.frame_duration is not None and self.split_by is not None:
@@ -125,6 +126,17 @@ class DataConfig:
             if path is not None and not path.strip()
         ]
         return wrong
+
+    def _fetching_problems(self) -> list[str]:
+        """How shards are fetched, where none is."""
+        paths = (self.data_path, self.valid_data_path or "")
+        if any(beginning in path for path in paths for beginning in ("://", "pipe:")):
+            return []
+        return [
+            f"{flag(each.name)} {value} is for shards behind URLs, and --data-path names none"
+            for each in fields(self)
+            if each.name in ("fetch_ahead", "fetch_timeout") and (value := getattr(self, each.name)) != each.default
+        ]
 
     def _change_problems(self) -> list[str]:
         wrong = above(self, 0, "crop_scale", "color_jitter", "random_erasing", "mixup_alpha", "cutmix_alpha")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megasnn.config.checks import ConfigError, flag
-from megasnn.config.serialise import from_dict
+from megasnn.config.serialise import ABOUT, from_dict
 from megasnn.files.described import DescriptionError, FreeForm, described, in_message, open_regular, read_bounded
 
 Config = TypeVar("Config")
@@ -69,13 +69,16 @@ def _is_none(text: str | None) -> bool:
 
 
 def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> dict[str, Any]:
-    """The values in a file, all of which are fields of this configuration."""
+    """The values in a file, all of which are fields of this configuration, and of this model where it names one."""
     path = recipes.get(name, Path(name))
     shown = in_message(str(path))
     try:
         with open_regular(path) as stream:
             content = read_bounded(stream, shown, LARGEST)
         values = described(dict[str, FreeForm], content, shown, advice=_ADVICE)
+        mine = config_class().model.name
+        if (named := values.pop(ABOUT, {}).get("model", mine)) != mine:
+            raise ConfigError([f"{ABOUT}.model is {in_message(named)}, and this is {mine}"])
         from_dict(config_class, values)
     except FileNotFoundError:
         known = ", ".join(recipes) or "none"

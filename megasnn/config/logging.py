@@ -85,6 +85,8 @@ class LoggingConfig:
         wrong += needs(self, "tensorboard_dir", "log_pictures_interval")
         wrong += needs(self, "profile_steps", "record_memory_history")
         wrong += refusal(lambda: self.profiled_steps) + refusal(self.ranks_to_profile)
+        if self.profile_ranks != "0" and self.profile_steps is None:
+            wrong.append(f"--profile-ranks {self.profile_ranks} needs --profile-steps")
         if self.eval_iters == 0 and self.eval_interval is not None:
             wrong.append(f"--eval-interval {self.eval_interval} has no meaning with --eval-iters 0")
         return wrong

@@ -34,7 +34,8 @@ class ParallelConfig:
     """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
     needs more is refused."""
     strict_wire: bool = False
-    """Stop where a value does not fit the packed format of its boundary; otherwise that tensor goes dense."""
+    """Stop where a value does not fit the packed format of its boundary; otherwise the step is done again and that
+    tensor goes dense from then on."""
     pipeline_gradient_dtype: Literal["fp32", "bf16"] | None = None
     """Type in which gradients cross stages; by default that in which they are computed. bf16 halves the bytes and
     rounds: results then depend on where the model is cut."""

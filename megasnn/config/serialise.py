@@ -14,6 +14,8 @@ from megasnn.config.names import table_of
 from megasnn.files.described import in_message
 
 Config = TypeVar("Config")
+ABOUT = "about"
+"""Beside the parts in a file: of which model the values are. A file need not say it."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -33,13 +35,14 @@ def from_dict(config_class: type[Config], values: dict[str, Any]) -> Config:
     return config
 
 
+def with_model_name(config: Any) -> dict[str, Any]:
+    """`to_dict` of a whole run, and the name of its model: what config.json holds."""
+    return {ABOUT: {"model": config.model.name}, **to_dict(config)}
+
+
 def to_json(config: Any) -> str:
-    return json.dumps(to_dict(config), indent=2)
-
-
-def from_json(config_class: type[Config], text: str) -> Config:
-    """The inverse of `to_json`. Raises what `from_dict` raises, and ValueError for what is no JSON."""
-    return from_dict(config_class, json.loads(text))
+    """The text of config.json."""
+    return json.dumps(with_model_name(config), indent=2)
 
 
 def _build(config_class: type[Config], values: Any, place: str, problems: list[str]) -> Config:

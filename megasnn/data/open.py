@@ -58,12 +58,27 @@ def open_datasets(
             the cache not writable; the shards hold another kind of samples than the model takes, or frames of another
             shape; an option does not go with them.
     """
-    format = _event_format(config, input_shape) if len(input_shape) == 4 else _image_format(config, input_shape)
-    format.augmentation(config.augment)
+    format = sample_format(config, input_shape)
     train, valid = _paths(config, partial(sample_shards, isinstance(format, EventFormat)) if sample_shards else None)
     return Datasets(
         _dataset(config, train, format, num_classes), _dataset(config, valid, format, num_classes) if valid else None
     )
+
+
+def sample_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat | ImageFormat:
+    """How a shard's samples become what the model takes, without looking at any.
+
+    Raises:
+        ValueError: no shard holds such samples, or an option does not go with them.
+    """
+    if len(input_shape) not in (3, 4):
+        raise ValueError(
+            f"shards hold images and recordings, and the model takes samples of the shape {list(input_shape)}: train "
+            "it with a megasnn.Engine, on batches of your own"
+        )
+    format = _event_format(config, input_shape) if len(input_shape) == 4 else _image_format(config, input_shape)
+    format.augmentation(config.augment)
+    return format
 
 
 def _paths(
@@ -141,7 +156,9 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
 
 
 def _image_format(config: DataConfig, input_shape: Sequence[int]) -> ImageFormat:
-    channels, size, _ = input_shape
+    channels, size, width = input_shape
+    if width != size:
+        raise ValueError(f"images are made square, and the model takes {size} x {width}; give it a square input_shape")
     given = [name for name, value in _frame_options(config).items() if value is not None]
     if given:
         raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from urllib.request import url2pathname
 
 from braceexpand import braceexpand
 
-from megasnn.data.remote.address import is_http, is_url, scheme_of
+from megasnn.data.remote.address import is_command, is_http, is_url, require_address, shown
 from megasnn.data.remote.tools import require_opener
 
 SHARD_ENDINGS = (".tar", ".tar.gz", ".tgz")
+_FILE = "file:"
+# Between brackets it belongs to an address, as in http://[::1]/.
+_JOINT = re.compile(r"::(?![^\[\]]*\])")
 Address = Path | str
 """Of a shard: a file, or the text of a URL."""
 
@@ -23,19 +27,22 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
 
     A path is one of: a file; braces (``dir/train-{00000..00009}.tar``, in the order written); a glob
     (sorted); a folder (its shards sorted by name); a URL that webdataset opens, with braces (``file:`` is a path).
-    Several are joined with ``::``, as in webdataset. What is a URL is so before its braces are expanded.
+    Several are joined with ``::``, as in webdataset. What is a URL is so before its braces are expanded, and what
+    follows ``file:`` never is one.
 
     Raises:
         ValueError: a shard is missing, unreadable or named twice, nothing matches, the folder mixes splits,
-            nothing opens such URLs, or the ending of a path is not .tar, .tar.gz or .tgz.
+            nothing opens such URLs, a URL names no place, or the ending of a path is not .tar, .tar.gz or .tgz.
     """
     shards: list[Address] = []
-    for part in data_path.split("::"):
-        if part.startswith("file:"):
-            part = url2pathname(part.removeprefix("file:").removeprefix("//"))
-        fetched = is_url(part)
-        if fetched and not is_http(part) and scheme_of(part) != "pipe":
-            require_opener(part)
+    for part in _JOINT.split(data_path):
+        fetched = is_url(part) and not part.startswith(_FILE)
+        if part.startswith(_FILE):
+            part = url2pathname(part.removeprefix(_FILE).removeprefix("//"))
+        if fetched:
+            require_address(part)
+            if not is_http(part) and not is_command(part):
+                require_opener(part)
         try:
             expanded = list(braceexpand(part))
         except ValueError as error:
@@ -43,10 +50,16 @@ def expand_shards(data_path: str, flag: str = "--data-path") -> list[Address]:
         for path in expanded:
             shards += [path] if fetched else _expand_one(path, flag)
     _check([each for each in shards if isinstance(each, Path)], flag)
-    twice = [str(shard) for shard, count in Counter(shards).items() if count > 1]
+    repeated = [shard for shard, count in Counter(shards).items() if count > 1]
+    twice = [str(shard) if isinstance(shard, Path) else shown(shard) for shard in repeated]
     if twice:
         raise ValueError(f"{flag} names shards more than once: {', '.join(twice[:5])}")
     return shards
+
+
+def shown_path(data_path: str) -> str:
+    """A data path as messages name it, without the passwords and keys of its URLs."""
+    return "::".join(shown(part) if is_url(part) else part for part in _JOINT.split(data_path))
 
 
 def _expand_one(path: str, flag: str) -> list[Path]:

@@ -12,11 +12,11 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from megasnn.comm.collectives import all_reduce_sum, start_all_reduce_sum
+from megasnn.comm.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
 from megasnn.comm.group import Group
 from megasnn.sharding import ShardedTensor
 
-BUCKET_BYTES = 8 * 1024 * 1024
+BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU
 
 
@@ -62,7 +62,7 @@ class BucketedDataParallel:
     Args:
         tensors: (chunk index, that chunk's tensors).
         data, tensor: the groups.
-        bucket_bytes: a bucket is closed when it holds at least this much.
+        bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
     """
 
@@ -71,7 +71,7 @@ class BucketedDataParallel:
         tensors: Iterable[tuple[int, list[ShardedTensor]]],
         data: Group,
         tensor: Group,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         additions: Mapping[Tensor, int] | None = None,
     ) -> None:
         self._data, self._tensor, self._additions = data, tensor, additions or {}
@@ -82,7 +82,9 @@ class BucketedDataParallel:
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             whole = [e.tensor for e in trained if "tensor" not in e.shard.partial_gradient]
             partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
-            self._buckets += [_Bucket(chunk, group, False) for group in _packed(whole, bucket_bytes)]
+            if whole:
+                most = bucket_bytes or exchange_bytes(data, whole[0].device, BUCKET_BYTES)
+                self._buckets += [_Bucket(chunk, group, False) for group in _packed(whole, most)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
             self._buckets += [_Bucket(chunk, partial, True)] if partial else []
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,

@@ -18,6 +18,7 @@ from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.holding import calls_of
+from megasnn.pinned import without_waiting
 
 StepStatistics = tuple[ParallelBatchNorm, Tensor, Tensor]
 """A norm, and mean and unbiased variance `[calls, C_local]` of all its input of a step: for each call in a forward."""
@@ -49,7 +50,8 @@ def merge_running_statistics(
     sizes = [(calls_of(norm), norm.running_mean.numel()) for norm in tracked if norm.running_mean is not None]
     channels = [size for calls, size in sizes for _ in range(calls)]
     counts, means, variances = table.split([len(channels), sum(channels), sum(channels)], dim=1)
-    counts = counts.repeat_interleave(table.new_tensor(channels, dtype=torch.int64), dim=1)
+    repeats = without_waiting(torch.tensor(channels), table.device)
+    counts = counts.repeat_interleave(repeats, dim=1, output_size=sum(channels))
     pooled = [_of_each_call(values, sizes) for values in _pooled(counts, means, variances)]
     for norm, its_means, its_variances in of_owners(list(zip(tracked, *pooled, strict=True))):
         for mean, variance in zip(its_means, its_variances, strict=True):
@@ -78,10 +80,12 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
     buffers = [norm.running_mean for norm in norms if norm.running_mean is not None]
     width = sum(calls_of(norm) * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
-    for row, records in enumerate(zip(*calls, strict=True)):
-        counts = table.new_tensor([count for _, _, count in records])
+    rows_of_records = list(zip(*calls, strict=True))
+    counted = [[count for _, _, count in records] for records in rows_of_records]
+    counts = without_waiting(torch.tensor(counted, dtype=torch.float64), table.device)
+    for row, records in enumerate(rows_of_records):
         values = [mean for mean, _, _ in records] + [variance for _, variance, _ in records]
-        table[row] = torch.cat([counts, torch.cat(values).double()])
+        table[row] = torch.cat([counts[row], torch.cat(values).double()])
     return table
 
 
@@ -108,6 +112,6 @@ def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, T
 def _update(norm: ParallelBatchNorm, mean: Tensor, variance: Tensor) -> None:
     assert norm.running_mean is not None and norm.running_var is not None
     norm.num_batches_tracked += 1
-    weight = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
+    weight = norm.momentum if norm.momentum is not None else norm.num_batches_tracked.double().reciprocal()
     norm.running_mean.mul_(1 - weight).add_(weight * mean.to(norm.running_mean.dtype))
     norm.running_var.mul_(1 - weight).add_(weight * variance.to(norm.running_var.dtype))

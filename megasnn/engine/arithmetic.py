@@ -86,8 +86,11 @@ def told_torch(training: TrainingConfig, device: torch.device) -> list[str]:
             if wanted.rounds
             else "products of fp32 are IEEE: TF32 is off in cuDNN and cuBLAS"
         )
-        algorithms = "deterministic algorithms only" if wanted.deterministic else "cuDNN chooses its algorithms"
-        lines.append(f"{products}; sums of bf16 products are taken in fp32; {algorithms}")
+        algorithms = "deterministic algorithms only" if wanted.deterministic else "algorithms of its own choice"
+        lines.append(
+            f"{products}; sums of bf16 products are taken in fp32; cuDNN: channels last, {algorithms}, benchmark "
+            f"{'on' if CUDNN.benchmark else 'off'}"
+        )
     if wanted.deterministic:
         lines.append("deterministic: sums over ranks are formed in the order of the ranks")
     return lines

@@ -52,11 +52,19 @@ class Batches:
         return samples
 
     def _agree(self, samples: int, problem: str | None = None) -> None:
-        """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting."""
+        """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting.
+
+        Args:
+            samples: of a batch; 0 where this rank has no more batches.
+        """
         found = gather(self._state.world.handle, (samples, problem))
+        ended = [rank for rank, (given, problem) in enumerate(found) if problem is None and not given]
         problems = list(dict.fromkeys(each for _, each in found if each is not None))
         if problems:
             raise ValueError("; ".join(problems))
+        if 0 < len(ended) < len(found):
+            ranks = ", ".join(map(str, ended))
+            raise ValueError(f"every rank is given as many batches, but rank {ranks} has no more of them")
         if len({given for given, _ in found}) > 1:
             sizes = ", ".join(f"{given} on rank {rank}" for rank, (given, _) in enumerate(found))
             raise ValueError(f"every rank is given the whole batch, but there are {sizes} samples")
@@ -125,7 +133,7 @@ class Batches:
         begin = batch.consumed_samples - batch.size
         return [
             MicroBatchInput(
-                None if micro.images is None else micro.images.to(device, dtype, non_blocking=True),
+                None if micro.images is None else without_waiting(micro.images, device).to(dtype),
                 None if micro.labels is None else without_waiting(micro.labels, device),
                 micro.size,
                 range(begin + micro.start, begin + micro.start + micro.size),

@@ -5,24 +5,27 @@ Data, tensor and pipeline parallelism are built together here, from a model desc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of, map_entries
+from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
+from megasnn.device_checks import DeviceChecks
+from megasnn.engine.verdict import Verdict
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.holding import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
-from megasnn.non_finite import NonFinite, NonFiniteWatch, first_non_finite
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
+from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, OutputConsumer, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
@@ -59,7 +62,9 @@ class DistributedModel:
         parameters, trained_parameters: number of elements of the whole model's parameters.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
         correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
-        gradient_norm: of the whole model, see megasnn.optim.
+        norm: of the last step's gradient, the same on every rank; gradient_norm: what it follows from, and clips.
+        verdict: whether steps count. voided: called when one does not, before it is done again: what was observed in it
+            is to be forgotten.
         plan: the schedules and the placement of the chunks.
         executor: works off the schedules; its `observer` sees every action.
     """
@@ -113,10 +118,10 @@ class DistributedModel:
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [e.name for e in whole if e.is_parameter]
-        self.gradient_norm = GradientNorm(names, self.tensors, state.model, state.device)
+        self.gradient_norm = GradientNorm(names, self.tensors, state.device)
         self._global_batch_size = 1
         self._wants_to_stop = wants_to_stop
-        self.stop_votes = self.correct = 0.0
+        self.stop_votes = self.correct = self.norm = 0.0
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.executor = PipelineExecutor(
             self.chunks,
@@ -127,6 +132,8 @@ class DistributedModel:
             wires=wires,
             waits=waits_after_actions,
         )
+        self.verdict = Verdict(self.executor, state.world, DeviceChecks(state.device), wires.strict)
+        self.voided: list[Callable[[], None]] = []
         self._training_schedule = lru_cache(maxsize=None)(self.plan.training)
         self._evaluation_schedule = lru_cache(maxsize=None)(self.plan.evaluation)
 
@@ -177,28 +184,61 @@ class DistributedModel:
     def forward_backward(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> float:
         """One step up to the gradients: mean over the global batch's samples, reduced over the replicas.
 
-        The norms' records of the step wait for `merge_statistics`; the next step drops what was not merged.
+        The norms' records of the step wait for `merge_statistics`; the next step drops what was not merged. The host
+        does not wait for the device before it reads, once, what the step came to. Where a boundary between stages held
+        what its format cannot, the step is done again.
 
         Args:
             micro_batches: this replica's share.
             global_batch_size: samples over all replicas.
         Returns:
             the global batch's loss, the same on every rank.
+        Raises:
+            PipelineError: an action failed, or on every rank, values were not what they should be.
         """
         self._global_batch_size = global_batch_size
+        while True:
+            with self.verdict.checks.collecting():
+                loss = self._run_step(micro_batches)
+            total, found = self._read(loss)
+            if self.verdict.accepts(found):
+                return total
+            for forget in self.voided:
+                forget()
+
+    def _run_step(self, micro_batches: Sequence[MicroBatchInput]) -> Tensor:
         self.data_parallel.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
         self._correct_here.zero_()
         self._set_mode(training=True)
         self._forget_windows()
-        loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
+        with self.context.cast_weights.kept():
+            loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
         self._forget_windows()
         self._ties.sum_gradients()
-        # Hits and vote travel with the loss: no step waits a second time for them.
-        mine = torch.stack([loss, self._correct_here])
-        total, self.correct, self.stop_votes = self._over_all_replicas(mine, [float(self._wants_to_stop())])
-        return total
+        return loss
+
+    def _read(self, loss: Tensor) -> tuple[float, float]:
+        """What a step came to, over all ranks: the one place in it where the host waits for the device.
+
+        Returns:
+            the loss, and how much the checks have found.
+        """
+        device, squares = self.state.device, self.gradient_norm.squares()
+        wants = torch.tensor([self._wants_to_stop()], dtype=torch.float64)
+        mine = torch.cat(
+            [
+                self._where_logits_are(torch.stack([loss, self._correct_here])),
+                without_waiting(wants, device),
+                self.verdict.checks.count(),
+                # Replicas have the same gradient: it counts once.
+                squares if self.state.data.rank == 0 else torch.zeros_like(squares),
+            ]
+        )
+        total, self.correct, self.stop_votes, found, *parts = all_reduce_sum(mine, self.state.world, "step").tolist()
+        self.norm = self.gradient_norm.of(parts)
+        return total, found
 
     def merge_statistics(self, most_micro_batches: int) -> None:
         """Takes the step's records, of no more than so many micro-batches in any replica, into the norms' running
@@ -211,18 +251,27 @@ class DistributedModel:
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
         """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, where the logits are."""
-        totals = [0.0, 0.0, 0.0, 0.0]
+        totals = torch.empty(4, dtype=torch.float64, device=self.state.device)
 
         def consume(output: Bundle, labels: Tensor) -> None:
-            hits = correct_predictions(logits_of(output), labels)
-            for index, value in enumerate((float(self.loss(output, labels)), len(labels), *hits)):
-                totals[index] += value
+            totals[0] += self.loss(output, labels)
+            totals[1] += len(labels)
+            totals[2:] += correct_predictions(logits_of(output), labels)
 
-        self.predict(micro_batches, consume)
-        return totals
+        while True:
+            totals.zero_()
+            *values, found = torch.cat([totals, self._forward(micro_batches, consume)]).tolist()
+            if self.verdict.accepts(found):
+                return values
 
     def predict(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Forward in evaluation; `consume` gets the output for all time steps and the labels, where the logits are."""
+        """Forward in evaluation; `consume` gets the output for all time steps and the labels, where the logits are.
+        Where a boundary did not fit its format, it gets all of them again."""
+        while not self.verdict.accepts(self._forward(micro_batches, consume).item()):
+            pass
+
+    def _forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> Tensor:
+        """Returns how much the checks of all ranks have found, `[1]`."""
 
         def consume_whole(output: Bundle, labels: Tensor) -> None:
             whole = self._of_all_windows(output)
@@ -232,38 +281,14 @@ class DistributedModel:
         self._set_mode(training=False)
         if micro_batches:
             self._forget_windows()
-            self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
+            with self.verdict.checks.collecting(), self.context.cast_weights.kept():
+                self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
             self._forget_windows()
-
-    def first_non_finite_output(self, micro_batches: Sequence[MicroBatchInput]) -> tuple[int, NonFinite] | None:
-        """Runs the forward of a step again and returns this rank's first output with a nan or infinity in it.
-
-        Collective over the pipeline and tensor groups. Nothing that training keeps is touched.
-
-        Returns:
-            the chunk and the output in it; None where all is finite.
-        """
-        for norm in self.norms:
-            norm.recording = False
-        with ExitStack() as stack:
-            watches = [(c, stack.enter_context(NonFiniteWatch(_leaves(chunk)))) for c, chunk in self.chunks.items()]
-            schedule = self._evaluation_schedule(len(micro_batches))
-            self.executor.evaluate(schedule, micro_batches, lambda output, labels: None)
-        return next(((chunk, watch.found) for chunk, watch in watches if watch.found is not None), None)
-
-    def first_non_finite_gradient(self) -> tuple[int, NonFinite] | None:
-        """This rank's first gradient, in the order of backward, with a nan or infinity in it, and its chunk."""
-        for index, chunk in reversed(self.chunks.items()):
-            tensors = reversed(chunk.sharded_tensors())
-            found = first_non_finite((e.name, e.tensor.grad) for e in tensors if e.tensor.grad is not None)
-            if found is not None:
-                return index, found
-        return None
+        return all_reduce_sum(self.verdict.checks.count(), self.state.world, "step")
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, on every rank."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.state.device)
-        return all_reduce_sum(tensor, self.state.world, "step").tolist()
+        """Sums over all ranks, on every rank, of what hosts know; no device takes part."""
+        return [math.fsum(each) for each in zip(*gather(self.state.world.handle, values), strict=True)]
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums over all replicas of the values where their logits are, on every rank."""
@@ -273,13 +298,20 @@ class DistributedModel:
         """Sums over all replicas of a tensor that is where their logits are, on every rank. It may be changed."""
         return all_reduce_sum(self._where_logits_are(values), self.state.world, "step")
 
-    def _over_all_replicas(self, values: Tensor, of_every_rank: Sequence[float] = ()) -> list[float]:
-        mine = torch.cat([self._where_logits_are(values), values.new_tensor(of_every_rank)])
-        return all_reduce_sum(mine, self.state.world, "step").tolist()
-
     def _where_logits_are(self, values: Tensor) -> Tensor:
         """The values on one rank of each replica, and zeros on all others."""
         return values if self.gives_logits and self.state.tensor.rank == 0 else torch.zeros_like(values)
+
+    def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
+        """The forward of the step before once more, for those who look at it; changes nothing that training keeps.
+
+        Collective over the pipeline and tensor groups.
+        """
+        for norm in self.norms:
+            norm.recording = False
+        with self.verdict.checks.collecting():  # what is found here was found in the step
+            schedule = self._evaluation_schedule(len(micro_batches))
+            self.executor.evaluate(schedule, micro_batches, lambda output, labels: None)
 
     def _set_mode(self, training: bool) -> None:
         for chunk in self.chunks.values():
@@ -297,12 +329,3 @@ def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> Schedule
             f"the model is cut into {chunks} for {stages}"
         )
     return plan
-
-
-def _leaves(chunk: PipelineChunk) -> list[tuple[str, nn.Module]]:
-    """(global name, module) below a chunk, innermost first: the order in which outputs appear."""
-    return [
-        (path, module)
-        for name, layer in chunk.named_layers()
-        for path, module in sorted(layer.named_modules(prefix=name), key=lambda pair: -pair[0].count("."))
-    ]

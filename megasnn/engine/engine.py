@@ -26,6 +26,7 @@ from megasnn.engine.setup import (
     mixing_of,
     parameter_names,
     require_alike,
+    require_kernels,
     window_count,
 )
 from megasnn.engine.steps import Steps
@@ -99,6 +100,7 @@ class Engine:
             undo.callback(self._leave)
             if config is not model:
                 require_alike(config, self.state.world)
+            require_kernels(config, self.state.device)
             self.plan, self.distributed = built(config, described, self.state, plan, wants_to_stop)
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
             self.steps = Steps(config, self.distributed, self.length)

@@ -24,6 +24,7 @@ from megasnn.config.training import TrainingConfig
 from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.split_products import choose_products
+from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.layers import BuildContext
 from megasnn.losses import LOSSES
 from megasnn.models.building import describe
@@ -119,6 +120,14 @@ def build_context(
     types = PRECISIONS[precision]
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
     return BuildContext(state.tensor, weights, products, neuron_backend, seed, data=state.data, carries=carries)
+
+
+def require_kernels(config: PretrainConfig, device: torch.device) -> None:
+    """Raises ValueError where this device has not the `--neuron-backend` that is asked for."""
+    name = config.neuron.neuron_backend
+    if name not in BACKENDS.also:
+        products = getattr(torch, PRECISIONS[config.training.precision].products)
+        backend_for(name, torch.empty(1, 1, 1, dtype=products, device=device), config.neuron.spec)
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:
@@ -232,7 +241,8 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, ranks)
-    problems = building_problems(config.model, config.neuron.spec, config.parallel.tensor_model_parallel_size)
+    neuron, tensor_parallel = config.neuron, config.parallel.tensor_model_parallel_size
+    problems = building_problems(config.model, neuron.spec, tensor_parallel, neuron.neuron_backend)
     if problems:
         raise ConfigError(problems)
     return config
@@ -254,27 +264,31 @@ def require_alike(config: PretrainConfig, world: Group) -> None:
 class _Membership:
     """The Engines on a grid that the first of them has made; the last one to leave frees it.
 
+    Args:
+        joined_here: whether the ranks have joined each other for the first Engine.
     Attributes:
-        count: how many Engines there are; 0 where the grid was made by somebody else.
+        count: how many Engines there are; 0 once the grid is gone, which others may destroy, too.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._joined_here = False
-
-    def begin(self, joined_here: bool) -> None:
-        """Args: joined_here: whether the ranks have joined each other for the first Engine."""
+    def __init__(self, state: ParallelState, joined_here: bool) -> None:
         self.count, self._joined_here = 1, joined_here
+        state.at_end.callback(self._end)
 
     def leave(self) -> None:
-        self.count -= 1
-        if not self.count:
+        if self.count > 1:
+            self.count -= 1
+        elif self.count == 1:
             destroy_model_parallel()
             if self._joined_here:
                 dist.destroy_process_group()
 
+    def _end(self) -> None:
+        global _membership
+        self.count, _membership = 0, None
 
-_membership = _Membership()
+
+_membership: _Membership | None = None
+"""Of the grid that there is; None where there is none, or somebody else has made it."""
 
 
 def joined(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
@@ -301,6 +315,7 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     Raises:
         ValueError: the grid that is there has other sizes.
     """
+    global _membership
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if model_parallel_is_initialized():
         state = get_parallel_state()
@@ -309,7 +324,7 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
                 f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} are asked "
                 f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
             )
-        if not _membership.count:
+        if _membership is None:
             return state, lambda: None
         _membership.count += 1
         return state, _membership.leave
@@ -317,5 +332,5 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
     state = initialize_model_parallel(tensor, pipeline, device)
-    _membership.begin(dist.is_initialized() and not was_joined)
+    _membership = _Membership(state, dist.is_initialized() and not was_joined)
     return state, _membership.leave

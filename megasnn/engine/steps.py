@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.not_finite import first_place
 from megasnn.engine.setup import window_count
 from megasnn.grid import HOLDING_AXES
-from megasnn.non_finite import earliest
 from megasnn.optim import WeightAverage, build_optimizer, learning_rate
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.telemetry.logline import EvaluationRecord, StepResult
@@ -45,8 +44,7 @@ class Steps:
         self.optimizer = build_optimizer(distributed.tensors, config.optimizer, groups)
         decay = config.optimizer.ema_decay
         self.average = None if decay is None else WeightAverage(distributed.tensors, decay)
-        waits = self._state.device.type == "cuda"
-        self.timers = Timers(partial(torch.cuda.synchronize, self._state.device)) if waits else Timers()
+        self.timers = Timers(self._state.device)
         self.iteration = self.consumed_samples = 0
         self._is_updating = False
         self._failure: str | None = None
@@ -62,7 +60,7 @@ class Steps:
             self._is_updating = True
             with self.timers("optimizer"):
                 norm, rate, finite = self.update(loss, samples)
-            where = None if finite else self._first_non_finite(micro_batches)
+            where = None if finite else first_place(self.distributed, micro_batches)
             self.iteration += 1
             self.consumed_samples = batch.consumed_samples
             self._is_updating = False
@@ -76,7 +74,7 @@ class Steps:
             they are not, everything stays as it was: weights, optimizer state and running statistics.
         """
         options, distributed = self._config.optimizer, self.distributed
-        norm = distributed.gradient_norm()
+        norm = distributed.norm
         rate = learning_rate(options, self.iteration, self._length.iterations, self._length.epoch)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
@@ -93,20 +91,6 @@ class Steps:
     def _most_micro_batches(self, samples: int) -> int:
         count = -(-samples // self._config.training.micro_batch_size)
         return window_count(self._config) * len(micro_batches_of(count, self._state.data.size, 0))
-
-    def _first_non_finite(self, micro_batches: Sequence[MicroBatchInput]) -> str | None:
-        """In which layer's output it appeared first, otherwise in which gradient; collective."""
-        world = self._state.world.handle
-        chunk, found = self.distributed.first_non_finite_output(micro_batches) or (0, None)
-        where = earliest(found, chunk, world)
-        if where is not None:
-            return f"not finite in forward, first in {where}"
-        # Backward runs from the last chunk to the first.
-        chunk, found = self.distributed.first_non_finite_gradient() or (0, None)
-        where = earliest(found, -chunk, world)
-        return (
-            None if where is None else f"not finite in backward, first in the gradient of {where}; the step is skipped"
-        )
 
     # --- evaluation
 

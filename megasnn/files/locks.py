@@ -27,7 +27,7 @@ TIMEOUT = "MEGASNN_LOCK_TIMEOUT"
 """Environment variable: seconds to wait for a lock, instead of each lock's own limit."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _NOTE_BYTES = 4096
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.01
 
 
 class LockError(ValueError):

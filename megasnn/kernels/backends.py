@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
@@ -33,8 +35,7 @@ class NeuronBackend:
         summary: for --help.
         neurons, surrogates: the names that it can compute.
         neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.unit`.
-        norm_pool_neuron: `(x, weight, bias, running, eps, spec, w, pool, time_steps)`, as there; running: mean and
-            variance to normalise with, None to normalise with the batch's.
+        unit_calls: gives a `megasnn.kernels.norm_neuron.UnitCalls`, the four calls of norm, pool and neuron.
         refuses: an input -> why it cannot take that one, None where it can.
     """
 
@@ -42,7 +43,7 @@ class NeuronBackend:
     neurons: Collection[str]
     surrogates: Collection[str]
     neuron_multi_step: Callable[..., Any]
-    norm_pool_neuron: Callable[..., Any]
+    unit_calls: Callable[[], Any]
     refuses: Callable[[Tensor], str | None] = lambda x: None
 
     def missing(self, neuron: str, surrogate: str) -> Missing | None:
@@ -61,14 +62,6 @@ class NeuronBackend:
         return self.refuses(x)
 
 
-def _refused_by_fused(x: Tensor) -> str | None:
-    try:
-        from megasnn.kernels import fused  # imports numba, which the reference does without
-    except ImportError as error:
-        return f"numba is not usable here ({error})"
-    return fused.refuses(x)
-
-
 AUTO = "auto"  # stands for the fastest that can be used
 BACKENDS: Table[NeuronBackend] = Table(
     "--neuron-backend",
@@ -78,22 +71,22 @@ BACKENDS: Table[NeuronBackend] = Table(
             NEURONS,
             SURROGATES,
             later("megasnn.kernels.reference:neuron_multi_step"),
-            later("megasnn.kernels.reference:norm_pool_neuron"),
+            partial(import_module, "megasnn.kernels.reference"),
         ),
         "fused": NeuronBackend(
             "kernels compiled for the CPU",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.fused:neuron_multi_step"),
-            later("megasnn.kernels.fused:norm_pool_neuron"),
-            _refused_by_fused,
+            later("megasnn.kernels.fused.alone:neuron_multi_step"),
+            partial(import_module, "megasnn.kernels.fused.calls"),
+            later("megasnn.kernels.fused.available:refuses"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",
             FUSED_CHARGES,
             FUSED_SURROGATES,
             later("megasnn.kernels.triton.alone:neuron_multi_step"),
-            later("megasnn.kernels.triton.calls:norm_pool_neuron"),
+            partial(import_module, "megasnn.kernels.triton.calls"),
             later("megasnn.kernels.triton.available:refuses"),
         ),
     },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megasnn.device_checks import refuse
 from megasnn.kernels.layout import empty_strided, flat_in_memory, is_dense, row_major_strides
-from megasnn.kernels.triton.available import usable_on
+from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 # Dtypes that the compiled loops write, each through a dtype that numpy knows, and how 1 looks in it.
 _WRITTEN_AS = {
@@ -40,22 +42,23 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
     not dense is packed in row-major order.
 
     Raises:
-        ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither). Without it every non-zero value is a
-            spike.
+        ValueError: with ``check``, a value is neither 0 nor 1 (-0 is neither); inside of a step it is noted
+            (megasnn/device_checks.py). Without it every non-zero value is a spike.
     """
     flat = flat_in_memory(x.detach())
     compiled, on_gpu = _compiled(flat), _on_gpu(flat)
+    strange: Tensor | bool | None = None
     if on_gpu is not None:
-        packed, flag = on_gpu.pack_bits(flat, check)
-        strange = check and bool(flag)
+        packed, strange = on_gpu.pack_bits(flat, check)
     elif compiled is None:
-        strange = check and not bool((((flat == 0) | (flat == 1)) & ~torch.signbit(flat)).all())
         packed = _pack_bits_plain(flat)
+        if check:
+            strange = ~(((flat == 0) | (flat == 1)) & ~torch.signbit(flat)).all()
     else:
         packed = torch.empty(packed_size(flat.numel()), dtype=torch.uint8)
-        strange = _pack_spikes(compiled, _readable(flat), packed.numpy()) and check
-    if strange:
-        raise ValueError(_complaint("pack_bits takes 0 and 1", flat))
+        strange = _pack_spikes(compiled, _readable(flat), packed.numpy())
+    if check and strange is not None:
+        refuse(strange, "pack_bits takes 0 and 1", partial(_span, flat))
     return packed
 
 
@@ -100,23 +103,24 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     """Integers 0 to 255, in any dtype, as uint8 ``[numel]`` in memory order.
 
     Raises:
-        ValueError: with ``check``, a value is not an integer from 0 to 255 (-0 is not). Without it the result is then
-            undefined.
+        ValueError: with ``check``, a value is not an integer from 0 to 255 (-0 is not); inside of a step it is noted.
+            Without it the result is then undefined.
     """
     flat = flat_in_memory(x.detach())
     compiled, on_gpu = _compiled(flat), _on_gpu(flat)
+    strange: Tensor | bool | None = None
     if on_gpu is not None:
-        packed, flag = on_gpu.pack_counts(flat, check)
-        strange = check and bool(flag)
+        packed, strange = on_gpu.pack_counts(flat, check)
     elif compiled is None:
         packed = flat.to(torch.uint8)
-        fits = (packed.to(torch.float64) == flat.to(torch.float64)) & ~torch.signbit(flat)
-        strange = check and not bool(fits.all())
+        if check:
+            fits = (packed.to(torch.float64) == flat.to(torch.float64)) & ~torch.signbit(flat)
+            strange = ~fits.all()
     else:
         packed = torch.empty(flat.numel(), dtype=torch.uint8)
-        strange = _pack_counts(compiled, _readable(flat), packed.numpy()) and check
-    if strange:
-        raise ValueError(_complaint("pack_counts takes integers from 0 to 255", flat))
+        strange = _pack_counts(compiled, _readable(flat), packed.numpy())
+    if check and strange is not None:
+        refuse(strange, "pack_counts takes integers from 0 to 255", partial(_span, flat))
     return packed
 
 
@@ -203,7 +207,7 @@ def _compiled(x: Tensor) -> ModuleType | None:
 
 
 def _on_gpu(values: Tensor) -> ModuleType | None:
-    if not usable_on(values.device):
+    if not usable_on(values.device) or values.numel() > MOST_VALUES:
         return None
     from megasnn.kernels.triton import codec
 
@@ -235,5 +239,5 @@ def _check_packed(packed: Tensor, out: Tensor) -> None:
         raise ValueError(f"{out.numel()} spikes take uint8 [{size}], got {have}")
 
 
-def _complaint(expected: str, flat: Tensor) -> str:
-    return f"{expected}, got values from {flat.min().item()} to {flat.max().item()}"
+def _span(flat: Tensor) -> str:
+    return f"got values from {flat.min().item()} to {flat.max().item()}"

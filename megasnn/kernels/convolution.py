@@ -33,10 +33,20 @@ def input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torc
     """The gradient of the input, whose spatial size is `space`, from that of the output."""
     if _is_matrix_product(grad, weight, geometry):
         return _from_rows(_rows(grad) @ weight.flatten(1), grad.shape[0], space)
-    # Only the shape and memory format of the input enter its gradient; memory never written to is never resident.
+    if grad.device.type != "cpu" and geometry.groups == 1:
+        return _transposed(grad, weight, geometry, space)
+    # Only the shape and memory format of the input enter its gradient; a CPU gives no memory to what is not written to.
     shape = (grad.shape[0], weight.shape[1] * geometry.groups, *space)
     images = torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
     return _convolution_backward(grad, images, weight, geometry, (True, False, False))[0]
+
+
+def _transposed(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
+    """The same by a transposed convolution, which a GPU computes alike, and which takes no tensor for a shape."""
+    stride, padding, dilation = geometry.stride, geometry.padding, geometry.dilation
+    sides = zip(space, grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    left = [size - ((n - 1) * step - 2 * pad + far * (k - 1) + 1) for size, n, k, step, pad, far in sides]
+    return torch.conv_transpose2d(grad, weight, None, stride, padding, left, geometry.groups, dilation)
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: Geometry) -> None:

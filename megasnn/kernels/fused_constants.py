@@ -18,7 +18,7 @@ class FusedCharge(NamedTuple):
     """How the potential before firing follows from input and last potential.
 
     Attributes:
-        code: the name, in `compiled` and `triton.neuron`, of the form that the kernels charge by.
+        code: the name, in `fused.neuron` and `triton.neuron`, of the form that the kernels charge by.
         factor: what it divides or multiplies by.
         leak: the part of the last potential that goes, and of the input that comes where it decays.
     """

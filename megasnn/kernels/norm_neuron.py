@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasnn.kernels.packed import remember_bits
 from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.tensor_cores import on_gpu
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,21 @@ def norm_pool_neuron_by(
     w: Tensor | None,
     unit: Unit,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The calls back to back; see `megasnn.kernels.unit.norm_pool_neuron`. running: as in `NeuronBackend`."""
-    x = x.movedim(2, -1).contiguous().movedim(-1, 2)
-    return _NormPoolNeuron.apply(x, weight, bias, w, running, unit, calls)
+    """The calls back to back; see `megasnn.kernels.unit.norm_pool_neuron`.
+
+    Args:
+        running: mean and variance to normalise with; None to normalise with the batch's.
+    """
+    # On a GPU writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
+    packed = on_gpu(x) and torch.is_grad_enabled()
+    inputs = channels_last(x), weight, bias, w, running, unit, calls, packed
+    spikes, mean, variance, bits = _NormPoolNeuron.apply(*inputs)
+    return remember_bits(spikes, bits), mean, variance
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """`[T, N, C, ...]` with its channels side by side in memory."""
+    return x.movedim(2, -1).contiguous().movedim(-1, 2)
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
@@ -102,26 +116,28 @@ class _NormPoolNeuron(torch.autograd.Function):
         running: tuple[Tensor, Tensor] | None,
         unit: Unit,
         calls: UnitCalls,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, variance = calls.statistics(x) if running is None else (each.detach().double() for each in running)
-        spikes, _ = calls.fire(x, Norm(mean, variance, weight, bias), w, unit)
+        packed: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        found = calls.statistics(x) if running is None else torch.stack([each.detach().double() for each in running])
+        mean, variance = found.unbind()
+        spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
         ctx.save_for_backward(x, weight, bias, w, mean, variance)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        means = mean.to(dtype), variance.to(dtype)
-        ctx.mark_non_differentiable(*means)
-        return spikes, *means
+        mean, variance = found.to(dtype).unbind()
+        ctx.mark_non_differentiable(mean, variance, *([] if bits is None else [bits]))
+        return spikes, mean, variance, bits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
-            return (None,) * 7
+            return (None,) * 8
         x, weight, bias, w, mean, variance = ctx.saved_tensors
         need_x, need_weight, need_bias, need_w = ctx.needs_input_grad[:4]
         unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
-        g_spikes = g_spikes.movedim(2, -1).contiguous().movedim(-1, 2)
+        g_spikes = channels_last(g_spikes)
         sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
         g_x = None
         if need_x:
@@ -132,6 +148,7 @@ class _NormPoolNeuron(torch.autograd.Function):
             (sums[1] * (variance + unit.eps).rsqrt()).to(weight.dtype) if need_weight else None,
             sums[0].to(bias.dtype) if need_bias else None,
             gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
+            None,
             None,
             None,
             None,

@@ -22,8 +22,10 @@ def average_pool(images: Tensor, window: int) -> Tensor:
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:
     """The gradient of the input, whose spatial size is `space`, from that of the output."""
-    # Only the shape and memory format of the input enter; memory never written to is never resident.
+    # Only the shape and memory format of the input enter: the result stands for it.
     images = torch.empty(
         (*grad.shape[:2], *space), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
     )
-    return torch.ops.aten.avg_pool2d_backward(grad, images, [window] * 2, [window] * 2, [0, 0], False, True, None)
+    return torch.ops.aten.avg_pool2d_backward.grad_input(
+        grad, images, [window] * 2, [window] * 2, [0, 0], False, True, None, grad_input=images
+    )

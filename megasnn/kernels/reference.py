@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasnn.kernels.codec import pack_bits
+from megasnn.kernels.norm_neuron import Norm, Unit, channels_last
 from megasnn.kernels.recompute import recomputed
 from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec
 
@@ -67,10 +69,15 @@ def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor 
 
 
 def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
-    dtype = torch.float32 if x.dtype in REDUCED else x.dtype
-    inputs = x.to(dtype)
-    v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0.to(dtype)
-    q = w.to(dtype).sigmoid() if w is not None else None
+    dtype = _computed_in(x)
+    q = None if w is None else w.to(dtype).sigmoid()
+    spikes, v = _steps(x.to(dtype), None if v0 is None else v0.to(dtype), q, spec)
+    return spikes.to(x.dtype), v
+
+
+def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
+    """Spikes and the last potential; q: what the charge multiplies by where it is learned."""
+    v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
     charge = NEURONS[spec.kind].charge
     fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
     spikes = []
@@ -79,7 +86,7 @@ def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: Neu
         spike = fire(h - spec.v_threshold)
         v = reset(h, spike, spec)
         spikes.append(spike)
-    return torch.stack(spikes).to(x.dtype), v
+    return torch.stack(spikes), v
 
 
 def batch_norm(
@@ -96,52 +103,81 @@ def batch_norm(
     return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1) if len(x) == 1 else y
 
 
-def norm_pool_neuron(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    eps: float,
-    spec: NeuronSpec,
-    w: Tensor | None,
-    pool: bool,
-    time_steps: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`megasnn.kernels.unit.norm_pool_neuron`.
+def statistics(x: Tensor) -> Tensor:
+    """This and the next three are the calls of `norm_neuron.UnitCalls`."""
+    frames = _frames(x)
+    over = [dim for dim in range(frames.ndim) if dim != 1]
+    variance, mean = torch.var_mean(frames, dim=over, correction=0)
+    return torch.stack((mean, variance)).double()
 
-    ``running``: mean and variance to normalise with, if not the batch's. Types that are half as wide save memory only
-    because nothing but the input is kept: what is computed from it has the width of float32.
-    """
-    fire = partial(_normalised_spikes, running=running, eps=eps, spec=spec, pool=pool, time_steps=time_steps)
-    (spikes,) = recomputed(fire, x, weight, bias, w) if x.dtype in REDUCED else fire(x, weight, bias, w)
-    if running is not None:
-        return spikes, *running
+
+def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+    q = None if w is None else w.detach().to(_computed_in(x)).sigmoid()
     with torch.no_grad():
-        flat = _frames(x)
-        over = [dim for dim in range(flat.ndim) if dim != 1]
-        var, mean = torch.var_mean(flat, dim=over, correction=0)
-    return spikes, mean, var
+        spikes = channels_last(_spikes(_normalised(x, norm, unit.eps), q, unit).to(x.dtype))
+    return spikes, pack_bits(spikes) if packed else None
 
 
-def _normalised_spikes(
+def backward_sums(
+    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+) -> tuple[Tensor, Tensor]:
+    """What is carried is the gradient of the normalised input."""
+    y = _normalised(x, norm, unit.eps).requires_grad_()
+    q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
+    with torch.enable_grad():
+        spikes = _spikes(y, q, unit)
+    wanted = [y] if q is None or not learn else [y, q]
+    g, *of_q = torch.autograd.grad(spikes, wanted, g_spikes.to(y.dtype))
+    sums = g.new_zeros((3, x.shape[2]), dtype=torch.float64)
+    over = [dim for dim in range(g.ndim) if dim != 2]
+    sums[0] = g.sum(over, dtype=torch.float64)
+    sums[1] = (g * (x.to(g.dtype) - _of_channels(norm.mean, g))).sum(over, dtype=torch.float64)
+    if q is not None and of_q:
+        # `gradient_of_w` multiplies by (1 - q) / q where the input decays, and otherwise by q (1 - q).
+        sums[2, 0] = of_q[0].sum() * (q.detach() ** 2 if unit.spec.decay_input else 1)
+    return sums, g
+
+
+def input_gradient(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    g_spikes: Tensor,
+    norm: Norm,
     w: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    eps: float,
-    spec: NeuronSpec,
-    pool: bool,
-    time_steps: int,
-) -> tuple[Tensor]:
-    y = batch_norm(_frames(x), running, weight, bias, eps)
-    if pool:
-        y = F.max_pool2d(y, kernel_size=3, stride=2, padding=1)
-    y = y.unflatten(0, x.shape[:2]).expand(time_steps, *[-1] * (x.ndim - 1))
-    spikes, _ = _neuron_multi_step(y, None, w, spec)
-    return (spikes.to(x.dtype),)
+    unit: Unit,
+    sums: Tensor | None,
+    count: int,
+    carried: Tensor,
+) -> Tensor:
+    g = carried
+    precision = (norm.variance.double() + unit.eps).reciprocal()
+    if sums is not None:
+        of_deviations = _of_channels(sums[1] * precision / count, g)
+        g = g - _of_channels(sums[0] / count, g) - (x.to(g.dtype) - _of_channels(norm.mean, g)) * of_deviations
+    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
+    return (g * _of_channels(scale, g)).to(x.dtype)
+
+
+def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    dtype = _computed_in(x)
+    mean, variance, weight, bias = (None if each is None else each.detach().to(dtype) for each in norm)
+    y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
+    return y.unflatten(0, x.shape[:2])
+
+
+def _spikes(y: Tensor, q: Tensor | None, unit: Unit) -> Tensor:
+    if unit.pool:
+        y = F.max_pool2d(y.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, y.shape[:2])
+    return _steps(y.expand(unit.time_steps, *y.shape[1:]), None, q, unit.spec)[0]
+
+
+def _of_channels(values: Tensor, like: Tensor) -> Tensor:
+    return values.detach().to(like.dtype).view(-1, *[1] * (like.ndim - 3))
 
 
 def _frames(x: Tensor) -> Tensor:
-    """``[T * N, C, ...]``, in float32 where the type is narrower."""
-    return x.flatten(0, 1).float() if x.dtype in REDUCED else x.flatten(0, 1)
+    """`[T * N, C, ...]`, in float32 where the type is narrower."""
+    return x.flatten(0, 1).to(_computed_in(x))
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in REDUCED else x.dtype

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CAPABILITY = (8, 0)
 """From which compute capability on a GPU's tensor cores take TF32."""
@@ -23,6 +24,10 @@ OPERATIONS = CUDNN.conv, CUDNN.rnn, CUBLAS
 
 def takes_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def on_gpu(values: Tensor) -> bool:
+    return values.is_cuda
 
 
 def let_products_round(allowed: bool) -> None:

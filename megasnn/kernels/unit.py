@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.backends import AUTO, backend_for
+from megasnn.kernels.norm_neuron import Unit, norm_pool_neuron_by
 from megasnn.kernels.spec import NEURONS, NeuronSpec
 
 
@@ -80,7 +81,8 @@ def norm_pool_neuron(
         space = [(side + 1) // 2 for side in x.shape[3:]] if pool else x.shape[3:]
         return x.new_empty((steps, *x.shape[1:3], *space)), x.new_empty(x.shape[2:3]), x.new_empty(x.shape[2:3])
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
-    return backend_for(backend, x, spec).norm_pool_neuron(x, weight, bias, running, eps, spec, w, pool, steps)
+    calls = backend_for(backend, x, spec).unit_calls()
+    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, steps))
 
 
 def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:

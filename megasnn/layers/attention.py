@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import from_rows, join_columns, to_rows
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.packed import bits_of
+from megasnn.kernels.tensor_cores import on_gpu
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.channels import all_channels
 from megasnn.layers.context import BuildContext, context_for
@@ -68,7 +70,7 @@ class SpikingSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
-        out = _Attend.apply(to_rows(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads)
+        out = _Attend.apply(to_rows(qkv), bits_of(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
 
 
@@ -162,18 +164,22 @@ def _local_heads(dim: int, num_heads: int, context: BuildContext) -> int:
 
 
 class _Attend(torch.autograd.Function):
-    """Rows of q, k, v spikes `[frames * L, 3 * heads * d]` -> rows `[frames * L, heads * d]`; keeps a bit a spike."""
+    """Rows of q, k, v spikes `[frames * L, 3 * heads * d]` -> rows `[frames * L, heads * d]`; keeps a bit a spike.
+
+    `bits`: the rows, where they are packed already.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, frames: int, heads: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, frames: int, heads: int) -> Tensor:
         ctx.frames, ctx.heads, ctx.shape, ctx.dtype = frames, heads, rows.shape, rows.dtype
-        ctx.save_for_backward(encode(rows.reshape(-1), Content.SPIKES, check=True))
+        # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
+        ctx.save_for_backward(encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits)
         exact = _exact_type(rows, rows.shape[0] // frames)
         q, k, v = _split(rows.to(exact), frames, heads)
-        return _join(_product(q, k.transpose(-2, -1) @ v, rows.dtype) * SCALE).to(rows.dtype)
+        return _join(_product(q, k.transpose(-2, -1) @ v, rows.dtype).mul_(SCALE)).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (packed,) = ctx.saved_tensors
         exact = _exact_type(grad, ctx.shape[0] // ctx.frames)
         rows = join_columns([packed], Content.SPIKES, ctx.shape, exact)
@@ -182,10 +188,12 @@ class _Attend(torch.autograd.Function):
         # A gradient is computed with in float32 at least, on a GPU in bfloat16 where it is that already.
         dtype = exact if grad.dtype == exact else _exact(grad).dtype
         q, k, v, kv = (each.to(dtype) for each in (q, k, v, kv))
-        grad_out = rearrange(grad.to(dtype) * SCALE, "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads)
+        grad_out = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads).contiguous()
+        grad_out = grad_out * SCALE
         grad_kv = q.transpose(-2, -1) @ grad_out
         parts = grad_out @ kv.transpose(-2, -1), v @ grad_kv.transpose(-2, -1), k @ grad_kv
-        return torch.cat([_join(part) for part in parts], dim=1).to(ctx.dtype), None, None
+        joined = rearrange(list(parts), "part f h l d -> (f l) (part h d)")
+        return joined.to(ctx.dtype), None, None, None
 
 
 def _exact_type(values: Tensor, tokens: int) -> torch.dtype:
@@ -193,7 +201,7 @@ def _exact_type(values: Tensor, tokens: int) -> torch.dtype:
 
     Tensor cores add the products of bfloat16 in float32. On a CPU float32 is as fast.
     """
-    on_tensor_cores = values.is_cuda and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
+    on_tensor_cores = on_gpu(values) and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
     return torch.bfloat16 if on_tensor_cores else _exact(values).dtype
 
 
@@ -205,8 +213,8 @@ def _product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _split(rows: Tensor, frames: int, heads: int) -> Tensor:
-    """q, k and v, each `[frames, heads, L, d]`."""
-    return rearrange(rows, "(f l) (part h d) -> part f h l d", f=frames, part=3, h=heads)
+    """q, k and v, each `[frames, heads, L, d]`: copied here once, and not by each product."""
+    return rearrange(rows, "(f l) (part h d) -> part f h l d", f=frames, part=3, h=heads).contiguous()
 
 
 def _join(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from megasnn.comm.group import Group, alone
 from megasnn.grid import Axis, Coordinates, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.products import ProductChoice
+from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.sharding import Cut, Initialiser, Shard
 
@@ -31,6 +32,7 @@ class BuildContext:
         neuron: of the layers that are not given one of their own.
         time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
         carries: whether neurons go on from the potential that the last call left, until they are reset.
+        cast_weights: gives the layers with weights what they multiply by.
         products: which products of the layers with weights are split for tensor cores.
     """
 
@@ -44,6 +46,7 @@ class BuildContext:
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
     carries: bool = False
+    cast_weights: CastWeights = field(default_factory=CastWeights)
     products: ProductChoice = field(default_factory=ProductChoice)
 
     @property

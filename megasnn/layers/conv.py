@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megasnn.comm.codec import Content, fits_tensor_cores
 from megasnn.comm.group import Group
 from megasnn.kernels.convolution import Geometry
+from megasnn.kernels.packed import bits_of
 from megasnn.kernels.pooling import pooled_space
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
@@ -124,7 +125,7 @@ class ParallelConv(nn.Module):
         self._padding_mode = None if zeros or not any(map(any, pads)) else PADDING_MODES[padding_mode]
         self._learns_content, self._learns_whole = content is None, whole_input is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
-        self._product_choice = context.products
+        self._product_choice, self._cast_weights = context.products, context.cast_weights
         geometry = Geometry(
             stride=stride,
             padding=tuple(before for before, _ in pads) if zeros else (0, 0),
@@ -148,12 +149,14 @@ class ParallelConv(nn.Module):
         if x.is_meta:
             y = self._dry_run(x, is_signal)
             return y.squeeze(-1) if is_signal else y
+        bits = bits_of(x) if self.plan.content is Content.SPIKES else None
         if self._padding_mode is not None:
             (above, below), (left, right) = self._pads
             padded = F.pad(x.flatten(0, 1), (left, right, above, below), self._padding_mode)
-            x = padded.unflatten(0, x.shape[:2])
+            x, bits = padded.unflatten(0, x.shape[:2]), None
         owed = self.weight_gradients.of(self.weight)
-        y = Convolve.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
+        weight = self._cast_weights.of(self.weight, self.compute_dtype)
+        y = Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         y = y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
         return y.squeeze(-1) if is_signal else y

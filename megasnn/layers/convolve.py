@@ -14,6 +14,7 @@ from torch import Tensor
 from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import (
     all_reduce_sum,
+    exchange_bytes,
     from_rows,
     gather_columns,
     join_columns,
@@ -25,7 +26,7 @@ from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.weight_gradients import Leave
 
-SLICE_BYTES = 4 * 1024 * 1024
+SLICE_BYTES = 4 * 1024 * 1024  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,27 @@ class ConvPlan:
 
 
 class Convolve(torch.autograd.Function):
-    """Keeps the packed input, one bit a spike, for the gradient of the weight, which backward leaves as a task.
+    """Keeps the packed input, one bit a spike, for the gradient of the weight, which backward leaves as a task. `bits`:
+    the input, where it is packed already.
 
     Where that task runs at once, the input gradient is exchanged meanwhile.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: ConvPlan
+        ctx: Any,
+        x: Tensor,
+        bits: Tensor | None,
+        weight: Tensor,
+        anchor: Tensor | None,
+        leave: Leave | None,
+        plan: ConvPlan,
     ) -> Tensor:
         rows = to_rows(x)
         if plan.gather:
-            full, payloads = gather_columns(rows, plan.group, plan.content)
+            full, payloads = gather_columns(rows, plan.group, plan.content, bits=bits)
         else:
-            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
+            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
         images = average_pool(_as_images(full, x.shape), plan.pool)
         y = plan.products.output(images, images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
         ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
@@ -65,7 +73,7 @@ class Convolve(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         weight, *payloads = ctx.saved_tensors
         plan: ConvPlan = ctx.plan
         grad_rows = to_rows(grad)
@@ -81,7 +89,8 @@ class Convolve(torch.autograd.Function):
         if ctx.leave is not None:
             add = partial(_add_weight_gradient, plan, payloads, ctx.row_shape, ctx.input_shape, grad_images)
             ctx.leave(add)
-        return None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool), None, None, None, None
+        grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool)
+        return grad_x, None, None, None, None, None
 
 
 def _add_weight_gradient(
@@ -116,7 +125,8 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: t
         return lambda: whole
     channels = weight.shape[1]
     frames, pixels = grad.shape[0], space.numel()
-    step = max(1, SLICE_BYTES // (pixels * channels * grad.element_size()))
+    slice_bytes = exchange_bytes(plan.group, grad.device, SLICE_BYTES)
+    step = max(1, slice_bytes // (pixels * channels * grad.element_size()))
     result = grad.new_empty(frames * pixels, channels // plan.group.size)
     in_transit: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
 

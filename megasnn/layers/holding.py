@@ -48,7 +48,8 @@ _SUBTRACT_FROM = {"rsub", "__rsub__"}
 _RANDOM = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
     *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_"),
-    *("normal", "normal_", "uniform_", "exponential_", "poisson", "multinomial", "gumbel_softmax"),
+    *("normal", "normal_", "uniform_", "exponential_", "poisson", "multinomial", "gumbel_softmax", "native_dropout"),
+    *("random_", "log_normal_", "cauchy_", "geometric_", "scaled_dot_product_attention"),
 }
 
 
@@ -136,7 +137,9 @@ class Holding(TorchFunctionMode):
 
 
 def _draws(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Of dropout, whether it leaves anything out; other functions always draw."""
+    """Of dropout, whether it leaves anything out; functions without it always draw."""
+    if name == "scaled_dot_product_attention":
+        return bool(options.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if "dropout" not in name:
         return True
     p = options.get("p", args[1] if len(args) > 1 else 0.5)

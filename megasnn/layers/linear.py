@@ -71,6 +71,7 @@ class ParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.plan, self.gather_output = _Plan(group, style, content or Content.DENSE), gather_output
         self._learns_content, self._product_choice = content is None, context.products
+        self._cast_weights = context.cast_weights
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
         shard = context.shard((out_features, in_features), cut, initialise=initialise or default)
@@ -87,7 +88,8 @@ class ParallelLinear(nn.Module):
         owed = self.weight_gradients.of(self.weight)
         if self.plan.whole and self.plan.style == "row":
             x = own_channels(x, self.plan.group)
-        y = _Multiply.apply(x.to(self.compute_dtype), self.weight.detach(), *owed, self.plan)
+        weight = self._cast_weights.of(self.weight, self.compute_dtype)
+        y = _Multiply.apply(x.to(self.compute_dtype), weight, *owed, self.plan)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return gather_alike(y, self.plan.group) if self.gather_output else y
@@ -121,7 +123,8 @@ class MeanLinear(ParallelLinear):
     """Mean over the space, then a linear layer: `[T, N, C_local, *space]` -> logits `[T, N, num_classes]`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(3).mean(dim=-1))
+        # With the channels last also in the gradient, which residual sums take its memory order from.
+        return super().forward(x.movedim(2, -1).flatten(2, -2).mean(dim=2))
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class _Multiply(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.content)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
-        y = plan.products.output(full, weight.to(x.dtype))
+        y = plan.products.output(full, weight)
         if plan.style == "row":
             y = all_reduce_sum(y, plan.group, "forward")
         ctx.plan, ctx.leave, ctx.row_shape = plan, leave, rows.shape
@@ -159,7 +162,7 @@ class _Multiply(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         finish = None
         if ctx.needs_input_grad[0]:
-            product = plan.products.input_gradient(rows, weight.to(grad.dtype), torch.Size())
+            product = plan.products.input_gradient(rows, weight, torch.Size())
             # Each rank of style "column" used the whole input, and of style "row" its own features.
             if plan.style == "column" and plan.whole:
                 all_reduce_sum(product, plan.group, "backward")

@@ -1,8 +1,9 @@
 """Losses on logits `[T, N, classes]`, as sums over the samples: a micro-batch's share needs no further weight.
 
 All of them take as labels class indices `[N]` or `[N, 1]`, or probabilities `[N, classes]`; reduced precision is raised
-to float32; they raise ValueError for labels of another shape and indices outside the classes. A loss is given all that
-the model's last layer gives; of a bundle, these take the logits.
+to float32; they raise ValueError for labels of another shape and indices outside the classes, which are noted inside of
+a step (megasnn/device_checks.py). A loss is given all that the model's last layer gives; of a bundle, these take the
+logits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.bundle import Bundle, logits_of
+from megasnn.device_checks import refuse
 
 
 def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -46,16 +48,17 @@ def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Ten
     """Mean squared distance, over the classes, of the mean over time from the label as 0 and 1; over samples a sum."""
     rates = _raised(logits).mean(0)
     target = _target(rates, labels)
-    wanted = target if target.is_floating_point() else F.one_hot(target, rates.shape[1]).to(rates.dtype)
+    wanted = target if target.is_floating_point() else _one_hot(target, rates)
     wanted = wanted * (1 - label_smoothing) + label_smoothing / rates.shape[1]
     return (rates - wanted).square().mean(1).sum()
 
 
-def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> list[int]:
-    """How many samples have their label among the k highest logits (mean over time), for each k in `top`."""
+def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> Tensor:
+    """How many samples have their label among the k highest logits (mean over time), for each k in `top`: a tensor
+    where the logits are."""
     mean = logits.float().mean(0)
     ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == labels.reshape(-1, 1)
-    return [int(ranked[:, :k].any(dim=1).sum()) for k in top]
+    return torch.stack([ranked[:, :k].any(dim=1).sum() for k in top])
 
 
 @torch.no_grad()
@@ -70,6 +73,11 @@ def _raised(output: Bundle) -> Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
+def _one_hot(labels: Tensor, like: Tensor) -> Tensor:
+    """1 at the label's class and 0 at the others; torch's own waits for the labels on some devices."""
+    return (labels.unsqueeze(1) == torch.arange(like.shape[1], device=labels.device)).to(like.dtype)
+
+
 def _target(logits: Tensor, labels: Tensor) -> Tensor:
     """Labels of logits `[N, classes]` as indices `[N]` or probabilities `[N, classes]`."""
     samples, classes = logits.shape
@@ -81,6 +89,9 @@ def _target(logits: Tensor, labels: Tensor) -> Tensor:
         labels = labels.squeeze(1)
     if labels.shape != (samples,):
         raise ValueError(f"class labels must be [{samples}] or [{samples}, 1], got {list(labels.shape)}")
-    if labels.numel() and not (0 <= int(labels.min()) and int(labels.max()) < classes):
-        raise ValueError(f"labels from {int(labels.min())} to {int(labels.max())} with --num-classes {classes}")
-    return labels
+    refuse(
+        ((labels < 0) | (labels >= classes)).any(),
+        f"labels must be from 0 to {classes - 1} with --num-classes {classes}",
+        lambda: f"got labels from {int(labels.min())} to {int(labels.max())}",
+    )
+    return labels.clamp(0, classes - 1)  # a GPU ends the process at a class that is none

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from types import NoneType
+from functools import partial
+from types import CodeType, NoneType
 from typing import Any
+
+from torch import Tensor
 
 from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
 from megasnn.config.checks import flag
 from megasnn.kernels import SURROGATES, NeuronSpec
-from megasnn.layers import BuildContext
+from megasnn.kernels.backends import BACKENDS
+from megasnn.layers import BuildContext, ParallelNeuron
 from megasnn.models.building import built, describe
 from megasnn.models.description import ModelDescription
 
 
-def building_problems(model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int) -> list[str]:
+def building_problems(
+    model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int, neuron_backend: str = "auto"
+) -> list[str]:
     """Why a model cannot be built for the first of so many tensor parallel ranks; flags of neurons that it ignores."""
     try:
         described = describe(model, neuron)
@@ -25,7 +33,7 @@ def building_problems(model: ModelConfig, neuron: NeuronSpec, tensor_parallel: i
     if problem is not None:
         flags = _flags_that_cut(model, neuron, tensor_parallel, problem)
         return [f"{model.name}: {problem}" + (f" (change {flags})" if flags else "")]
-    return _neuron_flags_in_vain(model, neuron)
+    return _neuron_flags_in_vain(model, neuron) + _backend_in_vain(model, neuron_backend)
 
 
 def _problem_of_cut(described: ModelDescription, tensor_parallel: int) -> str | None:
@@ -61,17 +69,56 @@ def _neuron_flags_in_vain(model: ModelConfig, given: NeuronSpec) -> list[str]:
     usual = model.neuron().spec
     if given.surrogate != usual.surrogate:
         usual = replace(usual, alpha=SURROGATES[given.surrogate].alpha)
-    wrong = []
+    if given == usual:
+        return []
+    wrong, found = [], _contents(model, given)
     for each in fields(given):
         without = replace(given, **{each.name: getattr(usual, each.name)})
-        if without != given and _settings(model, without) == _settings(model, given):
+        if without != given and _contents(model, without) == found:
             name = flag({"kind": "neuron", "alpha": "surrogate_alpha"}.get(each.name, each.name))
             wrong.append(f"{name} changes nothing in {model.name}: no neuron of it takes this from the flags")
     return wrong
 
 
-def _settings(model: ModelConfig, neuron: NeuronSpec) -> list[dict[str, object]]:
-    """What the modules of a model with this neuron say about themselves in plain values."""
-    modules = [module for each in built(model, neuron=neuron) for module in each.module.modules()]
-    plain = (bool, int, float, str, NoneType, NeuronSpec)
-    return [{name: value for name, value in vars(module).items() if isinstance(value, plain)} for module in modules]
+def _backend_in_vain(model: ModelConfig, backend: str) -> list[str]:
+    """A choice of kernels for a model without neurons that they compute."""
+    modules = (module for each in built(model) for module in each.module.modules())
+    if backend in BACKENDS.also or any(isinstance(module, ParallelNeuron) for module in modules):
+        return []
+    return [f"--neuron-backend {backend} changes nothing in {model.name}: no neuron of it is computed by our kernels"]
+
+
+def _contents(model: ModelConfig, neuron: NeuronSpec) -> list[object]:
+    """What the layers of a model with this neuron consist of, but for values of tensors."""
+    return [_comparable(each.module, {}) for each in built(model, neuron=neuron)]
+
+
+def _comparable(value: Any, seen: dict[int, tuple[int, object]]) -> object:
+    """What a value consists of, equal for values that were made in the same way.
+
+    Args:
+        seen: the objects that were come by, by their ids, with their numbers: they may refer to each other.
+    """
+    if isinstance(value, (bool, int, float, complex, str, bytes, NoneType, CodeType)):
+        return value
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if id(value) in seen:
+        return type(value), seen[id(value)][0]
+    seen[id(value)] = len(seen), value  # kept, lest another object get its id
+    if isinstance(value, (set, frozenset)):
+        return type(value), sorted(map(repr, value))
+    parts: list[object] = list(vars(value).items()) if hasattr(value, "__dict__") else []
+    if isinstance(value, Mapping):
+        parts += value.items()
+    elif isinstance(value, (list, tuple)):
+        parts += value
+    elif isinstance(value, partial):
+        parts += (value.func, value.args, value.keywords)
+    elif inspect.ismethod(value):
+        parts += (value.__func__, value.__self__)
+    elif inspect.isfunction(value):
+        parts += (value.__code__, value.__defaults__, *(cell.cell_contents for cell in value.__closure__ or ()))
+    elif isinstance(value, type):
+        parts = [value.__qualname__]
+    return type(value), [_comparable(part, seen) for part in parts]

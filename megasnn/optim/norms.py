@@ -19,31 +19,32 @@ _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis != "data")
 class GradientNorm:
     """The global L2 norm of all gradients, every parameter counted once, on any layout.
 
-    Each global parameter has a slot; a rank adds the squares of what it holds (of an uncut parameter only one
-    tensor-parallel rank does), and the slots are summed in the order of the model. Splitting the model over more
-    pipeline stages therefore changes no bit of the norm.
+    Each global parameter has a slot; a rank has the squares of what it holds (of an uncut parameter only one
+    tensor-parallel rank does). The slots are summed over the ranks that together hold one model, then in the order of
+    the model. Splitting the model over more pipeline stages therefore changes no bit of the norm.
 
     Args:
         names: the parameters of the whole model, in order.
         tensors: those of this rank.
-        model: the group that together holds one model: no two of its ranks differ along the data axis.
         device: of the tensors, also where this rank has none.
     """
 
-    def __init__(
-        self, names: Sequence[str], tensors: Sequence[ShardedTensor], model: Group, device: torch.device
-    ) -> None:
-        slots = {name: slot for slot, name in enumerate(names)}
-        self._count, self._model, self._device = len(names), model, device
-        self._mine = [(slots[e.name], e.tensor, e.shard.is_primary(_MODEL_AXES)) for e in tensors if e.is_parameter]
+    def __init__(self, names: Sequence[str], tensors: Sequence[ShardedTensor], device: torch.device) -> None:
+        held = [entry for entry in tensors if entry.is_parameter]
+        self._names, self._parameters = names, [entry.tensor for entry in held]
+        self._counted = [(entry.name, entry.tensor) for entry in held if entry.shard.is_primary(_MODEL_AXES)]
+        self._nothing = torch.zeros((), dtype=torch.float64, device=device)
 
-    def __call__(self) -> float:
-        """Collective over the model group. NaN and infinity come out as such."""
-        squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        for slot, parameter, primary in self._mine:
-            if primary and parameter.grad is not None:
-                squares[slot] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
-        return math.sqrt(math.fsum(all_reduce_sum(squares, self._model, "step").tolist()))
+    def squares(self) -> Tensor:
+        """This rank's part of each slot: float64 on the device. A gradient that is not there is zero."""
+        gradients = {name: each.grad for name, each in self._counted if each.grad is not None}
+        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float64) if gradients else ()
+        of_name = dict(zip(gradients, norms, strict=True))
+        return torch.stack([of_name.get(name, self._nothing) for name in self._names]) ** 2
+
+    def of(self, squares: Sequence[float]) -> float:
+        """The norm, of the summed slots. NaN and infinity come out as such."""
+        return math.sqrt(math.fsum(squares))
 
     def clip(self, norm: float, most: float) -> None:
         """Scales the gradients by most / (norm + 1e-6) where that is less than 1; 0 clips nothing.
@@ -53,8 +54,7 @@ class GradientNorm:
         scale = most / (norm + 1e-6)
         if most <= 0 or not scale < 1:
             return
-        gradients: list[Tensor] = [p.grad for _, p, _ in self._mine if p.grad is not None]
-        if gradients:
+        if gradients := [each.grad for each in self._parameters if each.grad is not None]:
             torch._foreach_mul_(gradients, scale)
 
 

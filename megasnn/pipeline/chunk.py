@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
+from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
@@ -96,11 +98,9 @@ class PipelineChunk(nn.Module):
             inputs = [outputs[number] for number in step.takes]
             for number in step.last:
                 del outputs[number]
-            try:
-                with named(step.description.name):
-                    y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
-            except ValueError as error:
-                raise ValueError(f"{step.description.name}: {error}") from error
+            name = step.description.name
+            with explained(partial("{}: {}".format, name)), named(name):
+                y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             self._require_described(step.description, y, samples)
             outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:

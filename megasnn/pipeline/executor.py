@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.bundle import Bundle
+from megasnn.device_checks import at
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
@@ -178,7 +179,8 @@ class PipelineExecutor:
                 try:
                     if action.kind in COMPUTE:
                         self._transfers.announce(actions, position)
-                    self._methods[action.kind](run, action)
+                    with at(partial(self._place, action)):
+                        self._methods[action.kind](run, action)
                     if self._waits:
                         self.clock.wait()
                 except Exception as error:
@@ -200,6 +202,10 @@ class PipelineExecutor:
         where = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {where.rank}, pipeline stage {where.pipeline.rank}, action {action}{micro}"
+
+    def go_dense(self, names: Iterable[str]) -> None:
+        """From now on these tensors travel dense between stages. To be called on all ranks alike, between steps."""
+        self._transfers.go_dense(names)
 
     def _named(self, method: Callable[[_Run, Action], None]) -> Callable[[_Run, Action], None]:
         """The method; in a trace, with the names of the action and of the message that it sends or waits for."""

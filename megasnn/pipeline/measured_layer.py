@@ -14,13 +14,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.comm.statistics import statistics
+from megasnn.device_checks import DeviceChecks
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription
 from megasnn.pipeline.costs import LayerCost
 from megasnn.pipeline.executor import Entry
-from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, messages_of
+from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
 from megasnn.sharding import materialise
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 
@@ -51,10 +52,10 @@ class MeasuredLayers:
 
 def _structure(layer: nn.Module) -> Hashable:
     """Class, settings and tensors' shapes of every module in a layer."""
-    return tuple((path, type(module), *_settings(module)) for path, module in layer.named_modules())
+    return tuple((path, type(module), *_attributes(module)) for path, module in layer.named_modules())
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
     for name, value in sorted(vars(module).items()):
         if not name.startswith("_"):
             try:
@@ -71,6 +72,7 @@ class MeasuredLayer:
 
     Attributes:
         number: its place in the model. takes: the numbers of the layers whose outputs it takes.
+        processor_seconds: that this thread computed in the second of the runs of `run_once`.
         edges, tasks: for each micro-batch that has been forward, the edges of its outputs' graph, and for each that has
             been backward, its tasks.
     """
@@ -90,7 +92,7 @@ class MeasuredLayer:
         self._layer = layer
         materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._held = 0
+        self._held, self.processor_seconds = 0, 0.0
         self._output: Bundle | None = None
         self._learning: list[Key] = []
         self.clock = _Clock(device)
@@ -154,9 +156,11 @@ class MeasuredLayer:
         self.count_held(inputs)
         for watched in (False, True):  # the first time pays for compiling and for the gradients' memory
             self.clock.watches_memory = watched
+            begun = time.thread_time()
             y = self.forward(inputs)
             self.backward()
             self.add_weight_gradients()
+            self.processor_seconds = time.thread_time() - begun
         return y
 
     def cost(self, wires: WireOptions) -> LayerCost:
@@ -180,14 +184,15 @@ def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescriptio
         descriptor = TensorDescriptor.of(y, description.entries[key].content)
         clock = _Clock(y.device)
         for _ in range(ROUNDS):
-            with clock("pack"):
-                messages = messages_of(descriptor.flatten(y), descriptor)
+            # Whether values fit is a question of training: here they are made up.
+            with clock("pack"), DeviceChecks(y.device).collecting():
+                message = message_of(descriptor.flatten(y), descriptor)
             with clock("unpack"):
-                descriptor.restore(messages[0])
+                descriptor.restore(message)
         width = (wires.gradient_dtype or y.dtype).itemsize if y.is_floating_point() else 0
         cost = replace(
             cost,
-            message=cost.message + sum(message.nbytes for message in messages),
+            message=cost.message + message.nbytes,
             gradient=cost.gradient + y.numel() * width,
             pack=cost.pack + median(clock.times["pack"]),
             unpack=cost.unpack + median(clock.times["unpack"]),
@@ -229,12 +234,11 @@ class _Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         before = self._memory_before() if self.watches_memory else None
-        sent, counts = statistics.total(), statistics.enabled
-        statistics.enable()
-        start = self._now()
-        yield
-        self.times.setdefault(name, []).append(self._now() - start)
-        statistics.enable(counts)
+        sent = statistics.total()
+        with statistics.counting():
+            start = self._now()
+            yield
+            self.times.setdefault(name, []).append(self._now() - start)
         total = statistics.total()
         self.traffic[name] = total.calls - sent.calls, total.bytes - sent.bytes
         if before is not None:

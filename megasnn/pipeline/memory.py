@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,13 +86,13 @@ def measure_memory(
 
     Args:
         world: the group that takes part; None is this rank alone.
-        seconds: no layer is begun so long after the first one, by the first rank's clock. The first pays for compiling,
-            which training would pay otherwise.
+        seconds: no layer is begun when those before it have computed so long on the first rank. What others do on a
+            busy machine does not count, nor does the first run of each, which pays for compiling as training would.
     Raises:
         NotMeasuredError: on every rank, when time is up, or an error arose. Only in a layer that is cut over tensor
             parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
     """
-    world, begun = world or alone("world"), None
+    world, computed = world or alone("world"), 0.0
     trial = min(samples, TRIAL_SAMPLES)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((trial, *model.input_shape), generator=generator).to(device, context.dtype)
@@ -110,14 +109,14 @@ def measure_memory(
             try:
                 layer = layers(index)
                 y = layer.run_once(inputs)
+                computed += layer.processor_seconds
                 without_memory = map_entries(partial(torch.empty_like, device="meta"), y)
                 known[kind] = _for_samples(layer.cost(wires), samples / trial), without_memory
             except Exception as caught:
                 if context.tensor.size > 1:
                     raise
                 error = f"{description.name} failed with {type(caught).__name__}: {caught}"
-            begun = begun or time.monotonic()
-            late = world.rank == 0 and index + 1 < len(model.layers) and time.monotonic() - begun >= seconds
+            late = world.rank == 0 and index + 1 < len(model.layers) and computed >= seconds
             _go_on(world, device, error, late, seconds)
         found.append(known[kind][0])
         outputs[index] = map_entries(partial(torch.zeros_like, device=device), known[kind][1])
@@ -132,7 +131,7 @@ def _go_on(world: Group, device: torch.device, error: str | None, late: bool, se
     if failed:
         raise NotMeasuredError(error or "a layer failed on another rank")
     if out_of_time:
-        raise NotMeasuredError(f"trying out the layers took more than {seconds:g} s")
+        raise NotMeasuredError(f"trying out the layers takes more than {seconds:g} s")
 
 
 def _for_samples(cost: LayerCost, factor: float) -> LayerCost:

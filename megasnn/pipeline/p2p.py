@@ -5,17 +5,15 @@ tensor of its kind, from host to host: no device is asked for it. Boundaries dif
 both ends know, so that later tensors of the same key need no descriptor. The memory order is restored as it was: a
 convolution may sum in another order on another memory format, and the pipeline must not change a bit.
 
-A packed message ends with a byte that says whether the values fitted. Receives are posted before that is known, with
-room for the packed message: where the values did not fit, a dense message follows on the same link, and nobody has to
-be asked. The hosts wait for that byte, here the receiver's and in `messages_of` the sender's; the queues of a device do
-not, so that it could as well be looked at with the loss.
+A message has the size that was planned, whatever the values: a packed one that cannot hold them is noted by its sender
+(megasnn/device_checks.py), and whoever reads that with the loss does the step again. No host looks at what travels.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -44,7 +42,7 @@ class WireOptions:
     """How tensors travel between stages.
 
     Attributes:
-        strict: values that do not fit their format stop the run, where otherwise the tensor goes dense.
+        strict: values that do not fit their format stop the run, where otherwise the tensor goes dense from then on.
         gradient_dtype: in which type gradients travel; None: in their own. A narrower one rounds them.
     """
 
@@ -89,21 +87,14 @@ class TensorDescriptor:
         else:
             values = torch.empty(self.count, dtype=self.dtype, device=payload.device)
             rows = values.view(-1, 1) if self.content is Content.COUNTS else values.view(1, -1)
-            decode_into(payload[:-1], self.content, rows)
+            decode_into(payload, self.content, rows)
         sizes = [self.shape[dim] for dim in self.order]
         tensor = values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
         return tensor.requires_grad_(self.learns)
 
     def buffer(self, device: torch.device) -> Tensor:
-        """Room for a message: the packed values and the byte behind them, or dense values."""
-        if self.content is Content.DENSE:
-            return torch.empty(self.count, dtype=self.sent_as, device=device)
-        packed = encoded_like(self.count, self.content, self.dtype, device)
-        return packed.new_empty(len(packed) + 1)
-
-    def as_dense(self) -> TensorDescriptor:
-        """Of the message that follows where values did not fit."""
-        return replace(self, content=Content.DENSE)
+        """Room for a message: packed or dense values."""
+        return encoded_like(self.count, self.content, self.sent_as, device)
 
     def to_header(self) -> Tensor:
         """The header is on the CPU. Raises ValueError for a tensor that a header cannot describe."""
@@ -125,24 +116,18 @@ class TensorDescriptor:
 
 
 HEADER_LENGTH = 5 + 2 * MAX_DIMS
-FITS, DENSE_FOLLOWS = 0, 1  # the last byte of a packed message
 TRAFFIC = {"forward": "pipeline", "backward": "backward"}  # under which names traffic is counted
 
 
-def messages_of(flat: Tensor, descriptor: TensorDescriptor, strict: bool = False) -> list[Tensor]:
-    """What is sent for a tensor's values in memory order: one message, or two where a packed one cannot hold them.
+def message_of(flat: Tensor, descriptor: TensorDescriptor) -> Tensor:
+    """What is sent for a tensor's values in memory order.
 
-    The first then has the same size, and says so. Raises ValueError, with `strict`, where there would be two.
+    Raises ValueError for values that a packed message cannot hold; inside of a step they are noted, and what is sent
+    then has the same size, and is of no use.
     """
     if descriptor.content is Content.DENSE:
-        return [flat.to(descriptor.sent_as)]
-    try:
-        packed = encode(flat, descriptor.content, check=True)
-    except ValueError as error:
-        if strict:
-            raise ValueError(f"{error} (--strict-wire; without it the tensor goes dense)") from error
-        return [torch.full_like(descriptor.buffer(flat.device), DENSE_FOLLOWS), flat]
-    return [torch.cat([packed, packed.new_full((1,), FITS)])]
+        return flat.to(descriptor.sent_as)
+    return encode(flat, descriptor.content, check=True)
 
 
 def copied(message: Tensor, device: torch.device) -> Tensor:
@@ -171,16 +156,14 @@ class Sender:
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, key: Hashable, tensor: Tensor, content: Content, direction: str) -> bool:
-        """Starts sending. A tensor with values that its format cannot carry exactly goes dense.
+    def send(self, key: Hashable, tensor: Tensor, content: Content, direction: str) -> None:
+        """Starts sending.
 
         Args:
             direction: "forward", or of a gradient "backward".
-        Returns:
-            whether the values fitted.
         Raises:
             ValueError: before anything is sent, for a tensor that changed its shape, order or type under its key, one
-                that a descriptor cannot describe, and with strict wires, one whose values do not fit.
+                that a descriptor cannot describe, and outside of a step, one whose values do not fit.
         """
         sent_as = self._options.gradient_dtype if direction == "backward" else None
         descriptor = TensorDescriptor.of(tensor, content, sent_as)
@@ -189,17 +172,12 @@ class Sender:
             raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
         header = None if key in self._known else descriptor.to_header()
         flat = descriptor.flatten(tensor.detach())
-        messages = messages_of(flat, descriptor, self._options.strict)
+        message = message_of(flat, descriptor)
         if header is not None:
             self._known[key] = descriptor
             self._start(header)
-        # Where it has to come from another device, this waits for it.
-        messages = [copied(message, self._wire) for message in messages]
-        for message, operation in zip(messages, ("send", "send_unfit"), strict=False):
-            dense = tensor.nbytes if operation == "send" else 0
-            statistics.record(TRAFFIC[direction], operation, direction, message.nbytes, dense)
-            self._start(message)
-        return len(messages) == 1
+        statistics.record(TRAFFIC[direction], "send", direction, message.nbytes, tensor.nbytes)
+        self._start(copied(message, self._wire))  # where it has to come from another device, this waits for it
 
     def _start(self, payload: Tensor) -> None:
         work = dist.isend(payload, self._peer, group=self._group.handle)
@@ -217,8 +195,6 @@ class Sender:
 
 class Receiver:
     """The receiving end of one link, from one peer. `post` announces the next tensor early, `receive` waits for it.
-
-    One at a time: whether a dense message follows is only known when the packed one is there.
 
     Args:
         wire: where messages are received. device: where their tensors are to be.
@@ -252,16 +228,7 @@ class Receiver:
         assert self._posted is not None and self._posted[0] == key, f"receive {key} while {self._posted} is announced"
         (_, work, buffer), self._posted = self._posted, None
         work.wait()
-        descriptor = self._known[key]
-        if descriptor.content is not Content.DENSE and buffer[-1] == DENSE_FOLLOWS:
-            descriptor = descriptor.as_dense()
-            buffer = self._fetch(descriptor)
-        return descriptor.restore(copied(buffer, self._device))
-
-    def _fetch(self, descriptor: TensorDescriptor) -> Tensor:
-        buffer = descriptor.buffer(self._wire)
-        self._start(buffer).wait()
-        return buffer
+        return self._known[key].restore(copied(buffer, self._device))
 
     def _start(self, buffer: Tensor) -> dist.Work:
         work = dist.irecv(buffer, self._peer, group=self._group.handle)

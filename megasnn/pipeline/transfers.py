@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megasnn.comm.codec import Content
+from megasnn.device_checks import explained
 from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
@@ -46,7 +47,7 @@ class Transfers:
         self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
         self._sizes: Sequence[int] = ()
         self._expected: Callable[[Action], int] = lambda action: 0
-        self._unfit: set[str] = set()  # what did not fit its format so far
+        self._dense: set[str] = set()  # what did not fit its format
 
     def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], int]) -> None:
         """Before a step.
@@ -63,7 +64,7 @@ class Transfers:
                     coming.append(action.peer)
 
     def send(self, action: Action, tensors: Sequence[Tensor], carried: Sequence[Carried] = ()) -> None:
-        """Does not wait for the peer. Raises ValueError as `Sender.send` does, and names the tensor.
+        """Does not wait for the peer. Raises ValueError as `Sender.send` does, or notes it, and names the tensor.
 
         Args:
             carried: what the tensors of a forward are; gradients are dense.
@@ -71,20 +72,14 @@ class Transfers:
         sender = self._senders[self._peer(action)]
         direction = "forward" if action.kind is Kind.SEND_FORWARD else "backward"
         for index, tensor in enumerate(tensors):
-            content = carried[index].content if carried else Content.DENSE
-            try:
-                if not sender.send(self._key(action, index), tensor, content, direction):
-                    self._warn_once(carried[index])
-            except ValueError as error:
-                raise ValueError(f"{error}: {carried[index].name if carried else f'gradient {index}'}") from error
+            name = carried[index].name if carried else f"gradient {index}"
+            content = carried[index].content if carried and name not in self._dense else Content.DENSE
+            with explained(partial("{1}: {0}".format, name), boundary=name):
+                sender.send(self._key(action, index), tensor, content, direction)
 
-    def _warn_once(self, unfit: Carried) -> None:
-        if unfit.name not in self._unfit:
-            self._unfit.add(unfit.name)
-            sys.stderr.write(
-                f"WARNING: {unfit.name} was said to hold {unfit.content.value}, has other values, and travels dense "
-                "where it has; a neuron of one's own says so by SpikingNeuron(..., largest=None), a layer by holds=\n"
-            )
+    def go_dense(self, names: Iterable[str]) -> None:
+        """From now on these tensors travel dense. To be called on all ranks alike, between steps."""
+        self._dense.update(names)
 
     def announce(self, actions: Sequence[Action], position: int) -> None:
         """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
@@ -117,12 +112,13 @@ class Transfers:
     def _peer(self, action: Action) -> int:
         return self._placement[action.peer.chunk]
 
-    def _key(self, action: Action, index: int) -> tuple[int, int, int, bool]:
+    def _key(self, action: Action, index: int) -> tuple[int, int, int, bool, int]:
         """Tensors of one place at one boundary and one number of samples have the same shape: one descriptor serves
-        them all. It says whether they need a gradient, which differs in training and evaluation."""
+        them all. It says whether they need a gradient, which differs in training and evaluation, and their formats,
+        which change when more of them travel dense."""
         assert action.micro_batch is not None
         boundary = min(action.chunk, action.peer.chunk)
-        return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled()
+        return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled(), len(self._dense)
 
 
 def linked(placement: Sequence[int]) -> list[tuple[int, int]]:

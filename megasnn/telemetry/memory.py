@@ -65,10 +65,9 @@ def gather_peak_memory_mb(device: torch.device, group: dist.ProcessGroup | None)
     peak = peak_memory_mb(device)
     if group is None:
         return [peak]
-    peaks = torch.zeros(group.size(), dtype=torch.float64, device=device)
-    peaks[group.rank()] = peak
-    dist.all_reduce(peaks, group=group)
-    return peaks.tolist()
+    peaks = [0.0] * group.size()
+    dist.all_gather_object(peaks, peak, group=group)
+    return peaks
 
 
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:

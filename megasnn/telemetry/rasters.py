@@ -30,7 +30,7 @@ class RasterRecorder:
 
     def __init__(self) -> None:
         self.enabled = False
-        self._rasters: dict[str, Raster] = {}
+        self._rasters: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
@@ -39,7 +39,11 @@ class RasterRecorder:
             return
         few = spikes[:, :SAMPLES].flatten(2)
         chosen = torch.linspace(0, few.shape[2] - 1, min(NEURONS, few.shape[2]), device=few.device).long()
-        self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0).cpu().numpy()
+        self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)  # read when the step is over
+
+    def forget(self) -> None:
+        """Forgets the spikes that it keeps."""
+        self._rasters.clear()
 
     def take(self, pipeline_group: dist.ProcessGroup | None, layers: Sequence[str]) -> dict[str, Raster]:
         """The rasters of all stages in the model's order, and forgets them; the same on every rank of the pipeline.
@@ -49,7 +53,8 @@ class RasterRecorder:
         Args:
             layers: names of the model's layers, which those of their neurons begin with.
         """
-        found, self._rasters = self._rasters, {}
+        found = {name: raster.cpu().numpy() for name, raster in self._rasters.items()}
+        self._rasters.clear()
         if pipeline_group is not None:
             stages: list[dict[str, Raster]] = [{} for _ in range(pipeline_group.size())]
             dist.all_gather_object(stages, found, group=pipeline_group)

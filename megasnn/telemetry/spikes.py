@@ -71,6 +71,10 @@ class SpikeRecorder:
         count.spikes += fired
         count.presentations += presentations
 
+    def forget(self) -> None:
+        """Forgets the counts."""
+        self._counts.clear()
+
     def reduce(
         self,
         data_group: dist.ProcessGroup | None,
@@ -170,7 +174,7 @@ def _sums(count: _Count) -> Tensor:
     spikes = count.spikes.double()
     return torch.stack(
         [
-            spikes.new_tensor(spikes.numel()),
+            torch.full_like(spikes[0], spikes.numel()),
             spikes.sum() / count.presentations,
             (count.spikes == 0).sum().double(),
             (count.spikes == count.presentations).sum().double(),

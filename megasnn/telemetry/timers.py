@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,33 +13,32 @@ Mark = float | torch.cuda.Event
 
 
 class Timers:
-    """How long parts of a program take, by name: ``with timers("forward"): ...``.
+    """How long a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting."""
 
-    Args:
-        synchronize: waits for the device before the clock is read, e.g. `torch.cuda.synchronize`; leave it None unless
-            each part is to be timed exactly, because waiting takes away the overlap between host and device.
-    """
-
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        self._synchronize = synchronize
+    def __init__(self, device: torch.device) -> None:
+        self._clock = DeviceClock(device)
+        self._open: deque[tuple[str, Mark, Mark]] = deque()  # the device may not have come to their ends
         self._seconds: dict[str, list[float]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        started = self._now()
+        started = self._clock.mark()
         try:
             yield
         finally:
-            self._seconds.setdefault(name, []).append(self._now() - started)
+            self._open.append((name, started, self._clock.mark()))
+            self._take_ended()
 
     def mean_ms(self) -> dict[str, float]:
-        """Mean milliseconds of each part that was timed since the last call."""
+        """Mean milliseconds of each part that was timed since the last call, as far as the device has ended it."""
+        self._take_ended()
         seconds, self._seconds = self._seconds, {}
         return {name: 1e3 * sum(each) / len(each) for name, each in seconds.items()}
 
-    def _now(self) -> float:
-        self._synchronize()
-        return time.perf_counter()
+    def _take_ended(self) -> None:
+        while self._open and self._clock.has_passed(self._open[0][2]):
+            name, start, end = self._open.popleft()
+            self._seconds.setdefault(name, []).append(self._clock.between(start, end))
 
 
 class DeviceClock:
@@ -71,6 +71,17 @@ class DeviceClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has come to a place; nothing waits for it."""
+        return isinstance(mark, float) or mark.query()
+
+    def between(self, start: Mark, end: Mark) -> float:
+        """Seconds of the device from one place to another; it has passed both."""
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event), "marks of two clocks"
+        return start.elapsed_time(end) / 1e3
 
     def seconds(self, mark: Mark) -> float:
         """When the device was there, in seconds of `time.perf_counter`; waits until it is."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_dict, to_json
+from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
 from megasnn.config.training import Length
+from megasnn.data.paths import shown_path
 from megasnn.engine.arithmetic import told_torch
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import built, described_model
@@ -51,6 +52,7 @@ def introduce(
         epoch_samples: training samples of an epoch.
         iteration: steps done before.
     """
+    given, config = config, _without_secrets(config)
     summary = _summary(config, engine, state, length, epoch_samples)
     arithmetic = *told_torch(config.training, state.device), *engine.context.products.told
     for line in (*summary, *arithmetic, *_flags(config)):
@@ -76,7 +78,7 @@ def introduce(
             "layout": layers_per_chunk(plan.bounds),
             "schedules_ms": schedules,
             "costs": _costs(engine, plan),
-            "config": to_dict(config),
+            "config": with_model_name(config),
         },
     )
     simulation = plan.simulation(plan.micro_batches) if state.pipeline.size > 1 else None
@@ -85,10 +87,17 @@ def introduce(
         reporter.picture("pipeline/simulated", partial(chart, schedule, simulation, "simulated"), iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
-        reporter.tried.until_done(f"writing {file}", partial(_write, file, to_json(config)))
+        reporter.tried.until_done(f"writing {file}", partial(_write, file, to_json(given)))
         if not config.training.evaluate_only:
             beside = file.with_name("model_summary.md")
             reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{table}\n"))
+
+
+def _without_secrets(config: PretrainConfig) -> PretrainConfig:
+    """The configuration for logs, which more people read than config.json."""
+    data = config.data
+    valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
+    return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
 def _costs(engine: DistributedModel, plan: PipelinePlan) -> dict[str, dict[str, Any]] | None:

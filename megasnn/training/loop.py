@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
+from megasnn.comm.agreement import all_do
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
@@ -135,14 +136,13 @@ class TrainingRun:
 
         With --evaluate-only, one evaluation.
         """
-        with self.stop:
+        with self.stop, statistics.counting():
             if self.config.training.evaluate_only:
                 self._evaluate_if(True)
                 return
             self._compare_replicas_if(True)
             # What was sent and how long it took until here is no part of any iteration.
             statistics.reset()
-            statistics.enable()
             self.reporter.begin()
             trace = StepTrace(self.config, self.state, self.iterations, self.iteration, self.reporter.line)
             with closing(self.data.loader(self.engine).batches(self.consumed_samples)) as batches:
@@ -171,6 +171,7 @@ class TrainingRun:
         self.watch.spikes.enabled = False
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
+            self._require_state_as_needed()
             self.saves.prepare()
             self._prepared = True
         if result.not_finite:
@@ -193,6 +194,16 @@ class TrainingRun:
         saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
         self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
         self._save_if(saves)
+
+    def _require_state_as_needed(self) -> None:
+        """Raises CheckpointError on every rank, after the first step and not with the first save, where the state of an
+        optimizer of the user's own cannot be saved or compared."""
+        compares = self.config.parallel.replica_interval and self.replicas.compares
+        flags = ["--save"] * bool(self.config.checkpoint.save) + ["--check-replicas-interval"] * bool(compares)
+        if flags:
+            entries = self.engine.checkpoints.entries
+            title = f"{' and '.join(flags)} cannot have this optimizer's state; take another one, or do without:"
+            all_do(self.state.world.handle, entries, title)
 
     def _logs(self, number: int) -> bool:
         """Whether iteration `number` has a log line."""
@@ -235,14 +246,13 @@ class TrainingRun:
     def _evaluate_if(self, due: bool) -> None:
         if not due or not self.data.evaluates:
             return
-        statistics.enable(False)  # what is logged is the traffic of training
         limit, loader = self.config.logging.eval_iters, self.data.loader(self.engine, training=False)
         if self.engine.steps.average is not None:
             self.saves.settle()  # its values take the weights' place
-        with self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
+        of_training = statistics.counting(False)  # what is logged is the traffic of training
+        with of_training, self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
             record = self.engine.evaluate_on(batches)
             skipped = self._over_replicas(loader.skipped)
-        statistics.enable()
         self.saves.found(self.iteration, record.top1)
         self.reporter.evaluation(replace(record, skipped_samples=skipped))
 

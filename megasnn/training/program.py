@@ -25,6 +25,8 @@ from megasnn.training.introduction import print_summary
 from megasnn.training.loop import TrainingRun
 
 SAVE_FAILED = 3
+SAVING_SECONDS = 5.0
+"""How long an error of one of several ranks waits for a checkpoint that is being written."""
 
 
 def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
@@ -104,8 +106,10 @@ def _trained(
         try:
             run.train()
         except Exception:
-            if state.world.size == 1:  # several ranks end at once, and their processes with them
-                run.saves.finish()
+            # What is saved in the background may be nearly complete. The other ranks still work on it: they are told
+            # after this, and their processes end.
+            run.saves.finish(None if state.world.size == 1 else SAVING_SECONDS)
+            if state.world.size == 1:
                 run.close()
             raise
         run.close()

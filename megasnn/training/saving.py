@@ -104,11 +104,15 @@ class Saves:
         if self._saver is not None:
             self._saver.settle()
 
-    def finish(self) -> bool:
-        """Waits for what is being saved; False when the save that was asked for last has failed. Collective."""
+    def finish(self, seconds: float | None = None) -> bool:
+        """Waits for what is being saved; False when the save that was asked for last has failed. Collective.
+
+        Args:
+            seconds: no longer than that, after which nothing more can be saved.
+        """
         if self._saver is None:
             return True
-        self._saver.finish()
+        self._saver.finish(seconds)
         return not self._saver.failed
 
     def close(self) -> None:

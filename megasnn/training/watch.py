@@ -23,7 +23,7 @@ class Measured:
     Attributes:
         scalars: memory, and per iteration time and traffic, by name.
         layers: the spikes of each layer of neurons, in the model's order.
-        unfit_tensors: those between stages that did not fit their packed format.
+        unfit_tensors: those between stages that did not fit their packed format, and go dense from then on.
     """
 
     scalars: dict[str, float]
@@ -42,11 +42,12 @@ class Watch:
 
     def __init__(self, model: DistributedModel, state: ParallelState, timers: Timers) -> None:
         self._distributed, self._state, self.timers = model, state, timers
-        self._counted_from = 0
+        self._counted_from = self._counted_unfit = 0
         self._order = [layer.name for layer in model.model.layers]
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in model.neurons():
             neuron.observer = partial(self._observe, name)
+        model.voided += [self.spikes.forget, self.rasters.forget]
         # A group of one rank sends nothing.
         self._groups = [name for name in ("tensor", "data") if getattr(state, name).size > 1]
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
@@ -63,21 +64,19 @@ class Watch:
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
         times = {f"time/{name}_ms": mean for name, mean in self.timers.mean_ms().items()}
-        traffic, unfit = self._traffic(iterations)
-        return Measured({**memory_scalars(peaks), **times, **traffic}, layers, unfit)
+        went_dense = len(self._distributed.verdict.went_dense)
+        unfit, self._counted_unfit = went_dense - self._counted_unfit, went_dense
+        return Measured({**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers, unfit)
 
-    def _traffic(self, iterations: int) -> tuple[dict[str, float], int]:
+    def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together sent per iteration, by group, and what they were unpacked; collective.
 
-        "pipeline" is what stages hand on in forward, "backward" the gradients that come back. Also the number of
-        tensors, since the last call, that did not fit their packed format.
+        "pipeline" is what stages hand on in forward, "backward" the gradients that come back.
         """
         mine = [statistics.total(group) for group in self._groups]
-        unfit_here = float(statistics.total(operation="send_unfit").calls)
         statistics.reset()
         if not self._groups:
-            return {}, 0
-        volumes = [float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine]
-        *sums, unfit = self._distributed.sum_over_ranks([*volumes, unfit_here])
+            return {}
+        sums = self._distributed.sum_over_ranks([float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine])
         names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in self._groups]
-        return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}, int(unfit)
+        return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from collections.abc import Iterator
 
 import pytest
 
-from tests.rank_pool import PRELOADED
+from megasnn.kernels.tensor_cores import CUBLAS, let_products_round
+from tests.forking import forking
 from tools.benchmark import ranks
+
+
+@pytest.fixture
+def products_of_before() -> Iterator[None]:
+    """A benchmark's process has products of one precision; the tests' process goes on."""
+    before = CUBLAS.fp32_precision
+    yield
+    let_products_round(True)
+    CUBLAS.fp32_precision = before
 
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are forked from the server of the tests, for a test that does not look at their memory."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forking()
     monkeypatch.setattr(ranks.multiprocessing, "get_context", lambda method: context)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from megasnn.kernels.tensor_cores import CUBLAS, let_products_round
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
@@ -31,15 +28,6 @@ def test_tensors_correspond(name: str, parameters: int) -> None:
     ours = describe_tensors(describe(model), BuildContext())
     assert {e.name: e.shard.global_shape for e in ours} == {n: tuple(t.shape) for n, t in expected.items()}
     assert sum(torch.Size(e.shard.global_shape).numel() for e in ours if e.is_parameter) == parameters
-
-
-@pytest.fixture
-def products_of_before() -> Iterator[None]:
-    """A benchmark's process has products of one precision; the tests' process goes on."""
-    before = CUBLAS.fp32_precision
-    yield
-    let_products_round(True)
-    CUBLAS.fp32_precision = before
 
 
 @pytest.mark.usefixtures("products_of_before")

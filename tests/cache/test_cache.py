@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import numba
 import pytest
 
 from megasnn.cache import CacheError, build_once, cache_folder
 from megasnn.files import locks
+from megasnn.kernels.jit import FolderLocator
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,3 +171,19 @@ def test_machine_code_lies_in_the_cache_and_not_beside_the_source(cache):
     run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert run.stdout.startswith(str(cache / "numba")) and run.stdout.endswith("''\n")
     assert (cache / "numba").stat().st_mode & 0o777 == 0o700
+
+
+def test_machine_code_is_out_of_date_when_a_file_beside_it_changes(tmp_path: Path) -> None:
+    """A kernel calls parts that stand in other files of its folder."""
+    for name in ("kernel", "part"):
+        (tmp_path / f"{name}.py").write_text(f"name = {name!r}\n")
+
+    def stamp() -> str:
+        locator = FolderLocator.from_function(stamp, str(tmp_path / "kernel.py"))
+        return locator.get_source_stamp()
+
+    with mock.patch.object(numba.config, "CACHE_DIR", str(tmp_path / "cache")):
+        before = stamp()
+        assert stamp() == before
+        (tmp_path / "part.py").write_text("name = 'other'\n")
+        assert stamp() != before

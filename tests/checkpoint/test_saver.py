@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -156,6 +157,28 @@ def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(ranks, tmp_path):
     (said, outcomes), (_, other) = ranks(2, fail_to_copy_once, tmp_path)
     assert outcomes == other == [True, False]
     assert "iteration 1 was NOT SAVED" in said[0] and "MemoryError: injected" in said[0]
+    assert list_checkpoints(tmp_path) == [2] and is_known(tmp_path, 2)
+
+
+def fail_to_describe_once(folder: Path, background: bool) -> tuple[list[str], list[bool]]:
+    """One rank's optimizer has a state that no tensor of the checkpoint can be."""
+    session, outcomes = Session(folder, Layout(tensor=2), background), []
+    state = next(iter(session.rank.optimizer.state.values()))
+    for step in (1, 2):
+        if step == 1 and dist.get_rank() == 1:
+            state["odd"] = torch.zeros(7)
+        session.save(step)
+        session.saver.finish()
+        state.pop("odd", None)
+        outcomes.append(session.saver.failed)
+    return session.said, outcomes
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_state_that_cannot_be_saved_fails_the_save_on_all_ranks_and_no_run(ranks, tmp_path, background):
+    (said, outcomes), (_, other) = ranks(2, fail_to_describe_once, tmp_path, background)
+    assert outcomes == other == [True, False]
+    assert "iteration 1 was NOT SAVED" in said[0] and re.search(r"optimizer\.odd\..*, found \[7\]", said[0])
     assert list_checkpoints(tmp_path) == [2] and is_known(tmp_path, 2)
 
 

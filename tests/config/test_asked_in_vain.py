@@ -29,6 +29,9 @@ from megasnn.models.spikformer.dimensions import Spikformer
             "--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more",
         ),
         ("--check-replicas-interval -1", "--check-replicas-interval must be at least 0, got -1"),
+        ("--profile-ranks 3", "--profile-ranks 3 needs --profile-steps"),
+        ("--fetch-ahead 2", "--fetch-ahead 2 is for shards behind URLs, and --data-path names none"),
+        ("--data-path x.tar --fetch-timeout 5", "--fetch-timeout 5.0 is for shards behind URLs"),
         ("--crop-scale 0.2", "--crop-scale 0.2 is for --augment crop, not none"),
         ("--augment cifar --crop-ratio 2", "--crop-ratio 2.0 is for --augment crop, not cifar"),
         ("--random-erasing-mode rand", "--random-erasing-mode rand needs --random-erasing"),
@@ -49,6 +52,8 @@ def test_refused(flags: str, problem: str) -> None:
 
 def test_the_same_with_an_effect_is_accepted() -> None:
     flags = "--train-iters 10 --data-path x.tar --valid-data-path y.tar --eval-interval 5 --surrogate erf"
+    assert validate(parse(run_config(Spikformer), flags.split()), 1) is None
+    flags = "--train-iters 10 --valid-data-path https://host/x.tar --fetch-ahead 2"
     assert validate(parse(run_config(Spikformer), flags.split()), 1) is None
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megasnn.config import ConfigError, parse, to_json
+from megasnn.config import ConfigError, parse, to_dict, to_json
 from megasnn.config.names import table_of
 from megasnn.files.described import in_message
 from megasnn.models.model import run_config
@@ -108,6 +108,7 @@ def test_the_flag_of_a_variant_replaces_the_dimensions_of_the_file(tmp_path) -> 
         ),
         ({"training": {"loss": "l3"}}, ["training.loss (--loss) cannot be 'l3'"]),
         ({"trainings": {}}, ["unknown name trainings"]),
+        ({"about": {"model": "vgg_dvs"}, "training": {"seed": 1}}, ["about.model is vgg_dvs, and this is spikformer"]),
         ({"training": 3}, ["training: Input should be an object, found 3"]),
         ([1], ["Input should be an object"]),
         ('{"optimizer": {"lr": 1, "lr": 2}}', ["lr: this field is there twice"]),
@@ -146,7 +147,7 @@ def test_a_file_of_no_model_is_refused_as_before(tmp_path) -> None:
 
 
 def test_a_file_of_another_model_is_refused(tmp_path) -> None:
-    path = written(tmp_path, to_json(run_config(VggDvs)()))
+    path = written(tmp_path, to_dict(run_config(VggDvs)()))
     with pytest.raises(ConfigError) as refused:
         spikformer(path)
     assert [problem.split(": ")[1].split(";")[0] for problem in refused.value.problems] == [
@@ -155,6 +156,13 @@ def test_a_file_of_another_model_is_refused(tmp_path) -> None:
         "unknown name model.tensor_parallel_style",
     ]
     assert "give one that a run of this model wrote" in str(refused.value)
+    path.write_text(to_json(run_config(VggDvs)()))  # as a run writes it, with the model's name
+    with pytest.raises(ConfigError) as refused:
+        spikformer(path)
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"--config {path}: about.model is vgg_dvs, and this is spikformer; correct the file, or")
+    with pytest.raises(ConfigError, match="is of the model vgg_dvs, not spikformer; run it with python -m megasnn vgg"):
+        configuration(Spikformer, ["--config", str(path)])
 
 
 @pytest.mark.parametrize("name", ["absent", "", "a\0b", "/dev/null", "/", "\udcff", "\x1b[2J"])

@@ -1,4 +1,7 @@
-"""Command lines put together at random are accepted, or refused with a message: no traceback, nothing that hangs."""
+"""Command lines put together at random are accepted, or refused with a message: no traceback, nothing that hangs.
+
+The suite tries them for a second, a program; `pytest -m matrix` others, for ten.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from tools import convert_checkpoint, draw_schedule, preprocess_data, show_data
 
-SECONDS = 2.5  # of the processor, for each program
+SECONDS = (1.0, pytest.param(10.0, marks=pytest.mark.matrix))  # of the processor, for each program
 MOST_SECONDS = 2  # of the processor, that one command line may take: what is refused is refused at once
 ODD = (
     *("", " ", "-", "--", "none", "None", "true", "nan", "inf", "-inf", "1e400", "1e-320", "0", "-1", "-0.0", "3.5"),
@@ -112,17 +115,18 @@ def too_long(number: int, frame: object) -> None:
     raise TimeoutError("takes too long")
 
 
+@pytest.mark.parametrize("seconds", SECONDS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_accepted_or_refused_with_a_message(name, tmp_path, monkeypatch, capsys) -> None:
+def test_accepted_or_refused_with_a_message(name, seconds, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for stream in (sys.stdout, sys.stderr):  # as megasnn.process.terminal makes them in a program
         stream.reconfigure(errors="backslashreplace")
     program, commands = PROGRAMS[name]
     known = {command: flags(program, command, capsys) for command in commands}
     assert all(known.values())
-    chance, ends = random.Random(f"{name} 1"), Counter[str]()
+    chance, ends = random.Random(f"{name} {seconds}"), Counter[str]()
     previous = signal.signal(signal.SIGPROF, too_long)
-    deadline = time.process_time() + SECONDS
+    deadline = time.process_time() + seconds
     try:
         while time.process_time() < deadline:
             command = chance.choice(commands)

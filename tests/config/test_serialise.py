@@ -12,9 +12,7 @@ from megasnn.config import (
     ParallelConfig,
     describe,
     from_dict,
-    from_json,
     to_dict,
-    to_json,
 )
 from megasnn.kernels import SURROGATES
 from megasnn.models.model import run_config
@@ -45,7 +43,7 @@ configs = st.builds(
 @given(configs)
 def test_round_trip(config: run_config(Spikformer)) -> None:
     assert from_dict(run_config(Spikformer), to_dict(config)) == config
-    assert from_json(run_config(Spikformer), to_json(config)) == config
+    assert from_dict(run_config(Spikformer), json.loads(json.dumps(to_dict(config)))) == config
 
 
 def test_what_is_missing_takes_its_default() -> None:
@@ -55,7 +53,7 @@ def test_what_is_missing_takes_its_default() -> None:
 
 
 def test_what_is_unknown_or_of_a_wrong_type_is_refused_at_once() -> None:
-    values = json.loads(to_json(run_config(Spikformer)()))
+    values = to_dict(run_config(Spikformer)())
     values["model"] |= {"wings": 2, "depth": "4", "patch_size": 8}
     values["training"] = 3
     values["data"] |= {"shuffle": 1}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Faults:
         ranges, versions: whether parts can be asked for, and a file has an ETag.
         claims: is added to the length in the header. more: bytes that follow a file, sent in chunks.
         silent: seconds without a byte in the middle of a file.
+        leads_to: the address that it answers with in place of a file.
     """
 
     statuses: list[int] = field(default_factory=list)
@@ -32,6 +34,7 @@ class Faults:
     claims: int = 0
     more: int = 0
     silent: float = 0.0
+    leads_to: str = ""
 
 
 @dataclass
@@ -89,7 +92,7 @@ def serving(folder: Path) -> Iterator[Server]:
 
 
 def _answer(handler: BaseHTTPRequestHandler, server: Server) -> None:
-    faults, path = server.faults, server.folder / handler.path.lstrip("/").partition("?")[0]
+    faults, path = server.faults, server.folder / unquote(handler.path.lstrip("/").partition("?")[0])
     if path.name == "index.json":
         faults = Faults()
     content = path.read_bytes() if path.is_file() else None
@@ -103,8 +106,10 @@ def _answer(handler: BaseHTTPRequestHandler, server: Server) -> None:
             server.asked.append((path.name, start))
         status = faults.statuses.pop(0) if faults.statuses else 404 if content is None else 206 if start else 200
         cut = faults.cuts.pop(0) if faults.cuts else faults.always_cuts
-    handler.send_response(status)
-    if status >= 400 or content is None:
+    handler.send_response(302 if faults.leads_to else status)
+    if faults.leads_to:
+        handler.send_header("Location", faults.leads_to)
+    if faults.leads_to or status >= 400 or content is None:
         handler.send_header("Content-Length", "0")
         handler.end_headers()
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -89,8 +90,10 @@ def test_batches_are_copied_on_a_stream_of_their_own_and_computing_waits_for_the
     if workers == 0:
         assert device.notes == copying + handing_over
     else:
+        end = time.monotonic() + 30
         while len(device.notes) < 9:  # the next batch is copied before it is asked for
-            pass
+            assert time.monotonic() < end, device.notes
+            time.sleep(0.01)
     found = [first, *fed]
     for batch, other in zip(found, expected, strict=True):
         for micro, its in zip(batch.micro_batches, other.micro_batches, strict=True):

@@ -12,6 +12,7 @@ import pytest
 from megasnn.cache import build_once
 from megasnn.config import DataConfig
 from megasnn.data import BatchLoader
+from megasnn.data.open import sample_format
 from megasnn.preprocess.sample import shards_of_sample
 from tests.data.shard_files import open_datasets, write_shards
 
@@ -81,6 +82,19 @@ def test_a_file_that_cannot_be_finished_leaves_nothing(cache):
     with pytest.raises(ValueError, match=r"thing\.tar: .*No space left.*MEGASNN_CACHE"):
         build_once(cache / "thing.tar", full_disk)
     assert {path.name for path in cache.iterdir()} == {".lock", ".thing.tar.lock"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ((1, 8, 6), "images are made square, and the model takes 8 x 6"),
+        ((3, 8), r"shards hold images and recordings, and the model takes samples of the shape \[3, 8\]"),
+        ((2, 3, 8, 8), "event frames have 2 channels"),
+    ],
+)
+def test_a_model_that_takes_what_no_shard_holds(shape, problem):
+    with pytest.raises(ValueError, match=problem):
+        sample_format(DataConfig(), shape)
 
 
 def test_training_and_validation_paths(tmp_path):

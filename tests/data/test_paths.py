@@ -40,6 +40,7 @@ def test_several_paths_are_joined_as_in_webdataset(folder):
 def test_urls_stay_text_and_file_urls_are_paths(folder):
     urls = expand_shards("https://host/a-{0..1}.tar?x=1::pipe:cat {1..0}.tar")
     assert urls == ["https://host/a-0.tar?x=1", "https://host/a-1.tar?x=1", "pipe:cat 1.tar", "pipe:cat 0.tar"]
+    assert expand_shards("http://[::1]:80/a.tar::http://[::2]/b.tar") == ["http://[::1]:80/a.tar", "http://[::2]/b.tar"]
     for scheme in ("file:", "file://"):
         assert expand_shards(f"{scheme}{folder}/train-0000{{0..1}}.tar") == expand_shards(f"{folder}/*[01].tar")
 
@@ -64,6 +65,10 @@ def test_a_folder_that_mixes_splits_is_refused(folder):
         ("ftp2://host/train-00000.tar", "no opener for ftp2:"),
         ("http://host/{{0..1}}.tar::http://host/1.tar", "more than once: http://host/1.tar"),
         ("http://host/{{0..1.tar", "unbalanced"),
+        ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "more than once: http://host/1.tar$"),
+        ("http://me:secret@[bad/1.tar", r"^\[bad/1.tar is no address: .*; correct it"),
+        ("https:///1.tar", "https:///1.tar is no address: it names no host"),
+        ("http://host:99999/1.tar", "is no address: Port out of range"),
         ("{folder}/notes.txt", "is not a shard"),
         ("{folder}/empty", "holds no shard"),
     ],

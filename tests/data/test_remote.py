@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -171,6 +172,16 @@ def test_a_secret_in_a_url_is_not_shown(server):
     assert "secret" not in str(error.value)
 
 
+def test_a_server_that_leads_elsewhere_is_followed_within_http_only(folder, server):
+    with serving(folder) as other:
+        server.faults.leads_to = other.url("train-00001.tar")
+        assert len(dataset(server.url("train-00000.tar"))) == PER_SHARD and other.asked == [("train-00001.tar", 0)]
+    server.faults.leads_to = "ftp://user:secret@127.0.0.1:1/a.tar"
+    with pytest.raises(ValueError, match=r"train-00002.tar leads to ftp://127.0.0.1:1/a.tar, which is not http"):
+        dataset(server.url("train-00002.tar"))
+    assert len(server.asked) == 2
+
+
 def test_a_server_that_is_not_there_is_named(server):
     with pytest.raises(ValueError, match=r"cannot fetch http://127.0.0.1:9/.*: ConnectionRefusedError"):
         dataset("http://127.0.0.1:9/a.tar")
@@ -212,6 +223,22 @@ def test_what_is_not_as_index_json_says_is_refused(folder, server, changes, mess
     with pytest.raises(ValueError, match=message) as error:
         dataset(server.url(BRACES))
     assert url in str(error.value)
+
+
+def test_a_shard_larger_than_the_cache_is_not_fetched_to_its_end(folder, server, monkeypatch):
+    write_index(folder)
+    size = (folder / "train-00000.tar").stat().st_size
+    monkeypatch.setenv("MEGASNN_CACHE_GB", str((size - 1) / 1e9))
+    with pytest.raises(ValueError, match=rf"has more than {size - 1} bytes, and the cache may hold no more; raise"):
+        dataset(server.url("train-00000.tar"))
+
+
+def test_the_name_of_a_shard_may_be_any(folder, server, cache):
+    name = "." + 60 * "数" + ".tar"
+    (folder / "train-00000.tar").rename(folder / name)
+    assert len(dataset(server.url(quote(name)))) == PER_SHARD
+    (kept,) = cached(cache)
+    assert not kept.name.startswith(".") and len(kept.name.encode()) < 120
 
 
 @pytest.mark.parametrize("has_index", [True, False])
@@ -367,8 +394,11 @@ def test_a_file_of_flags_runs_no_command(tmp_path, folder):
             parse(run_config(Spikformer), ["--config", str(flags)])
         given = parse(run_config(Spikformer), ["--config", str(flags), f"--{name.replace('_', '-')}", command])
         assert getattr(given.data, name) == command
-    with pytest.raises(ValueError, match="do not exist"):  # braces cannot make a command of what is none
-        dataset("{pipe:touch,other} ran.tar")
+    # Neither braces nor another scheme before it make a command of what is none.
+    for path in ("{pipe:touch,other} ran.tar", f"file:pipe:touch {tmp_path}/ran", f"file://pipe:touch {tmp_path}/ran"):
+        flags.write_text(json.dumps({"data": {"data_path": path}}))
+        with pytest.raises(ValueError, match="do not exist"):
+            open_datasets(parse(run_config(Spikformer), ["--config", str(flags)]).data, SHAPE, CLASSES)
     assert not (tmp_path / "ran").exists()
 
 

@@ -93,6 +93,17 @@ def test_gradients_are_the_sums_over_all_micro_batches(ranks, size, bucket_bytes
     assert ranks(size, _steps, bucket_bytes, "") == [(buckets, 8 * (8 + 16 + 8 + 8))] * size  # multiples of 64 bytes
 
 
+@pytest.mark.parametrize(("device", "buckets"), [("cpu", 5), ("meta", 2)])
+def test_buckets_of_a_gpu_are_larger(device: str, buckets: int) -> None:
+    """The meta device stands for a GPU."""
+    parameters = [nn.Parameter(torch.empty(2 << 20, device=device)) for _ in range(5)]  # 8 MiB each
+    entries = [
+        ShardedTensor(f"{number}", each, Shard(tuple(each.shape)), True) for number, each in enumerate(parameters)
+    ]
+    data_parallel = BucketedDataParallel([(0, entries)], alone("data"), alone("tensor"))
+    assert len(data_parallel._buckets) == buckets
+
+
 @pytest.mark.parametrize("without", ["a", "e", "abde"])
 def test_parameters_that_take_no_part_have_a_zero_gradient(ranks, without) -> None:
     ranks(2, _steps_or_none, without)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasnn.comm import collectives
 from megasnn.comm.codec import Content
 from megasnn.comm.collectives import (
     all_reduce_sum,
@@ -15,7 +16,7 @@ from megasnn.comm.collectives import (
     start_all_reduce_sum,
     sum_and_scatter_columns,
 )
-from megasnn.comm.group import alone
+from megasnn.comm.group import Group, alone
 from megasnn.comm.statistics import statistics
 from tests.distributed.whole import everybody, random, spikes
 
@@ -49,6 +50,24 @@ def _gather(dtypes: list[torch.dtype]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gather_puts_every_ranks_columns_side_by_side(ranks, size) -> None:
     ranks(size, _gather, [torch.float32, torch.float64, torch.bfloat16])
+
+
+def test_a_gpu_gathers_into_one_tensor(monkeypatch) -> None:
+    """A list of tensors would be filled from it. The meta device stands for a GPU."""
+    calls = []
+    monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", lambda into, mine, group: calls.append((into, mine)))
+    rows = torch.empty(6, 4, device="meta")
+    _, payloads = gather_columns(rows, Group("tensor", (0, 1, 2)), Content.SPIKES)
+    ((into, mine),) = calls
+    assert into.shape == (9,) and mine.shape == (3,) and [each.shape for each in payloads] == [(3,)] * 3
+    assert all(each.untyped_storage()._cdata == into.untyped_storage()._cdata for each in payloads)
+
+
+def test_what_travels_together_is_sized_for_the_link() -> None:
+    few, many = Group("data", (0, 1)), Group("data", tuple(range(64)))
+    assert collectives.exchange_bytes(many, torch.device("cpu"), 5) == 5
+    assert collectives.exchange_bytes(few, torch.device("cuda"), 5) == 32 << 20
+    assert collectives.exchange_bytes(many, torch.device("cuda"), 5) == 64 * (4 << 20)
 
 
 def _scatter() -> None:
@@ -103,6 +122,7 @@ def _traffic() -> dict:
     group = everybody()
     rows = spikes(7, 5, dtype=torch.float32)
     statistics.reset()
+    statistics.enable(False)
     gather_columns(rows, group, Content.SPIKES)  # not counted: counting is off
     statistics.enable()
     gather_columns(rows, group, Content.SPIKES)

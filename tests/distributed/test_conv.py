@@ -15,6 +15,7 @@ from megasnn.comm.collectives import from_rows, gather_columns, sum_and_scatter_
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.layers import ParallelConv
+from megasnn.layers.cast_weights import CastWeights
 from tests.distributed.whole import (
     assemble,
     build,
@@ -316,3 +317,19 @@ def test_what_does_not_divide_is_refused(arguments, message) -> None:
     group = Group("tensor", (0, 1, 2, 3), 1)
     with pytest.raises(ValueError, match=message):
         ParallelConv(*sizes, context(group), initialise=nothing, **options)
+
+
+def test_a_weight_is_cast_once_a_step() -> None:
+    weights, weight = CastWeights(), torch.nn.Parameter(torch.ones(2, 3, 1, 1))
+    assert weights.of(weight, torch.float32).data_ptr() == weight.data_ptr()
+    with weights.kept():
+        first = weights.of(weight, torch.bfloat16)
+        assert weights.of(weight, torch.bfloat16) is first and first.dtype == torch.bfloat16
+    assert not first.requires_grad
+    with torch.no_grad():
+        weight *= 2
+    with weights.kept():
+        assert weights.of(weight, torch.bfloat16)[0, 0] == 2
+    with torch.no_grad():
+        weight *= 2
+    assert weights.of(weight, torch.bfloat16)[0, 0] == 4, "not kept outside of a step"

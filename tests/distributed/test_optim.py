@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megasnn.comm.collectives import all_reduce_sum
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.kernels import NeuronSpec
@@ -64,16 +65,20 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
         for entry in tensors:
             if entry.is_parameter and entry not in frozen:
                 entry.tensor.grad = entry.shard.cut(_gradient(entry.name, entry.shard.global_shape))
-        norm = GradientNorm(_all_names(), tensors, state.model, state.device)
-        value = norm()
+        norm = GradientNorm(_all_names(), tensors, state.device)
+
+        def of_all() -> float:
+            return norm.of(all_reduce_sum(norm.squares(), state.model, "step").tolist())
+
+        value = of_all()
         norm.clip(value, 0.0)
         norm.clip(value, value * 1.01)
-        assert norm() == value  # neither clips
+        assert of_all() == value  # neither clips
         norm.clip(value, 0.5)
         clipped = parts(tensors, gradients=True)
-        after = norm()
+        after = of_all()
         _poison(tensors, state.rank)
-        return value, after, clipped, norm()
+        return value, after, clipped, of_all()
     finally:
         destroy_model_parallel()
 
@@ -108,7 +113,7 @@ def test_a_norm_that_is_not_finite_clips_nothing() -> None:
     for entry in tensors:
         if entry.is_parameter:
             entry.tensor.grad = torch.ones_like(entry.tensor)
-    norm = GradientNorm(_all_names(), tensors, BuildContext().tensor, torch.device("cpu"))
+    norm = GradientNorm(_all_names(), tensors, torch.device("cpu"))
     norm.clip(float("nan"), 1.0)
     assert all((e.tensor.grad == 1).all() for e in tensors if e.is_parameter)
 

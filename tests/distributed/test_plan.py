@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 import pytest
 import torch
 
 from megasnn.comm.agreement import decided_by_first
+from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import link
 from megasnn.pipeline import measured as measured_module
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
@@ -40,13 +43,24 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     # Nothing that a layer keeps for backward grows with less than the samples, but for the norms' statistics.
     assert all(1.9 * a.held < b.held < 2.05 * a.held for a, b in zip(four, eight, strict=True))
     stem, block = four[0], four[5]
-    assert stem.message == 1 + stem.gradient // 32  # a bit in place of a float32, and a byte behind them
-    assert block.message == 1 + block.gradient // 4
+    assert stem.message == stem.gradient // 32  # a bit in place of a float32
+    assert block.message == block.gradient // 4
     described = describe_tensors(MODEL, BuildContext())
     sizes = [prod(entry.shard.global_shape) for entry in described if entry.is_parameter]
     assert sum(cost.parameters for cost in four) == sum(cost.parameters for cost in eight) == 4 * sum(sizes)
     assert all(cost.parameters > 0 for cost in four)
     assert all((cost.collectives, cost.exchanged) == (0, 0) for cost in four)
+
+
+def test_a_busy_machine_hides_no_cost_of_a_byte(monkeypatch) -> None:
+    """Most of the messages are held up, the small ones longer than the large ones."""
+    seconds = [9.0] * 7 + [1.0] * 2 + [8.0] * 7 + [5.0] * 2
+    marks = chain.from_iterable((0.0, each) for each in seconds)
+    monkeypatch.setattr(link, "_now", lambda device: next(marks))
+    monkeypatch.setattr(link, "_transfer", lambda *_, sends=True: None)
+    monkeypatch.setattr(link, "_exchange", lambda *_: None)
+    monkeypatch.setattr(link, "_all_cores_compute", lambda group: False)
+    assert link.measure_link(Group("pipeline", (0, 1)), CPU) == LinkCost(0.5, 4.0 / link.LARGE)
 
 
 def test_gradients_in_bf16_are_half_as_wide() -> None:

@@ -69,7 +69,7 @@ def _check(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         for peer, link in _links(schedule, rank).items():
             sent = [a for a in schedule.actions[peer] if a.kind in SENDS and placement[a.peer.chunk] == rank]
-            keys = [(min(a.chunk, a.peer.chunk), 0, a.micro_batch, True) for a in sent]
+            keys = [(min(a.chunk, a.peer.chunk), 0, a.micro_batch, True, 0) for a in sent]
             assert link.order == keys, "in the order of the sends, all of them"
             assert max(link.ahead, default=0) <= 1, "one computation ahead at most"
 

@@ -1,7 +1,8 @@
-"""What one end of a link sends, the other restores bit for bit, whatever the values; over a transport in memory."""
+"""What one end of a link sends, the other restores bit for bit, or it is refused; over a transport in memory."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megasnn import device_checks
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
+from megasnn.device_checks import DeviceChecks, explained
+from megasnn.kernels import codec
 from megasnn.pipeline import p2p
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 
@@ -64,10 +68,21 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return content.permute(draw(st.permutations(range(len(shape)))))
 
 
+def _fits(tensor: Tensor, content: Content) -> bool:
+    largest = {Content.DENSE: math.inf, Content.SPIKES: 1, Content.COUNTS: 255}[content]
+    values = tensor.double().flatten().tolist()
+    whole = (value.is_integer() and 0 <= value <= largest and math.copysign(1, value) > 0 for value in values)
+    return content is Content.DENSE or all(whole)
+
+
 @settings(max_examples=150, deadline=None)
 @given(tensors(), st.sampled_from(list(Content)), st.integers(1, 3))
-def test_every_value_arrives_with_all_its_bits(tensor: Tensor, content: Content, times: int) -> None:
+def test_every_value_arrives_with_all_its_bits_or_is_refused(tensor: Tensor, content: Content, times: int) -> None:
     with _link() as (sender, receiver):
+        if not _fits(tensor, content):
+            with pytest.raises(ValueError, match="takes"):
+                sender.send("key", tensor, content, "forward")
+            return
         for _ in range(times):
             receiver.post("key")
             sender.send("key", tensor, content, "forward")
@@ -76,25 +91,37 @@ def test_every_value_arrives_with_all_its_bits(tensor: Tensor, content: Content,
             assert torch.equal(got.view(BITS[tensor.dtype]), tensor.contiguous().view(BITS[tensor.dtype]))
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["as-on-a-cpu", "as-on-a-gpu"])
 @pytest.mark.parametrize("value", [-0.0, float("nan"), 2.0, 0.5, 256.0, -1.0])
-def test_only_the_tensor_that_does_not_fit_goes_dense(value: float) -> None:
+def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(value: float, runs_ahead: bool) -> None:
     fits, content = torch.ones(4, 20), Content.COUNTS if value in (0.5, 256.0) else Content.SPIKES
     unfit = fits.clone()
     unfit[2, 3] = value
+    checks = DeviceChecks(CPU)
     statistics.reset()
     statistics.enable()
-    with _link() as (sender, receiver):
-        for tensor in (fits, unfit, fits):
+    with (
+        mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead),
+        mock.patch.object(codec, "_loops", (lambda: None) if runs_ahead else codec._loops),
+        checks.collecting(),
+        _link() as (sender, receiver),
+    ):
+        for number, tensor in enumerate((fits, unfit, fits)):
             receiver.post("key")
-            sender.send("key", tensor, content, "forward")
-            assert torch.equal(receiver.receive("key").view(torch.int32), tensor.view(torch.int32))
+            with explained(f"number {number}: {{}}".format, boundary=f"boundary {number}"):
+                sender.send("key", tensor, content, "forward")
+            got = receiver.receive("key")
+            assert torch.equal(got.view(torch.int32), tensor.view(torch.int32)) == (tensor is fits)
     statistics.enable(False)
     traffic = statistics.read()
     statistics.reset()
     packed = 80 if content is Content.COUNTS else 10
-    assert traffic["pipeline", "send", "forward"].bytes == 3 * (packed + 1)
+    assert traffic["pipeline", "send", "forward"].bytes == 3 * packed
     assert traffic["pipeline", "send", "forward"].dense_bytes == 3 * 320
-    assert traffic["pipeline", "send_unfit", "forward"].bytes == 320
+    assert checks.count().item() == 1
+    (finding,) = checks.findings()
+    assert finding.boundary == "boundary 1" and finding.text.startswith("number 1: pack_")
+    assert ("got values from" in finding.text) == (not runs_ahead)
 
 
 def test_gradients_travel_as_narrow_as_asked_for() -> None:

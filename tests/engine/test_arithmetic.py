@@ -21,7 +21,12 @@ from megasnn.kernels.compared_products import Comparison, Comparisons, Measured
 from megasnn.kernels.products import KINDS, Kind, LayerShape
 from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
 from megasnn.layers import ParallelConv, ParallelLinear
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import (
+    destroy_model_parallel,
+    get_parallel_state,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
 from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import Outcome, train, whole
 
@@ -73,6 +78,20 @@ def test_a_grid_that_is_destroyed_ends_its_engines(before: tuple[Any, ...]) -> N
     with Engine(MODEL, **SIZES, deterministic=True):
         engine.close()
         assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_engine_whose_grid_was_destroyed_leaves_those_after_it_alone() -> None:
+    engine = Engine(MODEL, **SIZES)
+    destroy_model_parallel()
+    with Engine(MODEL, **SIZES) as second:
+        engine.close()
+        assert get_parallel_state() is second.state
+    initialize_model_parallel()
+    try:
+        Engine(MODEL, **SIZES).close()
+        assert model_parallel_is_initialized()  # whoever made the grid destroys it
+    finally:
+        destroy_model_parallel()
 
 
 def test_products_round_for_a_while() -> None:
@@ -132,7 +151,8 @@ def test_refused_on_a_gpu() -> None:
 def test_the_log_says_what_products_are() -> None:
     assert told_torch(TrainingConfig(), torch.device("cpu")) == []
     (told,) = told_torch(TrainingConfig(), CUDA)
-    assert told.startswith("products of fp32 are IEEE: TF32 is off") and told.endswith("cuDNN chooses its algorithms")
+    assert told.startswith("products of fp32 are IEEE: TF32 is off")
+    assert told.endswith("cuDNN: channels last, algorithms of its own choice, benchmark off")
     rounded, ordered = told_torch(TrainingConfig(precision="tf32", deterministic=True), CUDA)
     assert "round their operands to 11 bits" in rounded and "deterministic algorithms only" in rounded
     assert ordered == "deterministic: sums over ranks are formed in the order of the ranks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,55 @@ def test_batches_that_cannot_work_are_refused() -> None:
         Engine(Spikformer)  # type: ignore[arg-type]
 
 
+def test_images_and_labels_go_to_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[int, ...]] = []
+
+    def noted(values: Tensor, device: torch.device) -> Tensor:
+        moved.append(tuple(values.shape))
+        return values
+
+    monkeypatch.setattr("megasnn.engine.batches.without_waiting", noted)
+    with Engine(MODEL, **SIZES) as engine:
+        engine.train_step(images(), torch.arange(10))
+    assert moved == [shape for size in (4, 4, 2) for shape in ((size, 1, 8, 8), (size,))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(megasnn.Model):
+    """Pooling is a stage of its own below."""
+
+    image_size: int = 8
+    in_channels: int = 1
+
+    def layers(self) -> Any:
+        yield megasnn.layer("stem", megasnn.ConvNormNeuron(1, 4, kernel_size=3))
+        yield megasnn.layer("pool", torch.nn.MaxPool2d(2))
+        yield megasnn.layer("head", megasnn.MeanLinear(4, self.num_classes))
+
+
+def through_pooling(folder: str, flags: dict[str, Any]) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Losses of three steps, the third by what was saved after the second; an evaluation, and the weights."""
+    x, y = images(), torch.arange(10)
+    with Engine(Pooled(), **SIZES, clip_grad=0.1, ema_decay=0.5, **flags) as engine:
+        losses = [engine.train_step(x, y).loss for _ in range(2)]
+        engine.save(folder)
+        losses.append(engine.train_step(x, y).loss)
+        engine.load(folder)
+        losses.append(engine.train_step(x, y).loss)
+        return losses, engine.evaluate(x, y).loss, engine.state_dict()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
+def test_a_stage_without_parameters(ranks, tmp_path: Path, optimizer: str) -> None:
+    flags: dict[str, Any] = {"optimizer": optimizer, "precision": "fp64"}
+    losses, evaluated, weights = through_pooling(str(tmp_path / "one"), flags)
+    assert losses[2] == losses[3] != losses[1]
+    stages = {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "1|1|1"}
+    for found in ranks(3, through_pooling, str(tmp_path / "three"), {**flags, **stages}):
+        assert found[:2] == (losses, evaluated)
+        assert all(torch.equal(found[2][name], value) for name, value in weights.items())
+
+
 def refused_together() -> list[str]:
     told = []
     with Engine(MODEL, **SIZES) as engine:
@@ -281,7 +331,8 @@ def test_a_refused_evaluation_leaves_everything_as_it_was(ranks) -> None:
     first, second = ranks(2, around_refusals, True)
     quiet, _ = ranks(2, around_refusals, False)
     assert first == second and [first[0], first[-1]] == quiet
-    assert "labels are from" in first[1] and "8 on rank 1" in first[2] and "must be a tensor" in first[3]
+    assert "labels are from" in first[1] and "must be a tensor" in first[3]
+    assert first[2] == "every rank is given as many batches, but rank 0 has no more of them"
 
 
 def test_a_run_cannot_go_on_from_an_engine(tmp_path_factory, tmp_path: Path) -> None:

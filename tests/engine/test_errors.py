@@ -115,6 +115,19 @@ def test_what_names_no_folder_is_refused(engine: Engine, tmp_path: Path, monkeyp
         with pytest.raises(megasnn.CheckpointError, match=f"step must be .* a whole number, got {step!r}"):
             engine.load(".", step=step)  # type: ignore[arg-type]
     engine.load(".", step=0)
+    (tmp_path / "a file").touch()
+    for folder, reason in (("a file", "it is a file"), ("a file/below", "Not a directory")):
+        with pytest.raises(megasnn.CheckpointError, match=f"^cannot make {folder} a folder of checkpoints: {reason}"):
+            engine.save(folder)
+    with pytest.raises(megasnn.CheckpointError) as refused:
+        engine.load("nope")
+    assert str(refused.value) == "there is no folder nope to load a checkpoint from; check its path (--load)"
+
+
+def test_kernels_that_this_device_has_not_are_refused_before_anything_is_built() -> None:
+    with pytest.raises(ValueError, match="^the triton kernels cannot be used: they run on CUDA tensors, not on cpu"):
+        Engine(Net(), **SIZES, neuron_backend="triton")
+    assert not model_parallel_is_initialized()
 
 
 @pytest.mark.parametrize(

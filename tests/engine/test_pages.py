@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.forking import run_program
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -47,14 +46,7 @@ def test_the_loop_of_the_readme(folder: Path, capsys) -> None:
 
 
 def test_the_tracker_of_the_page_keeps_what_a_run_tells(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, program("docs/python.md", "Callbacks", tmp_path), *TINY],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = run_program(tmp_path, program("docs/python.md", "Callbacks", tmp_path), *TINY)
     assert ended.returncode == 0, ended.stderr
     with open(tmp_path / "run.csv", newline="") as file:
         rows = list(csv.reader(file))

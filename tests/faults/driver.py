@@ -79,6 +79,18 @@ def stall_in_step() -> None:
     _at_second_forward_of_second_step(stall)
 
 
+def raise_while_saving() -> None:
+    """While this rank still writes its part of the first checkpoint, in the background."""
+    write = Aside.write
+
+    def slowly(self: Aside, aside: Path) -> list[str]:
+        time.sleep(2.5)
+        return write(self, aside)
+
+    mock.patch.object(Aside, "write", slowly).start()
+    raise_in_step()
+
+
 def raise_in_weight_gradient() -> None:
     """In the second step, at the first weight gradient of the last micro-batch."""
     compute, calls = PipelineExecutor._weight_gradient, iter(range(1_000))
@@ -183,6 +195,7 @@ FAULTS = {
     function.__name__: function
     for function in (
         raise_in_step,
+        raise_while_saving,
         lose_the_gpu,
         stall_in_step,
         raise_in_weight_gradient,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.rank_pool import PRELOADED
+from tests.forking import forking
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -64,8 +63,7 @@ class Ranks:
         fault: tuple[str, int] | None = None,
         more: dict[str, str] | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forking()
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.pid_file = folder, folder / "pid"
         self.files = [folder / f"rank{rank}.txt" for rank in range(size)]
@@ -120,7 +118,10 @@ def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple
     import torch
 
     torch.set_num_threads(1)
+    from megasnn.process import fault as watch
     from tests.faults import driver
+
+    watch.LAST_SECONDS = watch.FAREWELL_SECONDS + 0.1  # the rest is for a launcher, and here is none
 
     if fault is not None and fault[1] == int(environment["RANK"]):
         driver.FAULTS[fault[0]]()
@@ -143,8 +144,7 @@ class Torchrun:
             "PYTHONPATH": str(ROOT),
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
         }
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forking()
         self.file.touch()
         self.started = time.monotonic()
         _running.append(self)

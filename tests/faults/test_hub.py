@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import resource
 import socket
@@ -14,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megasnn.process import fault, fault_hub
-from tests.rank_pool import PRELOADED
+from tests.forking import forking
 
 
 def join(hub: fault_hub.Hub, rank: int, token: str | None = None) -> fault_hub.Link:
@@ -147,8 +146,7 @@ def test_4096_ranks(monkeypatch, ends) -> None:
     size = 4096
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < size + 2 * fault_hub.OTHER_FILES:
         pytest.skip("this machine does not allow so many open files")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forking()
 
     def start(function, *arguments) -> Connection:
         ours, theirs = context.Pipe()

@@ -21,7 +21,8 @@ from megasnn.checkpoint import find_checkpoint, list_checkpoints, load_global_te
 from tests.faults.launch import PP2, Ranks
 from tests.training.runs import TINY, train
 
-MOMENTS = int(os.environ.get("MEGASNN_KILLS", "6"))
+MOMENTS = int(os.environ.get("MEGASNN_KILLS", "4"))
+MORE = 12  # `pytest -m matrix`
 SEED = os.environ.get("MEGASNN_KILLS_SEED", "0")
 LAST = 8
 RUN = (*PP2, "--eval-iters", "0", "--train-iters", str(LAST), "--save-interval", "1", "--log-interval", "1")
@@ -60,7 +61,9 @@ def kill(running: Ranks, draw: random.Random) -> None:
     assert any(ended.status) or list_checkpoints(running.folder / "run")[-1] == LAST
 
 
-@pytest.mark.parametrize("moment", range(MOMENTS))
+@pytest.mark.parametrize(
+    "moment", [*range(MOMENTS), *(pytest.param(each, marks=pytest.mark.matrix) for each in range(MOMENTS, MORE))]
+)
 def test_nothing_is_lost_and_nothing_is_wrong(ranks, straight, tmp_path, moment) -> None:
     draw = random.Random(f"{SEED} {moment}")
     folder = tmp_path / "run"

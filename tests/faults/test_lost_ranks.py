@@ -86,17 +86,16 @@ def test_a_rank_that_never_joins_is_waited_for_as_long_as_asked(tmp_path) -> Non
 
 def test_one_raises_under_torchrun(tmp_path) -> None:
     """The launcher stops the other ranks when one ends: by then all have spoken, the one with the error too."""
-    faulty = 3
-    argv = ["raise_in_step", str(faulty), *TINY, *TP2, *PP2]
-    run = Torchrun(tmp_path, 4, "tests/faults/driver.py", *argv)
-    wait_for(run, "iteration 1/", 120)  # four ranks that import torch
+    faulty = 2
+    argv = ["raise_in_step", str(faulty), *TINY, *PP3]
+    run = Torchrun(tmp_path, 3, "tests/faults/driver.py", *argv)
+    wait_for(run, "iteration 1/", 120)  # three ranks that import torch
     run.started = time.monotonic()
     ended = run.end(15)
     assert ended.status == [1]
     (text,) = ended.output
-    stage = faulty // 2
-    place = f"rank {faulty}, pipeline stage {stage}, action {stage}F1, micro-batch 1"
-    for rank in range(4):
+    place = f"rank {faulty}, pipeline stage {faulty}, action {faulty}F1, micro-batch 1"
+    for rank in range(3):
         (line,) = lines_of(rank, text)
         assert line == f"[rank {rank}] " + (
             "Traceback (most recent call last):"

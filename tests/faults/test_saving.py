@@ -29,6 +29,14 @@ def test_the_exit_status_tells_that_the_last_checkpoint_is_missing(tmp_path, mor
     assert list_checkpoints(folder) == [1] and not list(folder.glob("*.tmp"))
 
 
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path) -> None:
+    folder = tmp_path / "run"
+    argv = [*TINY, *PP2, "--save", str(folder), "--save-interval", "1", "--async-save"]
+    ended = Ranks(tmp_path / "ranks", 2, *argv, fault=("raise_while_saving", 1)).end(30)
+    assert ended.status == [1, 1] and "injected fault" in ended.output[1]
+    assert list_checkpoints(folder) == [1] and not list(folder.glob("*.tmp"))
+
+
 def test_a_disk_that_was_full_for_a_while(tmp_path) -> None:
     folder = tmp_path / "run"
     argv = [*TINY, *PP2, "--save", str(folder), "--save-interval", "1"]

@@ -125,3 +125,10 @@ def test_unpack_refuses():
         unpack_bits_into(packed, torch.zeros(16))
     with pytest.raises(ValueError, match="2 packed values"):
         unpack_counts(packed, (3,))
+
+
+def test_more_values_than_the_kernels_can_count_are_left_to_torch(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(codec, "usable_on", lambda device: True)
+    assert codec._on_gpu(torch.empty(2**30, device="meta")) is not None
+    assert codec._on_gpu(torch.empty(2**31, device="meta")) is None

@@ -7,7 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache, cached_property
+from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.test_neuron import CHARGES
@@ -27,15 +28,25 @@ MATRIX = pytest.mark.matrix  # compiling takes seconds
 CAPABILITIES = (*(pytest.param(each, marks=MATRIX) for each in (80, 86, 89)), 90)
 BACKWARD = ("backward_sums_kernel", "gradient_kernel")
 LANES = 8  # values of bfloat16 in 128 bits
+MANY_STEPS = (16, 8)  # without pooling and with it: as many as take most registers
 
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel's code as text: intermediate, and of the machine with the registers that it takes."""
+    """A kernel's code: intermediate as text, and of the machine."""
 
     kernel: str
     ptx: str
-    sass: str
+    cubin: bytes
+
+    @cached_property
+    def sass(self) -> str:
+        """The machine's as text, with the registers that it takes."""
+        with NamedTemporaryFile() as file:
+            file.write(self.cubin)
+            file.flush()
+            told = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
+            return subprocess.run(told, capture_output=True, text=True, check=True).stdout
 
     def count(self, start: str) -> int:
         """Instructions of the intermediate code that start so."""
@@ -61,7 +72,7 @@ class AbsentGpu:
 
 
 @contextmanager
-def compiling_for(capability: int, folder: Path) -> Iterator[list[Code]]:
+def compiling_for(capability: int) -> Iterator[list[Code]]:
     """In it kernels are compiled where they would be started, and nothing is computed."""
     from triton.runtime import driver
 
@@ -71,10 +82,7 @@ def compiling_for(capability: int, folder: Path) -> Iterator[list[Code]]:
 
     def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         code = kernel.warmup(*args, **constants, grid=(programs,), **launch.OPTIONS)
-        (folder / "cubin").write_bytes(code.asm["cubin"])
-        told = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", folder / "cubin"]
-        sass = subprocess.run(told, capture_output=True, text=True, check=True).stdout
-        found.append(Code(kernel.fn.__name__, code.asm["ptx"], sass))
+        found.append(Code(kernel.fn.__name__, code.asm["ptx"], code.asm["cubin"]))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", AbsentGpu(capability)))
@@ -83,15 +91,19 @@ def compiling_for(capability: int, folder: Path) -> Iterator[list[Code]]:
         yield found
 
 
-def compiled(capability: int, dtype: torch.dtype, steps: int, folder: Path, tau: float, pool: bool) -> list[Code]:
-    """All kernels that forward and backward of a unit start, and without pooling those of neurons alone."""
+@cache
+def compiled(capability: int, dtype: torch.dtype, steps: int, tau: float, pool: bool) -> list[Code]:
+    """All kernels that forward and backward of a unit start, and without pooling those of neurons alone.
+
+    Several tests look at the same ones: compiling takes seconds.
+    """
     from megasnn.kernels.triton import alone, calls
 
     spec, channels = NeuronSpec(kind="lif", tau=tau), torch.ones(48)
     unit, norm = Unit(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
     x = channels_last(steps, 2, 48, 16, 16, dtype=torch.float32).to(dtype).requires_grad_()
     g = channels_last(steps, 2, 48, *((8, 8) if pool else (16, 16)), dtype=torch.float32).to(dtype)
-    with compiling_for(capability, folder) as found:
+    with compiling_for(capability) as found:
         calls.statistics(x.detach())
         calls.fire(x.detach(), norm, None, unit, packed=True)
         sums, carried = calls.backward_sums(x.detach(), g, norm, None, unit, False)
@@ -101,15 +113,10 @@ def compiled(capability: int, dtype: torch.dtype, steps: int, folder: Path, tau:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("code")
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_charge_that_divides_is_exact(capability: int, folder: Path) -> None:
+def test_a_charge_that_divides_is_exact(capability: int) -> None:
     """Nothing is fused, and only the surrogate is divided approximately."""
-    codes = compiled(capability, torch.bfloat16, 4, folder, tau=3.0, pool=False)
+    codes = compiled(capability, torch.bfloat16, 4, tau=3.0, pool=False)
     assert [each.kernel for each in codes].count("fire_kernel") == 2
     for code in codes:
         assert not code.count("fma."), code.kernel
@@ -121,11 +128,18 @@ def test_a_charge_that_divides_is_exact(capability: int, folder: Path) -> None:
             assert code.count("div.full.f32") == in_charge and not code.count("div.approx")
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, folder: Path) -> None:
-    """With a tau that is a power of two there is no division, which the machine would do with fused operations."""
+@pytest.mark.parametrize(
+    ("capability", "steps"),
+    [(90, (4, MANY_STEPS[True])), *(pytest.param(each, (4, 4), marks=MATRIX) for each in (80, 86, 89, 90))],
+    ids=str,
+)
+def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, steps: tuple[int, int]) -> None:
+    """With a tau that is a power of two there is no division, which the machine would do with fused operations.
+
+    Without pooling and with it, a number of steps: a backward that keeps sixteen has room for narrow loads only.
+    """
     for pool in (False, True):
-        for code in compiled(capability, torch.bfloat16, 4, folder, tau=2.0, pool=pool):
+        for code in compiled(capability, torch.bfloat16, steps[pool], tau=2.0, pool=pool):
             wide = code.count("ld.global.v4.b32")
             if code.kernel == "fire_kernel":
                 assert "FFMA" not in code.sass and "FMUL" in code.sass
@@ -141,8 +155,8 @@ def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, folder: P
 @pytest.mark.parametrize(
     ("capability", "dtype", "steps", "pool"),
     [
-        (90, torch.bfloat16, 16, False),
-        (90, torch.bfloat16, 8, True),
+        (90, torch.bfloat16, MANY_STEPS[False], False),
+        (90, torch.bfloat16, MANY_STEPS[True], True),
         *(pytest.param(capability, torch.bfloat16, 16, False, marks=MATRIX) for capability in (80, 86, 89)),
         pytest.param(90, torch.float32, 16, False, marks=MATRIX),
         pytest.param(90, torch.bfloat16, 10, False, marks=MATRIX),
@@ -151,8 +165,8 @@ def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, folder: P
     ],
     ids=str,
 )
-def test_registers_suffice(capability: int, dtype: torch.dtype, steps: int, pool: bool, folder: Path) -> None:
-    for code in compiled(capability, dtype, steps, folder, tau=2.0, pool=pool):
+def test_registers_suffice(capability: int, dtype: torch.dtype, steps: int, pool: bool) -> None:
+    for code in compiled(capability, dtype, steps, tau=2.0, pool=pool):
         (stack,) = re.findall(r"STACK:(\d+)", code.sass)
         assert int(stack) == 0 and not re.search(r"\b(STL|LDL)\b", code.sass), code.kernel
 
@@ -162,37 +176,46 @@ def test_registers_suffice(capability: int, dtype: torch.dtype, steps: int, pool
     [pytest.param(each, marks=() if each is CHARGES[-1] else MATRIX) for each in CHARGES],
     ids=lambda charge: "-".join(map(str, charge.values())),
 )
-def test_every_neuron_compiles(charge: dict[str, Any], folder: Path) -> None:
+def test_every_neuron_compiles(charge: dict[str, Any]) -> None:
     """Learned factors, repeated input, running statistics, given potentials and a single channel as well."""
     from megasnn.kernels.triton import alone, calls
 
     spec = NeuronSpec(**charge, v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
-    with compiling_for(90, folder) as found:
+    with compiling_for(90) as found:
         x = channels_last(2, 1, 3, 5, dtype=torch.float32).half().requires_grad_()
         v0 = torch.zeros(1, 3, 5, requires_grad=True)
         spikes, v = alone.neuron_multi_step(x, spec, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
         for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
-            calls.norm_pool_neuron(x, None, None, running, 1e-5, spec, w, pool, 2)[0].sum().backward()
+            unit = Unit(spec, 1e-5, pool, 2)
+            norm_pool_neuron_by(calls, x, None, None, running, w, unit)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
     assert not any(code.count("div.approx") for code in found)
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=MATRIX), 90])
-def test_codec_and_generator_compile(capability: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("capability", "some"),
+    [
+        (90, (torch.float32, torch.bfloat16, torch.bool)),
+        *(pytest.param(each, (), marks=MATRIX, id=f"{each}-all") for each in (80, 90)),
+    ],
+)
+def test_codec_and_generator_compile(capability: int, some: tuple[torch.dtype, ...]) -> None:
+    """For some types of values, or all."""
     from megasnn.kernels.triton import codec, philox
 
-    with compiling_for(capability, folder) as found:
-        for dtype in codec.TYPES:
+    types = some or codec.TYPES
+    with compiling_for(capability) as found:
+        for dtype in types:
             values = torch.zeros(8192).to(dtype)
             packed, _ = codec.pack_bits(values, check=True)
             codec.pack_counts(values, check=True)
             codec.unpack_bits_into(packed, values.view(1, -1))
         philox.kept_by_kernel(7, [(1, 2)], 2, Runs(1, 2**34, 2**34 - 7, 7), torch.device("cpu"))
-    assert len(found) == 3 * len(codec.TYPES) + 1
+    assert len(found) == 3 * len(types) + 1
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0
 

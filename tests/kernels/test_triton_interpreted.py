@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
 from megasnn.kernels.codec import pack_bits, pack_counts
+from megasnn.kernels.packed import bits_of
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
 from megasnn.random import philox_key
+from tests.kernels.four_calls import spikes_leave_packed_as_well, two_ranks_equal_one
 from tests.kernels.models import assert_close, channels_last, plif_weight
 from tests.kernels.test_neuron import CHARGES
 from tests.kernels.triton_process import interpreted as interpreted
@@ -218,34 +221,7 @@ def test_gradients_of_bfloat16(interpreted) -> None:
 
 
 def two_ranks_in_there() -> None:
-    """Between the calls, two that share the samples exchange statistics and sums: together they are one."""
-    from megasnn.kernels.norm_neuron import Norm, Unit
-    from megasnn.kernels.triton import calls
-
-    unit = Unit(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
-    x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(unit.spec).detach()
-    g = channels_last(3, 3, 6, 3, 2, seed=5)
-    weight, bias = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
-    parts = [(x[:, :1].movedim(2, -1).contiguous().movedim(-1, 2), g[:, :1].movedim(2, -1).contiguous().movedim(-1, 2))]
-    parts += [
-        (x[:, 1:].movedim(2, -1).contiguous().movedim(-1, 2), g[:, 1:].movedim(2, -1).contiguous().movedim(-1, 2))
-    ]
-    counts = [part.numel() // 6 for part, _ in parts]
-    found = [calls.statistics(part) for part, _ in parts]
-    mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
-    moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
-    norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
-    spikes = torch.cat([calls.fire(part, norm, w, unit)[0] for part, _ in parts], dim=1)
-    backwards = [calls.backward_sums(part, g_part, norm, w, unit, True) for part, g_part in parts]
-    sums = sum(each for each, _ in backwards)
-    gradients = [
-        calls.input_gradient(part, g_part, norm, w, unit, sums, sum(counts), carried)
-        for (part, g_part), (_, carried) in zip(parts, backwards, strict=True)
-    ]
-    whole = x.requires_grad_()
-    expected, *_ = norm_pool_neuron(whole, weight, bias, spec=unit.spec, training=True, w=w, pool=True, backend="torch")
-    assert torch.equal(spikes, expected)
-    assert_close(torch.cat(gradients, dim=1), torch.autograd.grad(expected, whole, g)[0], 1e-9)
+    two_ranks_equal_one("triton")
 
 
 def test_what_two_ranks_exchange_makes_them_one(interpreted) -> None:
@@ -253,18 +229,30 @@ def test_what_two_ranks_exchange_makes_them_one(interpreted) -> None:
 
 
 def packed_in_there() -> None:
-    from megasnn.kernels.norm_neuron import Norm, Unit
-    from megasnn.kernels.triton import calls
-
-    for channels, pool in ((16, False), (16, True), (3, False)):
-        x = channels_last(4, 1, channels, 5, 5) * 2
-        norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
-        spikes, bits = calls.fire(x, norm, None, Unit(NeuronSpec(), 1e-5, pool, 4), packed=True)
-        assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
+    spikes_leave_packed_as_well("triton")
 
 
 def test_spikes_leave_packed_as_well(interpreted) -> None:
     interpreted(packed_in_there)
+
+
+def remembered_bits_in_there() -> None:
+    """In training on a GPU, until somebody changes the spikes."""
+    x = channels_last(3, 2, 8, 4, 5).requires_grad_()
+    options: dict[str, Any] = {"spec": NeuronSpec(), "training": True, "backend": "triton"}
+    with mock.patch("megasnn.kernels.norm_neuron.on_gpu", lambda values: True):
+        spikes, *_ = norm_pool_neuron(x, None, None, **options)
+        with torch.no_grad():
+            untrained, *_ = norm_pool_neuron(x, None, None, **options)
+    assert torch.equal(bits_of(spikes), pack_bits(spikes)) and bits_of(untrained) is None
+    assert bits_of(spikes + 0) is None and bits_of(spikes.view_as(spikes)) is None
+    with torch.no_grad():
+        spikes.mul_(2)
+    assert bits_of(spikes) is None
+
+
+def test_spikes_remember_their_bits(interpreted) -> None:
+    interpreted(remembered_bits_in_there)
 
 
 @given(st.integers(0, 4100), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool]))

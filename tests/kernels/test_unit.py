@@ -9,6 +9,7 @@ from torch import nn
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.reference import batch_norm
 from megasnn.kernels.unit import norm_pool_neuron
+from tests.kernels.four_calls import spikes_leave_packed_as_well, two_ranks_equal_one
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron, spikingjelly_unit
 
 SPECS = {
@@ -217,13 +218,14 @@ def test_bfloat16_keeps_its_own_size(backend, training, pool):
 
 
 def test_saves_nothing_but_its_input():
+    """And for each channel weight, bias, mean and variance."""
     sizes = []
     x = channels_last(4, 2, 8, 6, 6).requires_grad_()
     norm = norm_of(8, 5, True)
     for pool in (False, True):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
             norm_pool_neuron(x, norm.weight, norm.bias, spec=NeuronSpec(), training=True, pool=pool, backend="fused")
-        assert sorted(sizes)[-1] == x.numel() and sum(sizes) <= x.numel() + 2 * 8
+        assert sorted(sizes)[-1] == x.numel() and sum(sizes) <= x.numel() + 4 * 8
         sizes.clear()
 
 
@@ -263,6 +265,12 @@ def test_refuses(arguments, message):
     x = torch.zeros(2, 3, 4, 5, 6)
     with pytest.raises(ValueError, match=message):
         norm_pool_neuron(**{"x": x, "weight": None, "bias": None, "spec": NeuronSpec(), "training": True, **arguments})
+
+
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+def test_the_four_calls(backend):
+    two_ranks_equal_one(backend)
+    spikes_leave_packed_as_well(backend)
 
 
 @pytest.mark.parametrize("frames", [1, 2])

@@ -21,6 +21,27 @@ def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def _loops() -> str | None:
+    """Why the interpreter cannot count a loop; None where it can. That of triton 3.6 makes numbers of arrays of one
+    element, which NumPy has refused since 2.4."""
+    import numpy
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def count(x, times):
+        for _ in range(times):
+            tl.store(x, tl.load(x) + 1)
+
+    x = torch.zeros(1)
+    try:
+        count[(1,)](x, 3)
+    except triton.runtime.errors.InterpreterError as error:
+        return f"the interpreter of triton {triton.__version__} fails with NumPy {numpy.__version__}: {error}"
+    return None if x == 3 else f"a loop counts to {x} in place of 3"
+
+
 def _call(module: str, name: str, args: tuple[Any, ...]) -> Any:
     return getattr(import_module(module), name)(*args)
 
@@ -30,5 +51,7 @@ def interpreted() -> Iterator[Callable[..., Any]]:
     """`interpreted(function, *args)` calls a function of a test's module there."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, _interpret) as pool:
+        if why := pool.submit(_loops).result(TIMEOUT_S):
+            pytest.skip(why)
         # By its name: what hypothesis makes of a function is not found by pickle.
         yield lambda function, *args: pool.submit(_call, function.__module__, function.__name__, args).result(TIMEOUT_S)

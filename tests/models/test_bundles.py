@@ -19,6 +19,7 @@ from megasnn.comm.codec import Content
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
+from megasnn.device_checks import DeviceChecks, Finding
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.losses.sums import cross_entropy_sum
@@ -146,7 +147,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
 def test_each_entry_travels_in_its_own_format_and_gradients_only_where_they_are_needed(ranks) -> None:
     first, second = ranks(2, _traffic)
     count = 2 * 2 * 4 * 6 * 6  # values of an entry
-    of_one = 4 * count + (count // 8 + 1) + (count + 1)
+    of_one = 4 * count + count // 8 + count
     assert first["pipeline"] == (4 * of_one, 4 * 3 * 4 * count)
     assert second["backward"] == (2 * 2 * 4 * count, 2 * 2 * 4 * count)  # of the spikes and the dense values
 
@@ -155,7 +156,7 @@ def test_costs_of_a_boundary_are_those_of_all_that_crosses_it() -> None:
     model = describe(UNet())
     costs = measure_layers(model, 2, BuildContext(), CPU, WireOptions(), 2)
     spikes = 2 * 2 * 4 * 8 * 8
-    assert costs[0].gradient == 4 * spikes and costs[0].message == spikes // 8 + 1
+    assert costs[0].gradient == 4 * spikes and costs[0].message == spikes // 8
     assert costs[2].gradient == 4 * (spikes + spikes // 2 + spikes // 8)  # stem, down.0, down.1
     assert costs[-1].gradient == 4 * 2 * 2 * CLASSES
     tried = measure_memory(describe(Bundles()), 2, BuildContext(), CPU, WireOptions())
@@ -245,26 +246,26 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
         chunk(torch.zeros(3, 3, 4, 4), range(3))
 
 
-def test_strict_wires_name_the_entry_and_others_warn_once(capsys) -> None:
+def test_what_does_not_fit_its_boundary_names_the_entry_and_is_dense_once_that_is_known() -> None:
     pair = Group("pipeline", (0, 1))
     state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, communicators=Communicators(CPU))
-    transfers = Transfers((0, 1), state, WireOptions(strict=True))  # type: ignore[arg-type]
-    nothing = Schedule("nothing", (0, 1), 1, ((), ()))
-    transfers.begin(nothing, [2], lambda action: 0)
+    transfers = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
+    transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2], lambda action: 0)
     carried = describe(Bundles()).carried(2)
     values = [torch.full((2, 2), 0.5), torch.full((2, 2), 2.0), torch.ones(2, 2)]
-    with mock.patch.object(p2p.dist, "isend"), pytest.raises(ValueError) as raised:
-        transfers.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
-    lenient = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
-    lenient.begin(nothing, [2], lambda action: 0)
+    checks = DeviceChecks(CPU)
+
+    def send() -> list[Finding]:
+        with checks.collecting():
+            transfers.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
+        return checks.findings()
+
     with mock.patch.object(p2p.dist, "isend"):
-        for _ in range(2):
-            lenient.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith("WARNING: entry 'spikes' of the output of block.0 was said to hold spikes")
-    assert "largest=None" in warning
-    assert "--strict-wire" in str(raised.value)
-    assert str(raised.value).endswith("entry 'spikes' of the output of block.0")
+        (found,) = send()
+        assert found.boundary == "entry 'spikes' of the output of block.0"
+        assert found.text.endswith(f": {found.boundary}") and "largest=" in found.text
+        transfers.go_dense([found.boundary])
+        assert send() == []
 
 
 def _model(*layers: Callable[[], Layer]) -> Model:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking import run_program
+
 ROOT = Path(__file__).parents[2]
 FLAGS = (
     "--train-iters 2 --micro-batch-size 4 --global-batch-size 8 --image-size 8 --time-steps 2 --eval-iters 1 "
@@ -39,16 +41,16 @@ def test_it_trains_saves_and_resumes_on_two_ranks(program: Path, tmp_path: Path)
 
 
 def test_its_fields_are_flags(program: Path) -> None:
-    shown = run(program, "--help")
+    shown = run_program(ROOT, program, "--help")
     assert shown.returncode == 0 and "--blocks INT" in shown.stdout and "Channels of the first stage." in shown.stdout
-    wrong = run(program, "--train-iters", "1", "--width", "17")
+    wrong = run_program(ROOT, program, "--train-iters", "1", "--width", "17")
     assert wrong.returncode == 2 and "--width" in wrong.stderr + wrong.stdout
 
 
 def test_the_models_of_the_table_train_by_their_name() -> None:
     flags = (*FLAGS, "--width", "8", "--image-size", "32", "--num-classes", "10")
-    trained = run("-m", "megasnn", "sew_resnet", *flags)
+    trained = run_program(ROOT, "-m", "megasnn", "sew_resnet", *flags)
     assert trained.returncode == 0, trained.stderr
     assert "SewResNet with" in trained.stdout
-    unknown = run("-m", "megasnn", "sew_resnett")
+    unknown = run_program(ROOT, "-m", "megasnn", "sew_resnett")
     assert unknown.returncode == 2 and "unknown model 'sew_resnett'; usage:" in unknown.stderr

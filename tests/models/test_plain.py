@@ -26,7 +26,7 @@ from megasnn.layers import (
 )
 from megasnn.layers.holding import content_of
 from megasnn.models.building import describe
-from megasnn.models.layer import Layer, layer
+from megasnn.models.layer import Computed, Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.sharding import materialise
@@ -323,6 +323,30 @@ class Unkeyed(ConvNormNeuron):
 def test_a_block_whose_result_would_depend_on_the_layout_is_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         describe(_model(make))
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda x: torch.native_dropout(x, 0.5, True)[0], "native_dropout"),
+        (lambda x: functional_torch.scaled_dot_product_attention(x, x, x, dropout_p=0.2), "scaled_dot_product"),
+        (lambda x: x.clone().log_normal_(), "log_normal_"),
+        (lambda x: x.clone().cauchy_(), "cauchy_"),
+        (lambda x: x.clone().geometric_(0.5), "geometric_"),
+        (lambda x: x.clone().random_(), "random_"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_function_that_draws_is_refused(draw, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"plain\.0.* {name}.* draws random numbers that depend on the layout"):
+        describe(_model(lambda: Computed(draw)))
+
+
+def test_a_function_that_could_draw_and_does_not_is_taken() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return functional_torch.scaled_dot_product_attention(x, x, x)
+
+    assert len(describe(_model(lambda: Computed(attend))).layers) > 1
 
 
 class Joined(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.layers.context import context_for
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.problems import building_problems
@@ -19,6 +22,7 @@ from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
 from megasnn.models.table import MODELS
+from megasnn.pretraining import pretrain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,43 @@ class Hidden(Model):
             yield layer("a", ConvNormNeuron(3, self.width, 3, neuron=spec))
             yield layer("b", ConvNormNeuron(self.width, 10, 3, neuron=spec))
         yield layer("head", MeanLinear(12 if self.plain else 10, self.num_classes))
+
+
+@dataclass
+class Limit:
+    threshold: float
+
+    def exceeds(self, x: torch.Tensor) -> torch.Tensor:
+        return x > self.threshold
+
+
+class Fires(nn.Module):
+    """Knows the neuron of the flags in a way of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        threshold = context_for(None).neuron.v_threshold
+        self.knows = {
+            "tuple": (threshold,),
+            "dict": {"at": [threshold]},
+            "object": SimpleNamespace(threshold=threshold),
+            "function": lambda x: x >= threshold,
+            "method": Limit(threshold).exceeds,
+            "partial": partial(torch.ge, other=threshold),
+        }[how]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Model):
+    image_size: int = 8
+    how: str = ""
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("fires", Fires(self.how))
+        yield layer("head", MeanLinear(3, self.num_classes))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +129,32 @@ def test_flags_of_neurons_that_the_model_does_not_have_are_refused_by_name() -> 
         assert building_problems(model, NeuronSpec(surrogate="atan"), 1) == [f"--surrogate {IN_VAIN}"]
         assert building_problems(model, NeuronSpec(), 1) == []
     assert building_problems(Hidden(), given, 1) == []
+
+
+@pytest.mark.parametrize("how", ["tuple", "dict", "object", "function", "method", "partial"])
+def test_what_takes_a_neuron_in_its_own_way_is_not_refused(how) -> None:
+    assert building_problems(Own(how=how), NeuronSpec(v_threshold=0.5), 1) == []
+
+
+def test_kernels_for_neurons_that_the_model_does_not_have_are_refused() -> None:
+    (problem,) = building_problems(Hidden(plain=True), NeuronSpec(), 1, "torch")
+    assert problem == "--neuron-backend torch changes nothing in hidden: no neuron of it is computed by our kernels"
+    assert building_problems(Hidden(plain=True), NeuronSpec(), 1, "auto") == []
+    assert building_problems(Hidden(), NeuronSpec(), 1, "torch") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--in-channels 7", "images have 1 or 3 channels, not 7; set --in-channels to 1 or 3"),
+        ("--split-by time", "--split-by: the model takes images; leave it out"),
+    ],
+)
+def test_samples_that_no_shard_holds_are_refused_before_ranks_start(capfd, flags, problem) -> None:
+    given = ["--config", "sew_resnet/digits", *flags.split()]
+    assert pretrain("sew_resnet", given) == 2
+    assert problem in capfd.readouterr().err
+    assert pretrain("sew_resnet", [*given, "--model-summary"]) == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

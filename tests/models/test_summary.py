@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +21,7 @@ from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.summary import LayerSummary, as_table, summarise
+from tests.forking import run_program
 from tests.parity.zoo import sew_resnets
 from tests.training.runs import train
 
@@ -129,8 +128,7 @@ def test_the_flag_prints_it_and_trains_nothing(tmp_path) -> None:
     """Without a length, without data, without a file."""
     flags = ["--embed-dim", "32", "--depth", "1", "--num-heads", "4", "--data-path", str(tmp_path / "absent.tar")]
     flags += ["--model-summary", "--save", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "megasnn", "spikformer", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_program(tmp_path, "-m", "megasnn", "spikformer", *flags)
     assert ended.returncode == 0, ended.stderr
     header, rule, *rows = ended.stdout.splitlines()
     names = [row.split("|")[1].strip() for row in rows]

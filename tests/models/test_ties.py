@@ -154,10 +154,8 @@ FLAGS = (
 
 def _train(*flags: str) -> None:
     MODELS.setdefault(Tied.name, Tied)
-    try:
-        train_model(Tied.name, [*FLAGS, *flags])
-    finally:
-        statistics.enable(False)
+    train_model(Tied.name, [*FLAGS, *flags])
+    assert not statistics.enabled
 
 
 def _flags(folder: Path, layout: Layout) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from spikingjelly.activation_based import neuron
@@ -16,6 +17,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.layers.whole import is_called_as_sharded
 from megasnn.models.building import describe
+from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
@@ -67,6 +69,12 @@ def model_config() -> Spikformer:
     )
 
 
+@cache
+def _described(spec: NeuronSpec) -> ModelDescription:
+    """Once for all engines of a process: describing takes as long as building."""
+    return describe(model_config(), spec)
+
+
 def build_engine(
     state: ParallelState,
     schedule: str | SchedulePlan,
@@ -75,7 +83,7 @@ def build_engine(
     spec: NeuronSpec | None = None,
     bounds: list[range] | None = None,
 ) -> DistributedModel:
-    model = describe(model_config(), spec or NeuronSpec())
+    model = _described(spec or NeuronSpec())
     context = BuildContext(state.tensor, dtype, dtype, backend)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
@@ -147,7 +155,7 @@ def record_step(
         hook.remove()
     engine.merge_statistics(most)
     place = state.coordinates
-    result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.gradient_norm(), logits, sum(fired))
+    result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.norm, logits, sum(fired))
     for entry in engine.tensors:
         if entry.is_parameter and not entry.tensor.requires_grad:
             assert entry.tensor.grad is None

@@ -102,11 +102,21 @@ def train(
 
 
 LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4), Layout(2, 2, 2, "zbv")]
+# LAMB has a norm for each tensor, which every layout cuts in another way: it takes all of them. The others step element
+# by element after the same clipping; the suite takes one rank and the layout with all axes for them.
+WHOLE = (LAYOUTS[0], LAYOUTS[-1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("optimizer", OPTIONS)
-def test_three_clipped_steps_equal_torch(ranks, layout: Layout, optimizer: str) -> None:
+def cases() -> list[object]:
+    chosen = {(name, layout): name == "lamb" or layout in WHOLE for name in OPTIONS for layout in LAYOUTS}
+    return [
+        pytest.param(*case, marks=() if usual else pytest.mark.matrix, id=f"{case[0]}-{name_of(case[1])}")
+        for case, usual in chosen.items()
+    ]
+
+
+@pytest.mark.parametrize(("optimizer", "layout"), cases())
+def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout) -> None:
     before, after, norms = truth(optimizer)
     assert min(norms) > 2 * CLIP, "nothing would be clipped"
     images, labels = reference.data(sum(SIZES))

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.beside import CHOSEN, Case, assert_equal_to_truth, assert_schedules_agree, on_layouts
+from tests.parity.beside import (
+    CHOSEN,
+    Case,
+    assert_equal_to_truth,
+    assert_schedules_agree,
+    few_pipelines_or_all,
+    on_layouts,
+)
 from tests.parity.networks import CASES
 from tests.parity.ranks import Layout
 
@@ -22,5 +29,6 @@ RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in CHOSEN_OF]
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in CHOSEN_OF), *RARE])
-def test_schedules_agree_bit_for_bit(ranks, name: str) -> None:
-    assert_schedules_agree(ranks, CASES[name])
+@few_pipelines_or_all
+def test_schedules_agree_bit_for_bit(ranks, name: str, layouts: list[Layout]) -> None:
+    assert_schedules_agree(ranks, CASES[name], layouts)

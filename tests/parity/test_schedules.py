@@ -76,7 +76,7 @@ def step(engine: DistributedModel, samples: int) -> Bits:
     loss = engine.forward_backward(batches, samples)
     engine.merge_statistics(len(batches))
     values = [(e.name, e.tensor if e.tensor.grad is None else e.tensor.grad) for e in engine.tensors]
-    bits = Bits(loss, engine.gradient_norm(), engine.total(engine.evaluate(batches)), digest(values))
+    bits = Bits(loss, engine.norm, engine.total(engine.evaluate(batches)), digest(values))
     for tensor, value in before:
         tensor.copy_(value)
     return bits

@@ -1,7 +1,9 @@
 """Every schedule ends on a transport that waits where NCCL waits, beside tensor and data parallelism, profiled or not.
 
 The suite takes a choice in which any two of these are together once: a number of stages, a number of tensor-parallel
-ranks and of replicas, a schedule, a profile. `pytest -m matrix` takes all.
+ranks and of replicas, a schedule, a profile. Only eight stages are there with some of the schedules, one of each kind:
+what waits for what is the same with four, and tests/parity/test_schedules.py runs all of them on eight, where Gloo
+carries them. `pytest -m matrix` takes all.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tests.parity.test_schedules import SCHEDULES
 
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
 MOST_RANKS = 8
+ON_EIGHT_STAGES = (("1f1b", 1), ("interleaved", 3), ("zb1p", 1), ("zbv", 2))
 
 
 class Case(NamedTuple):
@@ -47,7 +50,9 @@ WORLDS = sorted({case.world for case in ALL})
 
 
 def pairs_of(case: Case) -> set[tuple[object, ...]]:
-    return set(combinations(enumerate(case), 2))
+    pairs = set(combinations(case._asdict().items(), 2))
+    few = case.pipeline == 8 and case.schedule not in ON_EIGHT_STAGES
+    return pairs - {(("pipeline", 8), ("schedule", case.schedule))} if few else pairs
 
 
 def pairwise(cases: list[Case]) -> list[Case]:
@@ -158,4 +163,7 @@ def test_as_few_communicators_as_are_needed_are_started_and_counted(ranks) -> No
 
 
 def test_the_choice_has_every_schedule_with_every_number_of_stages() -> None:
-    assert {(case.pipeline, case.schedule) for case in SOME} == set(product((2, 3, 4, 8), SCHEDULES))
+    assert {(case.pipeline, case.schedule) for case in SOME} >= {
+        *product((2, 3, 4), SCHEDULES),
+        *product((8,), ON_EIGHT_STAGES),
+    }

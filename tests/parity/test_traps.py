@@ -147,7 +147,7 @@ def _statistics_before_and_after_evaluation() -> bool:
         engine.merge_statistics(2)
         before = [e.tensor.clone() for e in engine.tensors]
         engine.evaluate(batches)
-        engine.first_non_finite_output(batches)
+        engine.run_again(batches)
         return all(torch.equal(a, e.tensor) for a, e in zip(before, engine.tensors, strict=True)) and not any(
             norm.pending for norm in engine.norms
         )

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.beside import CHOSEN, PIPELINES, Case, assert_equal_to_truth, assert_schedules_agree, on_layouts
+from tests.parity.beside import (
+    CHOSEN,
+    Case,
+    assert_equal_to_truth,
+    assert_schedules_agree,
+    few_pipelines_or_all,
+    on_layouts,
+)
 from tests.parity.ranks import Layout
 from tests.parity.zoo import CASES
 
@@ -17,10 +24,7 @@ def test_layout_equals_spikingjelly(ranks, case: Case, layout: Layout) -> None:
     assert_equal_to_truth(case, ranks, layout)
 
 
-FEW = [Layout(1, 1, 2, "1f1b"), Layout(1, 1, 2, "zbv"), Layout(1, 1, 4, "gpipe")]
-
-
-@pytest.mark.parametrize("layouts", [FEW, pytest.param(PIPELINES, marks=pytest.mark.matrix)], ids=["few", "all"])
+@few_pipelines_or_all
 @pytest.mark.parametrize("name", ["sew_resnet-iand", "qkformer", "spike_driven"])
 def test_schedules_agree_bit_for_bit(ranks, name: str, layouts: list[Layout]) -> None:
     assert_schedules_agree(ranks, CASES[name], layouts)

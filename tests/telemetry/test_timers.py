@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 
 def test_mean_over_an_interval_then_a_new_interval(clock):
-    timers = Timers()
+    timers = Timers(torch.device("cpu"))
     for seconds in (1.0, 3.0):
         with timers("forward"):
             clock[0] += seconds
@@ -28,21 +28,46 @@ def test_mean_over_an_interval_then_a_new_interval(clock):
 
 
 def test_what_an_exception_ends_is_timed(clock):
-    timers = Timers()
+    timers = Timers(torch.device("cpu"))
     with pytest.raises(KeyError), timers("step"):
         clock[0] = 1.0
         raise KeyError
     assert timers.mean_ms() == {"step": 1000.0}
 
 
-def test_the_device_is_waited_for_only_when_asked(clock):
-    def wait() -> None:
-        clock[0] += 0.5
+class _Event:
+    """Of a device: `passed` is when it came there in milliseconds, None before."""
 
-    timers = Timers(synchronize=wait)
-    with timers("step"):
-        clock[0] += 1.0
-    assert timers.mean_ms() == {"step": 1500.0}
+    def __init__(self) -> None:
+        self.passed: float | None = None
+
+    def query(self) -> bool:
+        return self.passed is not None
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self.passed is not None and end.passed is not None, "this would wait"
+        return end.passed - self.passed
+
+
+def test_a_device_is_timed_by_its_own_clock_and_never_waited_for(monkeypatch):
+    events: list[_Event] = []
+
+    def mark(_: DeviceClock) -> _Event:
+        events.append(_Event())
+        return events[-1]
+
+    monkeypatch.setattr(module.torch.cuda, "Event", _Event)
+    monkeypatch.setattr(DeviceClock, "mark", mark)
+    timers = Timers(torch.device("cpu"))
+    for _ in range(2):
+        with timers("step"):
+            pass
+    assert timers.mean_ms() == {}
+    for event, when in zip(events[:3], (1.0, 4.0, 5.0), strict=True):
+        event.passed = when
+    assert timers.mean_ms() == {"step": 3.0}
+    events[3].passed = 12.0
+    assert timers.mean_ms() == {"step": 7.0}
 
 
 def test_a_gpu_is_waited_for_without_its_posted_receives():

@@ -16,6 +16,7 @@ from megasnn.models.table import MODELS
 from megasnn.pretraining import configuration
 from tests.convert.saved import MODELS as SAVED
 from tests.convert.saved import save_whole
+from tests.forking import run_program
 from tests.training.runs import TINY, train, train_model
 from tests.training.test_other_model import AGES, refuses
 
@@ -134,9 +135,8 @@ def test_it_is_read_without_torch(run) -> None:
 
 
 def test_a_run_goes_on_with_it(run, tmp_path) -> None:
-    program = [sys.executable, "pretrain_spikformer.py", "--load", str(run), "--train-iters", "2", "--eval-iters", "0"]
-    more = ["--micro-batch-size", "4", "--global-batch-size", "10", "--num-workers", "0"]
-    ended = subprocess.run([*program, *more], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    flags = ("--load", run, "--train-iters", 2, "--eval-iters", 0, "--micro-batch-size", 4, "--global-batch-size", 10)
+    ended = run_program(ROOT, "pretrain_spikformer.py", *flags, "--num-workers", 0)
     assert ended.returncode == 0, ended.stderr
     assert f"--load {run} gives --image-size 8" in ended.stdout and "continuing at iteration 1" in ended.stdout
 

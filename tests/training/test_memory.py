@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,6 +130,10 @@ def test_a_trial_that_takes_long_or_fails_ends_without_a_forecast(monkeypatch) -
     with _tracked(tried), pytest.raises(NotMeasuredError, match="more than 0 s"):
         measure_memory(*arguments, seconds=0)
     assert len(tried) == 1
+    # A busy machine, and one that compiles, let a layer wait; it computes no more for that.
+    run = MeasuredLayer.forward
+    with mock.patch.object(MeasuredLayer, "forward", lambda *given: (time.sleep(0.05), run(*given))[1]):
+        assert len(measure_memory(*arguments, seconds=0.5).layers) == len(model.layers) > 0.5 / 0.1
     second = model.layers[1].name
     with _tracked(tried, second), pytest.raises(NotMeasuredError, match=f"{second} failed with MemoryError: no room"):
         measure_memory(*arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -54,8 +56,12 @@ def test_measured_times_become_a_timeline_on_one_clock() -> None:
     assert measured.peak_activations == told.peak_activations
 
 
-def _offsets() -> list[float]:
-    """As if the second rank were on another host, with a clock five seconds behind."""
+def _offsets(start: Path | None) -> list[float]:
+    """As if the second rank were on another host, with a clock five seconds behind.
+
+    Args:
+        start: tells the hosts apart; None: their names do.
+    """
     monkeypatch = pytest.MonkeyPatch()
     state = initialize_model_parallel(1, 2)
     try:
@@ -63,7 +69,10 @@ def _offsets() -> list[float]:
             from megasnn.comm import clocks
 
             now = clocks.time.perf_counter
-            monkeypatch.setattr(clocks.socket, "gethostname", lambda: "elsewhere")
+            if start is None:
+                monkeypatch.setattr(clocks.socket, "gethostname", lambda: "elsewhere")
+            else:
+                monkeypatch.setattr(clocks, "BOOT_ID", start)
             monkeypatch.setattr(clocks, "time", type("Behind", (), {"perf_counter": staticmethod(lambda: now() - 5)}))
         return clock_offsets(state.pipeline)
     finally:
@@ -71,7 +80,10 @@ def _offsets() -> list[float]:
         destroy_model_parallel()
 
 
-def test_clocks_of_other_hosts_are_compared(ranks) -> None:
-    first, second = ranks(2, _offsets)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_clocks_of_other_hosts_are_compared(ranks, tmp_path, by_name: bool) -> None:
+    start = tmp_path / "boot_id"
+    start.write_text("another start")
+    first, second = ranks(2, _offsets, None if by_name else start)
     assert first == second and first[0] == 0
     assert np.isclose(first[1], 5, atol=0.2)

@@ -16,6 +16,8 @@ from megasnn.engine import distributed_model
 from megasnn.losses.sums import count_correct
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import learning_rate
+from tests.data.shard_files import write_shards
+from tests.data.shard_server import serving
 from tests.training.runs import train, whole
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
@@ -99,6 +101,21 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     assert [event.step for event in events.Images("samples")] == [0]
     assert [event.step for event in events.Images("spikes/raster")] == [3, 6]
     assert [event.step for event in events.Images("spikes/layers")] == [3, 6]
+
+
+def test_secrets_in_urls_are_in_no_log(cache, tmp_path, capfd, monkeypatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    shards, run = tmp_path / "shards", tmp_path / "run"
+    shards.mkdir()
+    write_shards(shards, 12, 6)
+    with serving(shards) as server:
+        url = server.url("train-{00000..00001}.tar?key=SECRET").replace("//", "//me:SECRET@")
+        folders = ("--save", str(run), "--tensorboard-dir", str(run / "events"))
+        train(cache, "--train-iters", "1", "--data-path", url, "--valid-data-path", url, *folders)
+    with_it = [path.name for path in run.rglob("*") if path.is_file() and b"SECRET" in path.read_bytes()]
+    assert with_it == ["config.json"]
+    told = "".join(capfd.readouterr())
+    assert "SECRET" not in told and server.url("train-{00000..00001}.tar?...") in told
 
 
 def test_what_the_json_log_holds(ranks, cache, tmp_path) -> None:

@@ -71,7 +71,7 @@ def _rows_started(flags: LayoutBenchmark) -> Iterator[dict[Row, RankProcesses]]:
         rows = {}
         for row in flags.table_rows():
             store = f"{folder}/{row.name}"
-            ranks = start_row(row.name, LayoutRank, (flags, row), row.ranks, row.threads, store)
+            ranks = start_row(row.name, LayoutRank, (flags, row), row.ranks, row.threads, store, row.variables)
             rows[row] = stack.enter_context(closing(ranks))
         for ranks in rows.values():
             ranks.ready(flags.timeout)

@@ -52,6 +52,8 @@ class LayoutBenchmark(Flags):
     """strong: every row computes the same global batch. weak: it grows with the data parallel size."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
+    fp32_products: Literal["auto", "ieee", "split"] = "auto"
+    """As pretrain takes it, with --precision fp32."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
     """Of MegaSNN's rows."""
     pipeline_schedule: ScheduleName = "auto"
@@ -60,9 +62,9 @@ class LayoutBenchmark(Flags):
     """cuda needs a GPU for each rank of a row."""
 
     rows: tuple[str, ...] = ()
-    """spikingjelly, megasnn (one rank), or layouts like dp2, tp2, pp2, dp2tp2, where :MICRO_BATCHES and then @THREADS
-    or @all may follow; by default spikingjelly megasnn dp2 tp2 pp2 megasnn@all spikingjelly@all, and on a GPU
-    spikingjelly megasnn."""
+    """spikingjelly, on a GPU also spikingjelly-torch, -triton or -cuda (with its neurons of that name), megasnn (one
+    rank), or layouts like dp2, tp2, pp2, dp2tp2, where :MICRO_BATCHES and then @THREADS or @all may follow; by default
+    spikingjelly megasnn dp2 tp2 pp2 megasnn@all spikingjelly@all, and on a GPU spikingjelly megasnn."""
     threads_all: int | None = None
     """Threads that @all stands for; by default all cores."""
     rounds: int = 3
@@ -123,6 +125,8 @@ class LayoutBenchmark(Flags):
         }
         if row.library == MEGASNN:
             identity["neuron_backend"] = self.neuron_backend
+            if self.device == "cuda":
+                identity["fp32_products"] = self.fp32_products
         if row.pipeline > 1:
             identity["pipeline_schedule"] = self.pipeline_schedule
         return identity

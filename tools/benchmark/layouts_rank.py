@@ -36,9 +36,8 @@ class LayoutRank:
         """Builds the model and takes the warm-up steps, the last of them with the traffic counted."""
         self._work = self._build()
         self._steps(self._flags.warmup)
-        statistics.enable()
-        self._steps(1)
-        statistics.enable(False)
+        with statistics.counting():
+            self._steps(1)
         return Preparation(self._work.layout, self._loss, _traffic_by_group())
 
     def measure(self, steps: int) -> Turn:
@@ -64,6 +63,7 @@ class LayoutRank:
             flags.micro_batch_size(row),
             flags.precision,
             flags.neuron_backend,
+            flags.fp32_products,
             tensor_model_parallel_size=row.tensor,
             pipeline_model_parallel_size=row.pipeline,
             pipeline_schedule=flags.pipeline_schedule,

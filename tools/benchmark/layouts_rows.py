@@ -6,10 +6,13 @@ import re
 from dataclasses import dataclass
 
 SPIKINGJELLY, MEGASNN = "spikingjelly", "megasnn"
+SPIKINGJELLY_NEURONS = "SJ_LIF_CUDA_IMPLEMENTATION"
 CPU_ROWS = (SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all")
 GPU_ROWS = (SPIKINGJELLY, MEGASNN)
 
-_NAME = re.compile(rf"({SPIKINGJELLY}|{MEGASNN}|(?:(?:dp|tp|pp)[1-9]\d*)+)(?::([1-9]\d*))?(?:@(all|[1-9]\d*))?")
+_NAME = re.compile(
+    rf"({SPIKINGJELLY}(?:-(?:torch|triton|cuda))?|{MEGASNN}|(?:(?:dp|tp|pp)[1-9]\d*)+)(?::([1-9]\d*))?(?:@(all|[1-9]\d*))?"
+)
 _AXIS = re.compile(r"(dp|tp|pp)(\d+)")
 
 
@@ -17,8 +20,9 @@ _AXIS = re.compile(r"(dp|tp|pp)(\d+)")
 class Row:
     """
     Attributes:
-        name: as on the command line: "spikingjelly", "megasnn" (one rank), "dp2", "tp2pp2", ...; behind it ":8" for
-            the micro-batches of a replica and "@2" or "@all" for the threads of a rank, otherwise 1.
+        name: as on the command line: "spikingjelly", "spikingjelly-triton" and so on with the neurons of that name,
+            "megasnn" (one rank), "dp2", "tp2pp2", ...; behind it ":8" for the micro-batches of a replica and "@2" or
+            "@all" for the threads of a rank, otherwise 1.
         data, tensor, pipeline: ranks along each axis.
     """
 
@@ -32,6 +36,12 @@ class Row:
     @property
     def library(self) -> str:
         return SPIKINGJELLY if self.name.startswith(SPIKINGJELLY) else MEGASNN
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment: which of its neurons SpikingJelly takes on a GPU; without them the first that it can."""
+        backend = self.name.split("@")[0].removeprefix(SPIKINGJELLY).removeprefix("-")
+        return {SPIKINGJELLY_NEURONS: backend} if self.library == SPIKINGJELLY and backend else {}
 
     @property
     def ranks(self) -> int:
@@ -49,15 +59,16 @@ def parse_row(name: str, pipeline_micro_batches: int, all_threads: int) -> Row:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"--rows: {name!r} is no row; rows are {SPIKINGJELLY}, {MEGASNN} (one rank) or a layout like dp2, tp2, "
-            "pp2, dp2tp2, each with :MICRO_BATCHES and then @THREADS or @all behind it, where there is more than one"
+            f"--rows: {name!r} is no row; rows are {SPIKINGJELLY}, {SPIKINGJELLY}-torch, -triton or -cuda, {MEGASNN} "
+            "(one rank) or a layout like dp2, tp2, pp2, dp2tp2, each with :MICRO_BATCHES and then @THREADS or @all "
+            "behind it, where there is more than one"
         )
     layout, micro_batches, threads = match.groups()
     axes = _AXIS.findall(layout)
     sizes = {axis: int(size) for axis, size in axes}
     if len(sizes) < len(axes):
         raise ValueError(f"--rows: {name!r} gives an axis twice")
-    if layout == SPIKINGJELLY and micro_batches:
+    if layout.startswith(SPIKINGJELLY) and micro_batches:
         raise ValueError(f"--rows: {name!r}: SpikingJelly takes the whole batch in one go")
     data, tensor, pipeline = (sizes.get(axis, 1) for axis in ("dp", "tp", "pp"))
     pieces = int(micro_batches or (pipeline_micro_batches if pipeline > 1 else 1))

@@ -33,6 +33,8 @@ class PipelineBenchmark(Flags):
     """How often each schedule has its turn."""
     steps: int = 1
     """Timed steps of a turn; one untimed step comes before them."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda needs a GPU for each stage."""
     timeout: float = 600.0
     """Seconds that anything may take before the benchmark gives up."""
 

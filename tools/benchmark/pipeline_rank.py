@@ -16,7 +16,7 @@ from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.parallel_state import initialize_model_parallel
+from megasnn.parallel_state import BACKENDS, initialize_model_parallel
 from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.p2p import WireOptions
@@ -37,8 +37,11 @@ class PipelineRank:
         set_up_rank(task)
         self._flags, model = task.work
         self._device = torch.device("cpu")
+        if self._flags.device == "cuda":
+            self._device = torch.device("cuda", task.rank)
+            torch.cuda.set_device(self._device)
         if task.ranks > 1:
-            join_ranks(task.store, task.rank, task.ranks)
+            join_ranks(task.store, task.rank, task.ranks, BACKENDS[self._device.type])
         self._state = initialize_model_parallel(1, task.ranks, self._device)
         self._dimensions = _dimensions(model)
         self._model = describe(self._dimensions)
@@ -53,9 +56,8 @@ class PipelineRank:
         row = self._rows[name] = self._build(name)
         row.step()
         statistics.reset()
-        statistics.enable()
-        row.step()
-        statistics.enable(False)
+        with statistics.counting():
+            row.step()
         return row.about(self._forward_ratio())
 
     def measure_costs(self) -> None:
@@ -111,7 +113,7 @@ class _Row:
         """Seconds of a whole step, and of its schedule. All ranks begin together and end together."""
         _together()
         start = time.perf_counter()
-        self._work.forward_backward()
+        self._work.forward_backward()  # gives the loss, and so waits for the device
         middle = time.perf_counter()
         self._work.update()
         _together()
@@ -146,5 +148,7 @@ def _dimensions(model: ModelName) -> Dimensions:
 
 
 def _together() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     if dist.is_initialized():
         dist.barrier()

@@ -13,6 +13,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark --readers                      # event recordings and frames, beside SpikingJelly's
     python tools/benchmark --pipeline                     # every schedule, beside its simulation and one rank
     python tools/benchmark --data                         # the loader, beside PyTorch's DataLoader
+    python tools/benchmark --kernels                      # norm and neuron, in copies of their input
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
@@ -28,6 +29,7 @@ from typing import Any
 from megasnn.config.cli import command_line
 from tools.benchmark.checkpoints import CHECKPOINTS
 from tools.benchmark.harness import Case, run
+from tools.benchmark.kernels import KERNELS
 from tools.benchmark.layouts import LAYOUTS
 from tools.benchmark.loading import LOADING
 from tools.benchmark.pipeline import PIPELINE
@@ -37,6 +39,7 @@ from tools.benchmark.readers import READERS
 OTHERS: dict[str, Case[Any]] = {
     "--checkpoint": CHECKPOINTS,
     "--data": LOADING,
+    "--kernels": KERNELS,
     "--readers": READERS,
     "--pipeline": PIPELINE,
 }

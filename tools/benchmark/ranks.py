@@ -167,11 +167,17 @@ class RankTask(Generic[Work]):
 
 
 def start_row(
-    name: str, make: Callable[[RankTask[Work]], object], work: Work, ranks: int, threads: int, store: str
+    name: str,
+    make: Callable[[RankTask[Work]], object],
+    work: Work,
+    ranks: int,
+    threads: int,
+    store: str,
+    variables: Mapping[str, str] | None = None,
 ) -> RankProcesses:
-    """The ranks of a row of the table, which `make` makes of their tasks."""
+    """The ranks of a row of the table, which `make` makes of their tasks. variables: more of their environment."""
     tasks = [RankTask(work, rank, ranks, threads, store) for rank in range(ranks)]
-    environment = dict.fromkeys(THREAD_VARIABLES, str(threads))
+    environment = {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **(variables or {})}
     return RankProcesses(f"row {name}", make, tasks, environment, limit_flag="--timeout")
 
 

@@ -24,6 +24,7 @@ from tools.benchmark.models import Dimensions, configuration, spikingjelly_model
 OPTIMIZER = OptimizerConfig(lr_decay_style="constant")
 ENDLESS = 10**9  # steps
 Precision = Literal["fp32", "tf32", "bf16", "fp64"]
+Products = Literal["auto", "ieee", "split"]
 
 
 class TrainingStep(Protocol):
@@ -102,7 +103,13 @@ class MegaSNNStep:
 
 
 def megasnn_step(
-    model: Dimensions, samples: int, micro_batch_size: int, precision: Precision, neuron_backend: str, **parallel: Any
+    model: Dimensions,
+    samples: int,
+    micro_batch_size: int,
+    precision: Precision,
+    neuron_backend: str,
+    fp32_products: Products = "auto",
+    **parallel: Any,
 ) -> MegaSNNStep:
     """On the grid of ranks that is there, with a pipeline that is planned as training plans it. Collective.
 
@@ -112,7 +119,11 @@ def megasnn_step(
     config = configuration(
         model,
         training=TrainingConfig(
-            micro_batch_size=micro_batch_size, global_batch_size=samples, train_iters=ENDLESS, precision=precision
+            micro_batch_size=micro_batch_size,
+            global_batch_size=samples,
+            train_iters=ENDLESS,
+            precision=precision,
+            fp32_products=fp32_products,
         ),
         parallel=ParallelConfig(**parallel),
         optimizer=OPTIMIZER,

@@ -12,11 +12,12 @@ import ssl
 import threading
 from collections.abc import Iterator
 from email.message import Message
-from typing import Any
+from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit, urlunsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from megasnn.data.remote.address import is_http, shown
 from megasnn.data.remote.incoming import BLOCK, FetchError, Incoming, Interrupted, NotThere, Pace, persist
 
 TRIES = 8  # a minute, with the pauses between them
@@ -69,7 +70,7 @@ class _Transfer:
             request.add_header("Range", f"bytes={self._incoming.size}-")
             request.add_header("If-Range", self._version)  # the whole file where it has changed
         try:
-            return urlopen(request, timeout=self._seconds)
+            return build_opener(_WithinHttp).open(request, timeout=self._seconds)
         except HTTPError as error:
             with error:
                 raise self._refusal(error) from None
@@ -114,6 +115,17 @@ class _Transfer:
             yield block
             pace.require(len(block))
         raise FetchError(f"fetching {self._incoming.name} was stopped")
+
+
+class _WithinHttp(HTTPRedirectHandler):
+    """urllib itself follows a server to ftp too."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
+    ) -> Request | None:
+        if not is_http(newurl):
+            raise FetchError(f"{shown(req.full_url)} leads to {shown(newurl)}, which is not http; correct the address")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _split_credentials(url: str) -> tuple[str, str]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
-import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megasnn.cache import CacheError, build_once, cache_folder
+from megasnn.cache import CacheError, build_once, cache_folder, name_in_cache
 from megasnn.cache.room import LIMIT, cache_limit
 from megasnn.data.index import INDEX_NAME, Index, ShardRecord
 from megasnn.data.remote.address import beside, file_name, is_http, shown
@@ -65,9 +63,7 @@ class RemoteShard:
 
     def cached_name(self, suffix: str, *version: str) -> str:
         """A file name that changes with the URL, with what index.json says, and with `version`."""
-        text = "\0".join([self.url, self.record.sha256 if self.record else "", *version])
-        readable = re.sub(r"[^\w.-]", "_", file_name(self.url))[:80]
-        return f"{readable}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}{suffix}"
+        return name_in_cache(file_name(self.url), suffix, self.url, self.record.sha256 if self.record else "", *version)
 
     def provide(
         self, stop: threading.Event | None = None, arrived: Callable[[int], object] = lambda count: None
@@ -128,9 +124,10 @@ class RemoteShard:
 
     def _most(self) -> tuple[int, str]:
         """Bytes that may come, and who says so."""
-        if self.record is not None:
+        room = cache_limit()
+        if self.record is not None and self.record.size <= room:
             return self.record.size, f"which {INDEX_NAME} beside it says: one of the two is damaged, or of another time"
-        return cache_limit(), f"and the cache may hold no more; raise {LIMIT}"
+        return room, f"and the cache may hold no more; raise {LIMIT}"
 
     def _check(self, incoming: Incoming) -> None:
         if self.record is None:

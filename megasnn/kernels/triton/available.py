@@ -10,7 +10,8 @@ from torch import Tensor
 
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
 TAKEN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MOST_VALUES = 2**31 - 2**26  # of a time step: places are 32-bit integers, and a tile may reach beyond the end
+MOST_VALUES = 2**31 - 2**26
+"""Of a time step, or of what is packed: places are 32-bit integers, and a tile may reach beyond the end."""
 
 
 def interpreted() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.fused_constants import numbers
-from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.norm_neuron import Norm, Unit
 from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, THREADS, TILES, compute_type, lanes, launch
 from megasnn.kernels.triton.pool import pooled_gradient_kernel, winners_kernel
 from megasnn.kernels.triton.sums import (
@@ -27,26 +25,10 @@ _PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a progra
 _FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16
 
 
-def norm_pool_neuron(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    eps: float,
-    spec: NeuronSpec,
-    w: Tensor | None,
-    pool: bool,
-    time_steps: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`megasnn.kernels.unit.norm_pool_neuron`. running: mean and variance, if not the batch's."""
-    calls = sys.modules[__name__]
-    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, time_steps))
-
-
 def statistics(x: Tensor) -> Tensor:
     number, channels = compute_type(x.dtype), x.shape[2]
     cut = _cut(x.numel(), channels, lanes(x.dtype))
-    partial = x.new_empty((3, cut.programs, cut.row), dtype=torch.float64)
+    partial = x.new_empty((2, cut.programs, cut.row), dtype=number)
     launch(
         statistics_kernel, cut.programs * (cut.row // COLUMNS),
         x, partial, x.numel(), cut.row, cut.programs, cut.tiles,
@@ -55,7 +37,8 @@ def statistics(x: Tensor) -> Tensor:
     found = x.new_empty((2, channels), dtype=torch.float64)
     launch(
         fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
-        partial, found, partial[0].numel() // channels, channels, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
+        partial, found, partial[0].numel() // channels, channels, x.numel(), cut.row, cut.tiles * cut.rows,
+        ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
     )  # fmt: skip
     return found
 
@@ -85,7 +68,7 @@ def backward_sums(
     fed, taps = _winners(x, coefficients, sizes) if unit.pool else (x, None)
     g_pooled = torch.empty_like(fed, dtype=number) if unit.pool else None
     cut = _cut(sizes.size, sizes.channels, lanes(x.dtype, unit.time_steps))
-    partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=torch.float64)
+    partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=number)
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
         fed, g_spikes, coefficients, factor(w, number), g_pooled, partial,
@@ -93,7 +76,7 @@ def backward_sums(
         T=unit.time_steps, REPEATED=len(x) < unit.time_steps, LEARN=learn,
         N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
-    sums = partial.view(len(partial), -1, sizes.channels).sum(dim=1)
+    sums = partial.view(len(partial), -1, sizes.channels).sum(dim=1, dtype=torch.float64)
     return sums, None if g_pooled is None or taps is None else (g_pooled, taps)
 
 

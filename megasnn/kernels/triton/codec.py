@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasnn.kernels.triton.launch import launch
+from megasnn.kernels.triton.launch import launch, operator
 
 _BLOCK = 2048  # values of a program
 
@@ -29,6 +29,7 @@ def below_zero(x):
     return below
 
 
+@operator("x", "packed strange")
 @triton.jit
 def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
     """Sets `strange`, if given, where a value is neither 0 nor 1."""
@@ -42,6 +43,7 @@ def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
         tl.atomic_or(strange, tl.max(tl.max(odd.to(tl.int32), axis=1), axis=0))
 
 
+@operator("packed", "out")
 @triton.jit
 def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
     """Bit by bit into rows of `columns` values; row r begins at `r stride` of `out`."""
@@ -55,6 +57,7 @@ def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
     tl.store(target, value.to(out.dtype.element_ty), mask=place < size)
 
 
+@operator("x", "packed strange")
 @triton.jit
 def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
     """Sets `strange`, if given, where a value is none of 0, 1 ... 255."""

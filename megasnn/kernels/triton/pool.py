@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.steps import norm_backward, of_channel
 
 
@@ -70,6 +71,7 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, D: tl.co
     return total
 
 
+@operator("x norm", "winners taps")
 @triton.jit
 def winners_kernel(x, norm, winners, taps, size, in_size, blocks, channels, height, width,
                    D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
@@ -83,6 +85,7 @@ def winners_kernel(x, norm, winners, taps, size, in_size, blocks, channels, heig
     tl.store(taps + step * size + place, tap.to(tl.uint8), mask=inside)
 
 
+@operator("x g_pooled taps norm", "g_x")
 @triton.jit
 def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, channels, height, width,
                            BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

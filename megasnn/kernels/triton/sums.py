@@ -2,8 +2,8 @@
 
 Memory `[..., C]` is cut into rows of k C values, a multiple of the columns of a tile, so that threads are idle only at
 the very end, whatever C is. A program adds up some tiles of one block of columns; its sums are a row of
-`[programs, k C]`, which is `[programs k, C]` as well. They are folded in double precision, in an order that depends on
-nothing but sizes.
+`[programs, k C]`, which is `[programs k, C]` as well, in the type that is computed in. They are folded in double
+precision, in an order that depends on nothing but sizes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charging_factor, factor_backward, reset, step_backward
 from megasnn.kernels.triton.steps import first_potential, of_channel, recomputed
 
 
+@operator("x", "partial")
 @triton.jit
 def statistics_kernel(x, partial, size, row, programs, tiles,
                       D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [3, programs, row]`: the number of values, their mean, their squared deviations from it.
+    """`partial [2, programs, row]`: the mean of the values, and their squared deviations from it.
 
     Deviations are taken from the mean of the first tile: that is near enough, since it is part of what is summed.
     """
@@ -29,57 +31,68 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
     x += start
     left = size - start
     place = tl.arange(0, ROWS)[:, None] * row + column[None, :]
+    n = tl.maximum(summed_by(program, column, size, row, tiles * ROWS), 1).to(tl.float64)
     inside = place < left
     count = tl.maximum(tl.sum(inside.to(D), axis=0), 1)
     pivot = tl.sum(tl.load(x + place, mask=inside, other=0).to(D), axis=0) / count
-    number, total, squares = tl.zeros(place.shape, D), tl.zeros(place.shape, D), tl.zeros(place.shape, D)
+    total, squares = tl.zeros(place.shape, D), tl.zeros(place.shape, D)
     for _ in range(tiles):
         inside = place < left
         deviation = tl.load(x + place, mask=inside, other=0).to(D) - pivot[None, :]
         deviation = tl.where(inside, deviation, 0)
-        number += inside.to(D)
         total += deviation
         squares += deviation * deviation
         x += ROWS * row
         left -= ROWS * row
-    n = tl.sum(number.to(tl.float64), axis=0)
     s = tl.sum(total.to(tl.float64), axis=0)
     squared = tl.sum(squares.to(tl.float64), axis=0)
-    least = tl.maximum(n, 1)
     out = partial + program * row + column
-    tl.store(out, n)
-    tl.store(out + tl.cast(programs, tl.int64) * row, pivot.to(tl.float64) + s / least)
-    tl.store(out + 2 * tl.cast(programs, tl.int64) * row, squared - s * s / least)
+    tl.store(out, (pivot.to(tl.float64) + s / n).to(D))
+    tl.store(out + tl.cast(programs, tl.int64) * row, (squared - s * s / n).to(D))
 
 
 @triton.jit
-def fold_statistics_kernel(partial, out, rows, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """`partial [3, rows, C]` -> `out [2, C]`: mean and biased variance."""
+def summed_by(program, column, size, row, rows):
+    """How many values of its columns a program sums: those before `size` in its `rows` rows of `row` values."""
+    there = (size - column + row - 1) // row - program * rows
+    return tl.minimum(tl.maximum(there, 0), rows)
+
+
+@operator("partial", "out")
+@triton.jit
+def fold_statistics_kernel(partial, out, rows, channels, size, row, summed,
+                           ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """`partial [2, rows, C]` of `statistics_kernel` -> `out [2, C]`: mean and biased variance.
+
+    Args:
+        summed: how many rows of `row` values a program has summed.
+    """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.zeros([ROWS, COLUMNS], tl.float64)
     weighted = tl.zeros([ROWS, COLUMNS], tl.float64)
     step = tl.cast(rows, tl.int64) * channels
+    parts = row // channels  # of a program: as often is each channel in its row
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        place = row[:, None] * channels + channel[None, :]
-        inside = (row[:, None] < rows) & (channel[None, :] < channels)
-        n = tl.load(partial + place, mask=inside, other=0)
-        count += n
-        weighted += n * tl.load(partial + step + place, mask=inside, other=0)
-    n_all = tl.maximum(tl.sum(count, axis=0), 1)
+        part = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        place = part * channels + channel[None, :]
+        inside = (part < rows) & (channel[None, :] < channels)
+        n = summed_by(part // parts, part % parts * channels + channel[None, :], size, row, summed)
+        weighted += n.to(tl.float64) * tl.load(partial + place, mask=inside, other=0).to(tl.float64)
+    n_all = tl.maximum(tl.cast(size, tl.int64) // channels, 1).to(tl.float64)
     mean = tl.sum(weighted, axis=0) / n_all
     squares = tl.zeros([ROWS, COLUMNS], tl.float64)
     for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)
-        place = row[:, None] * channels + channel[None, :]
-        inside = (row[:, None] < rows) & (channel[None, :] < channels)
-        n = tl.load(partial + place, mask=inside, other=0)
-        away = tl.load(partial + step + place, mask=inside, other=0) - mean[None, :]
-        squares += tl.load(partial + 2 * step + place, mask=inside, other=0) + n * away * away
+        part = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        place = part * channels + channel[None, :]
+        inside = (part < rows) & (channel[None, :] < channels)
+        n = summed_by(part // parts, part % parts * channels + channel[None, :], size, row, summed)
+        n = tl.where(inside, n, 0).to(tl.float64)
+        away = tl.load(partial + place, mask=inside, other=0).to(tl.float64) - mean[None, :]
+        squares += tl.load(partial + step + place, mask=inside, other=0).to(tl.float64) + n * away * away
     tl.store(out + channel, mean, mask=channel < channels)
     tl.store(out + channels + channel, tl.sum(squares, axis=0) / n_all, mask=channel < channels)
 
 
+@operator("mean variance weight bias sums", "out")
 @triton.jit
 def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels,
                         EPS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -112,6 +125,7 @@ def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels
         tl.store(out + 4 * channels + channel, (gx * inverse * inverse).to(number), mask=inside)
 
 
+@operator("x g_spikes norm q", "g_y partial")
 @triton.jit
 def backward_sums_kernel(x, g_spikes, norm, q, g_y, partial, size, channels, row, programs, tiles,
                          T: tl.constexpr, REPEATED: tl.constexpr, LEARN: tl.constexpr,
@@ -161,7 +175,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_y, partial, size, channels, row
         place += ROWS * row
     out = partial + program.to(tl.int64) * row + column
     step = tl.cast(programs, tl.int64) * row
-    tl.store(out, tl.sum(sum_g.to(tl.float64), axis=0))
-    tl.store(out + step, tl.sum(sum_gx.to(tl.float64), axis=0))
+    tl.store(out, tl.sum(sum_g.to(tl.float64), axis=0).to(D))
+    tl.store(out + step, tl.sum(sum_gx.to(tl.float64), axis=0).to(D))
     if LEARN:
-        tl.store(out + 2 * step, tl.sum(total.to(tl.float64), axis=0))
+        tl.store(out + 2 * step, tl.sum(total.to(tl.float64), axis=0).to(D))

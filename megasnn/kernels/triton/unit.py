@@ -9,11 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charge, charging_factor, factor_backward, fires, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
 from megasnn.kernels.triton.steps import fed, first_potential, norm_backward, of_channel, recomputed
 
 
+@operator("x norm v_first q", "spikes bits v_last")
 @triton.jit
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
@@ -51,6 +53,7 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
         tl.store(v_last + place, v, mask=inside)
 
 
+@operator("x g_spikes norm v_first g_last q", "g_x g_first totals")
 @triton.jit
 def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, size, channels,
                     T: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr, D: tl.constexpr,

@@ -1,0 +1,149 @@
+"""Checks of values that lie on a device: what they find is read with the loss of the step, not when they are made.
+
+A host that looked at every one of them would wait for a GPU each time. So inside `DeviceChecks.collecting` it goes on
+with values that may be wrong, and the step is void where something was found: it must not change anything that stays.
+Outside, a finding raises at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Words = Callable[[str], str]
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host goes on while a device computes, and would have to wait to see a value."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        text: a sentence. place: of the work in which it was found.
+        boundary: the tensor between stages that its format cannot hold, and which may be sent in another one; None
+            where nothing helps.
+    """
+
+    text: str
+    place: str
+    boundary: str | None
+
+
+class DeviceChecks:
+    """What the checks of a step find, on this rank.
+
+    Args:
+        device: where the step computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._place: Callable[[], str] = str
+        self._words: list[tuple[Words, str | None]] = []  # the outermost first
+        self._certain: list[Finding] = []
+        self._open: list[tuple[Tensor, Finding]] = []  # found, where the tensor is not 0
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Inside, nothing is raised; what was found before is forgotten."""
+        self._words, self._certain, self._open = [], [], []
+        token = _collecting.set(self)
+        try:
+            yield
+        finally:
+            _collecting.reset(token)
+
+    def count(self) -> Tensor:
+        """How much was found: float64 `[1]` on the device. Nothing waits for it."""
+        found = torch.full((1,), float(len(self._certain)), dtype=torch.float64, device=self._device)
+        if self._open:
+            found += self._flags().ne(0).sum()
+        return found
+
+    def findings(self) -> list[Finding]:
+        """What was found; waits for the device."""
+        flags = self._flags().tolist() if self._open else []
+        return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
+
+    def note(self, wrong: Tensor | bool, complaint: str) -> None:
+        """Keeps a finding, or of a tensor, what is one where the tensor is not 0."""
+        boundary = None
+        for words, its_boundary in reversed(self._words):
+            complaint, boundary = words(complaint), boundary or its_boundary
+        finding = Finding(complaint, self._place(), boundary)
+        if isinstance(wrong, Tensor):
+            self._open.append((wrong.reshape(1), finding))
+        elif wrong:
+            self._certain.append(finding)
+
+    @contextmanager
+    def at(self, place: Callable[[], str]) -> Iterator[None]:
+        """Inside, this is the place of what is found."""
+        before, self._place = self._place, place
+        try:
+            yield
+        finally:
+            self._place = before
+
+    @contextmanager
+    def explained(self, words: Words, boundary: str | None) -> Iterator[None]:
+        """See the function."""
+        self._words.append((words, boundary))
+        try:
+            yield
+        finally:
+            self._words.pop()
+
+    def _flags(self) -> Tensor:
+        return torch.cat([flag for flag, _ in self._open])
+
+
+_collecting: ContextVar[DeviceChecks | None] = ContextVar("DeviceChecks", default=None)
+
+
+def refuse(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None = None) -> None:
+    """Raises ValueError where something is wrong, or notes it for the end of the step.
+
+    Args:
+        wrong: a single value, not 0 or true where it is.
+        complaint: what is expected, without values: nobody waits for them on a device.
+        seen: with values, told where the host has them.
+    """
+    checks = _collecting.get()
+    if checks is not None and isinstance(wrong, Tensor) and runs_ahead(wrong.device):
+        checks.note(wrong, complaint)
+    elif wrong:
+        complaint = complaint if seen is None else f"{complaint}, {seen()}"
+        if checks is None:
+            raise ValueError(complaint)
+        checks.note(True, complaint)
+
+
+def at(place: Callable[[], str]) -> AbstractContextManager[None]:
+    """Inside, what is noted for the end of the step has this place."""
+    checks = _collecting.get()
+    return nullcontext() if checks is None else checks.at(place)
+
+
+@contextmanager
+def explained(words: Words, boundary: str | None = None) -> Iterator[None]:
+    """Inside, what is wrong is told in these words around it, whether it is raised or noted for the end of the step.
+
+    Args:
+        boundary: see Finding.
+    """
+    checks = _collecting.get()
+    try:
+        with nullcontext() if checks is None else checks.explained(words, boundary):
+            yield
+    except ValueError as error:
+        raise ValueError(words(str(error))) from error

@@ -1,0 +1,56 @@
+"""Where a nan or an infinity appeared first in a step, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import nn
+
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.non_finite import NonFinite, NonFiniteWatch, earliest, first_non_finite
+from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.executor import MicroBatchInput
+
+
+def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
+    """In which layer's output of the step before it was, otherwise in which gradient; the same on every rank.
+
+    Nothing that training keeps is touched. Collective over the world.
+    """
+    world = model.state.world.handle
+    chunk, found = _in_outputs(model, micro_batches) or (0, None)
+    where = earliest(found, chunk, world)
+    if where is not None:
+        return f"not finite in forward, first in {where}"
+    # Backward runs from the last chunk to the first.
+    chunk, found = _in_gradients(model) or (0, None)
+    where = earliest(found, -chunk, world)
+    return None if where is None else f"not finite in backward, first in the gradient of {where}; the step is skipped"
+
+
+def _in_outputs(model: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> tuple[int, NonFinite] | None:
+    """The chunk and the output in it that is this rank's first; runs the forward again."""
+    with ExitStack() as stack:
+        watches = [(c, stack.enter_context(NonFiniteWatch(_leaves(chunk)))) for c, chunk in model.chunks.items()]
+        model.run_again(micro_batches)
+    return next(((chunk, watch.found) for chunk, watch in watches if watch.found is not None), None)
+
+
+def _in_gradients(model: DistributedModel) -> tuple[int, NonFinite] | None:
+    """The chunk and the gradient in it that is this rank's first, in the order of backward."""
+    for index, chunk in reversed(model.chunks.items()):
+        tensors = reversed(chunk.sharded_tensors())
+        found = first_non_finite((e.name, e.tensor.grad) for e in tensors if e.tensor.grad is not None)
+        if found is not None:
+            return index, found
+    return None
+
+
+def _leaves(chunk: PipelineChunk) -> list[tuple[str, nn.Module]]:
+    """(global name, module) below a chunk, innermost first: the order in which outputs appear."""
+    return [
+        (path, module)
+        for name, layer in chunk.named_layers()
+        for path, module in sorted(layer.named_modules(prefix=name), key=lambda pair: -pair[0].count("."))
+    ]

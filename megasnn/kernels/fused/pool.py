@@ -1,0 +1,198 @@
+"""The loops of norm, max pooling (3, stride 2, padding 1) and neuron: spikes, gradients.
+
+Rows are split into even and odd columns first. Output column w then takes odd[w - 1], even[w] and odd[w] of each of
+three lines: three long contiguous loops a line, also when there are few channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megasnn.kernels.fused.row import backward_through_time, charge_again, fire
+from megasnn.kernels.fused.unit import fold
+from megasnn.kernels.jit import kernel, part
+
+
+@part
+def scale_and_shift(x, scale, shift, y):
+    for j in range(x.size):
+        y[j] = x[j] * scale[j] + shift[j]
+
+
+@part
+def split_columns(line, even, odd):
+    """`line [W, C]` -> `even [Wo, C]` (columns 0, 2, ...) and `odd [Wo, C]` (columns 1, 3, ...)."""
+    for k in range((line.shape[0] + 1) // 2):
+        for c in range(line.shape[1]):
+            even[k, c] = line[2 * k, c]
+    for k in range(line.shape[0] // 2):
+        for c in range(line.shape[1]):
+            odd[k, c] = line[2 * k + 1, c]
+
+
+@part
+def add_columns(even, odd, line):
+    """The reverse of `split_columns`, added to what `line` holds."""
+    for k in range((line.shape[0] + 1) // 2):
+        for c in range(line.shape[1]):
+            line[2 * k, c] += even[k, c]
+    for k in range(line.shape[0] // 2):
+        for c in range(line.shape[1]):
+            line[2 * k + 1, c] += odd[k, c]
+
+
+@part
+def take_larger(values, best):
+    for j in range(values.size):
+        best[j] = values[j] if values[j] > best[j] or values[j] != values[j] else best[j]
+
+
+@part
+def pool_row(image, row, scale, shift, columns, y):
+    """`y [Wo * C]`: one row of the maxima of the normalised `image [H, W, C]` over 3x3 windows at stride 2.
+
+    `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
+    """
+    height, width, channels = image.shape
+    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    odd_size = (width // 2) * channels
+    y[:] = -np.inf
+    for line in range(max(2 * row - 1, 0), min(2 * row + 2, height)):
+        split_columns(image[line], columns[0], columns[1])
+        scale_and_shift(even, scale, shift, even)
+        scale_and_shift(odd[:odd_size], scale, shift, odd)
+        take_larger(odd[: y.size - channels], y[channels:])
+        take_larger(even, y)
+        take_larger(odd[:odd_size], y)
+
+
+@part
+def contest(x, number, wins_ties, scale, shift, winner, tap):
+    """Replaces winners, and the number of their place in the window, where `x` has the larger normalised value."""
+    number = np.int32(number)
+    if wins_ties:
+        for j in range(x.size):
+            wins = x[j] * scale[j] + shift[j] >= winner[j] * scale[j] + shift[j]
+            winner[j] = x[j] if wins else winner[j]
+            tap[j] = number if wins else tap[j]
+    else:
+        for j in range(x.size):
+            wins = x[j] * scale[j] + shift[j] > winner[j] * scale[j] + shift[j]
+            winner[j] = x[j] if wins else winner[j]
+            tap[j] = number if wins else tap[j]
+
+
+@part
+def pool_row_winners(image, row, scale, shift, columns, winner, tap):
+    """Input value and place (0 to 8) of each maximum of `pool_row`; the first of equal ones, as in PyTorch.
+
+    Begins in the centre, which is always inside the image; then whatever precedes all places seen wins ties.
+    """
+    height, width, channels = image.shape
+    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    odd_size = (width // 2) * channels
+    for offset in (0, -1, 1):
+        line = 2 * row + offset
+        if line < 0 or line >= height:
+            continue
+        split_columns(image[line], columns[0], columns[1])
+        first = 3 * (offset + 1)
+        before, after = odd[: winner.size - channels], odd[:odd_size]
+        if offset == 0:
+            winner[:] = even
+            tap[:] = 4
+            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
+            contest(after, first + 2, False, scale, shift, winner, tap)
+            continue
+        # The line above precedes all that has been seen: from right to left, each place wins ties with those before.
+        # The line below follows: from left to right, none does.
+        if offset < 0:
+            contest(after, first + 2, True, scale, shift, winner, tap)
+            contest(even, first + 1, True, scale, shift, winner, tap)
+            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
+        else:
+            contest(before, first, False, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
+            contest(even, first + 1, False, scale, shift, winner, tap)
+            contest(after, first + 2, False, scale, shift, winner, tap)
+
+
+@part
+def route(g, tap, number, target):
+    zero = g[0] * 0
+    for j in range(target.size):
+        target[j] = g[j] if tap[j] == number else zero
+
+
+@part
+def route_more(g, tap, number, target):
+    zero = g[0] * 0
+    for j in range(g.size):
+        target[j] += g[j] if tap[j] == number else zero
+
+
+@part
+def pool_row_backward(g, tap, row, columns, g_image):
+    """Adds the gradients `g [Wo * C]` of one output row to the inputs that won.
+
+    Rows go in ascending order; an input row that is reached for the first time is cleared first.
+    """
+    height, width, channels = g_image.shape
+    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    for line in range(max(2 * row - 1, 0), min(2 * row + 2, height)):
+        if line >= 2 * row:
+            g_image[line, :, :] = 0
+        first = np.int32(3 * (line - 2 * row + 1))
+        route(g, tap, first + 1, even)
+        route(g, tap, first + 2, odd)
+        route_more(g[channels:], tap[channels:], first, odd)
+        add_columns(columns[0], columns[1], g_image[line])
+
+
+@kernel
+def fire_pooled(x, scale, shift, spikes, p, first, last):
+    """`x [X, N, H, W, C]`, `spikes [T, N * Ho * Wo * C]`, `scale, shift [Wo * C]`.
+
+    A unit of work is one output row of one sample.
+    """
+    steps, width, rows = spikes.shape[0], scale.size, (x.shape[2] + 1) // 2
+    v, y = np.empty(width, x.dtype), np.empty(width, x.dtype)
+    columns = np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
+    for unit in range(first, last):
+        sample, row = unit // rows, unit % rows
+        v[:] = p.rest
+        for t in range(steps):
+            if t < x.shape[0]:
+                pool_row(x[t, sample], row, scale, shift, columns, y)
+            fire(y, None, v, spikes[t, unit * width : (unit + 1) * width], p)
+
+
+@kernel
+def pooled_backward(x, g_spikes, scale, shift, mean, g_y, sums, p, first, last):
+    """As `unit.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`.
+
+    A unit of work is one sample, because the windows of neighbouring output rows share inputs.
+    """
+    steps, width, rows = g_spikes.shape[0], scale.size, (x.shape[2] + 1) // 2
+    inputs, channels = x.shape[0], x.shape[4]
+    h, g_pooled = np.empty((steps, width), x.dtype), np.empty((inputs, width), x.dtype)
+    winner, tap = np.empty((inputs, width), x.dtype), np.empty((inputs, width), np.int32)
+    v, scratch, g_v = np.empty(width, x.dtype), np.empty(width, x.dtype), np.empty(width, x.dtype)
+    rest = np.full(width, p.rest)
+    columns = np.empty((2, width // channels, channels), x.dtype)
+    wide = np.empty((3, width), x.dtype)
+    for sample in range(first, last):
+        wide[:] = 0
+        for row in range(rows):
+            v[:] = p.rest
+            g_v[:] = p.zero
+            for t in range(steps):
+                if t < inputs:
+                    pool_row_winners(x[t, sample], row, scale, shift, columns, winner[t], tap[t])
+                charge_again(winner[min(t, inputs - 1)], (scale, shift), v, h[t], p)
+            low = (sample * rows + row) * width
+            norm = (winner, mean, wide[0], wide[1])
+            backward_through_time(h, rest, g_spikes, low, g_v, g_pooled, 0, width, norm, scratch, v, wide[2], p)
+            for t in range(inputs):
+                pool_row_backward(g_pooled[t], tap[t], row, columns, g_y[t, sample])
+        for k in range(3):
+            fold(wide[k], channels, sums[sample, k])

@@ -1,0 +1,81 @@
+"""Between a step's first action and the reading of its loss the host never waits, and then it reads once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.host_waits import MODEL_FLAGS, host_waits, waits_of_a_step
+
+THE_READING = ["megasnn/engine/distributed_model.py, _read: tolist"]
+OF_THE_LOG = ["megasnn/telemetry/spikes.py, _merge_over_tensor: tolist"]
+PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
+
+
+@pytest.mark.parametrize(
+    ("ranks_wanted", "flags"),
+    [
+        (1, ""),
+        (1, "--loss mse --optimizer lamb"),
+        (1, "--bptt-steps 1"),
+        (2, f"{PIPELINE} 1f1b"),
+        (2, f"{PIPELINE} zbv"),
+        (2, "--tensor-model-parallel-size 2"),
+        (2, ""),
+    ],
+    ids=["one-rank", "mse-and-lamb", "windows", "1f1b", "zbv", "tensor", "data"],
+)
+@pytest.mark.parametrize("model", MODEL_FLAGS)
+def test_a_step_is_read_once(ranks, model: str, ranks_wanted: int, flags: str) -> None:
+    for in_step, in_log in ranks(ranks_wanted, waits_of_a_step, model, flags):
+        assert in_step == THE_READING
+        assert in_log == OF_THE_LOG
+
+
+WAITING = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool((x == 0).all()),
+    "float": lambda x: float(x[0]),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "chosen by a mask": lambda x: x[x > 0],
+    "set by a mask": lambda x: x.clone().__setitem__(x > 0, torch.ones(3)),
+    "unique": lambda x: x.unique(),
+    "repeated": lambda x: x.repeat_interleave(x.long()),
+    "equal": lambda x: torch.equal(x, x),
+    "from a list": lambda x: x.new_tensor([1.0]),
+    "from a list, to a device": lambda x: torch.tensor([1.0], device=x.device),
+    "synchronised": lambda x: torch.cuda.synchronize(),
+}
+GOING_ON = {
+    "arithmetic": lambda x: (x * 2 + 1).sum() / 3,
+    "a part": lambda x: x[1:3],
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "places": lambda x: x[torch.tensor([0, 1])],
+    "host to device": lambda x: torch.tensor([1.0]).to(x.device),
+}
+
+
+@pytest.mark.parametrize("what", WAITING)
+def test_what_waits_is_listed(what: str) -> None:
+    x = torch.arange(4.0)
+    with host_waits() as found:
+        WAITING[what](x)
+    assert len(found) >= 1, "not seen"
+
+
+@pytest.mark.parametrize("what", GOING_ON)
+def test_what_does_not_wait_is_not_listed(what: str) -> None:
+    x = torch.arange(4.0)
+    with host_waits() as found:
+        GOING_ON[what](x)
+    assert found == []
+
+
+def test_tensors_of_the_host_are_not_listed() -> None:
+    steps = torch.zeros(())
+    with host_waits(lambda: {steps.untyped_storage().data_ptr()}) as found:
+        steps.item()
+    assert found == []

@@ -1,0 +1,191 @@
+"""A step as a GPU would compute it, on tensors without values: what is started, how many bytes it moves, what waits.
+
+Tensors say that they are on the CPU, because torch built without CUDA cannot differentiate others, and wherever the
+code asks for the device it is answered as on a GPU. Nothing is computed, so that models may have any size.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megasnn.kernels.unit import norm_pool_neuron
+from megasnn.layers.cast_weights import _cast
+from megasnn.layers.unit import ConvNormNeuron
+
+OUTSIDE = "outside of units"
+_STARTS_NOTHING = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty", "_reshape_alias", "resize_")
+_ONLY_WRITES = ("copy_", "zero_", "fill_")
+_WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
+_ON_GPU = {
+    "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
+    "megasnn.kernels.triton.available._unusable": lambda device: None,
+    "megasnn.device_checks.runs_ahead": lambda device: True,
+    "megasnn.kernels.codec.usable_on": lambda device: True,
+    "megasnn.kernels.philox.usable_on": lambda device: True,
+    "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
+    "megasnn.layers.attention.on_gpu": lambda values: True,
+    "megasnn.layers.cast_weights.on_gpu": lambda values: True,
+    "megasnn.kernels.norm_neuron.on_gpu": lambda values: True,
+    "megasnn.kernels.codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
+        tuple(shape), tuple(strides), dtype=dtype, device=device
+    ),
+}
+
+
+@dataclass
+class Work:
+    """
+    Attributes:
+        launches: operators that start something, by name.
+        moved: bytes that each of them reads and writes, by name.
+    """
+
+    launches: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def count(self) -> int:
+        return sum(self.launches.values())
+
+    def bytes_of(self, among: Callable[[str], bool]) -> int:
+        return sum(moved for name, moved in self.moved.items() if among(name))
+
+
+@dataclass
+class Counted:
+    """
+    Attributes:
+        forward, backward: what was started for each unit, by its name; the rest is in OUTSIDE.
+        neurons: neurons and time steps of each unit. values: what its norm has normalised.
+        waits: where the host would have waited, as "file:line operator".
+    """
+
+    forward: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    backward: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    neurons: dict[str, int] = field(default_factory=dict)
+    values: dict[str, int] = field(default_factory=dict)
+    waits: list[str] = field(default_factory=list)
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, counted: Counted) -> None:
+        super().__init__()
+        self.counted, self.unit, self.backward = counted, OUTSIDE, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _WAITS:
+            self.counted.waits.append(f"{_caller()} {name}")
+        if name == "_local_scalar_dense":
+            return 0.0 if args[0].is_floating_point() else 0
+        result = func(*args, **(kwargs or {}))
+        if (
+            func.namespace != "prim"
+            and not func.is_view
+            and name not in _STARTS_NOTHING
+            and not name.startswith("empty")
+        ):
+            work = (self.counted.backward if self.backward else self.counted.forward)[self.unit]
+            work.launches[name] += 1
+            work.moved[name] += _moved(func, args, kwargs or {}, result)
+        return result
+
+
+def _moved(func: Any, args: Any, options: Any, result: Any) -> int:
+    """Bytes that an operator must read and write at least; what a tensor repeats (stride 0) counts once."""
+    is_ours, name = func.namespace == "megasnn", func.overloadpacket.__name__
+    total, changed = 0, set[int]()
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else options.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in (each for each in tree_leaves(value) if isinstance(each, Tensor)):
+            # A convolution's backward takes shapes of tensors that it does not read: it reads two and writes one.
+            # New tensors in the manner of another one do not read that.
+            if name.startswith("new_") or name.endswith("_like"):
+                continue
+            if name == "convolution_backward" and tensor is (args[2] if args[-1][1] else args[1]):
+                continue
+            total += _size(tensor) * (1 if not is_written or is_ours or name in _ONLY_WRITES else 2)
+            if is_written:
+                changed.add(id(tensor))
+    return total + sum(_size(e) for e in tree_leaves(result) if isinstance(e, Tensor) and id(e) not in changed)
+
+
+def _size(tensor: Tensor) -> int:
+    different = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+    return torch.Size(different).numel() * tensor.itemsize if tensor.numel() else 0
+
+
+def _caller() -> str:
+    """The place in the package that asked."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/megasnn/" in frame.filename:
+            return f"{frame.filename.split('/megasnn/')[-1]}:{frame.lineno}"
+    return "elsewhere"
+
+
+@contextmanager
+def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted]:
+    """Inside, new tensors have no values and what a GPU would be given is counted.
+
+    Args:
+        names: of the units to count by themselves.
+    """
+    counted = Counted()
+    counting = _Counting(counted)
+    forward, differentiate = ConvNormNeuron.forward, torch.autograd.backward
+
+    def at(unit: str, backward: bool) -> Callable[[Any], None]:
+        def mark(gradients: Any) -> None:
+            counting.unit, counting.backward = unit, backward
+
+        return mark
+
+    def marked(unit: ConvNormNeuron, x: Tensor) -> Tensor:
+        name = (names or {}).get(unit, OUTSIDE)
+        counting.unit, counting.backward = name, False
+        if x.requires_grad:
+            x.register_hook(at(OUTSIDE, True))
+        y = forward(unit, x)
+        y.grad_fn.register_prehook(at(name, True))  # behind the hooks of y, which may be another unit's input
+        counted.neurons[name] = y.numel()
+        counting.unit = OUTSIDE
+        return y
+
+    def backward(*args: Any) -> None:
+        differentiate(*args)
+        counting.unit = OUTSIDE
+
+    def cast(*args: Any) -> Tensor:
+        """Once a step, for whichever unit is the first."""
+        unit, counting.unit = counting.unit, OUTSIDE
+        weight = _cast(*args)
+        counting.unit = unit
+        return weight
+
+    def normalised(x: Tensor, *args: Any, **options: Any) -> Any:
+        counted.values[counting.unit] = x.numel()
+        return norm_pool_neuron(x, *args, **options)
+
+    with ExitStack() as stack:
+        for target, replacement in _ON_GPU.items():
+            stack.enter_context(mock.patch(target, replacement))
+        stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
+        stack.enter_context(mock.patch("torch.autograd.backward", backward))
+        stack.enter_context(mock.patch("megasnn.layers.cast_weights._cast", cast))
+        stack.enter_context(mock.patch("megasnn.layers.unit.norm_pool_neuron", normalised))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(counting)
+        yield counted

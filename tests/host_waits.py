@@ -1,0 +1,174 @@
+"""What would make the host wait for a GPU: found on the CPU, by watching what is done with tensors.
+
+`python -m tests.host_waits` prints what waits in a step of both models, on one rank and in a pipeline of two, and when
+a log line is written.
+
+The compiled loops of the CPU are put aside, so that the operations are those of a device. Tensors that a GPU's step
+keeps on the host, as the numbers of steps that torch's optimizers count, are named by `host`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megasnn import device_checks
+from megasnn.config import parse
+from megasnn.config.training import Length
+from megasnn.engine import Engine
+from megasnn.kernels import codec, philox
+from megasnn.models.model import run_config
+from megasnn.models.table import MODELS
+from megasnn.training.watch import Watch
+
+PACKAGE = str(Path(__file__).parent.parent / "megasnn")
+READS = {  # operations whose result the host has to know, be it only its size
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+}
+COPIES = {"tolist", "numpy", "cpu", "__array__"}  # to the host; not seen as operations of tensors on the CPU
+FROM_VALUES = {"new_tensor", "tensor", "as_tensor"}  # to a device, from the host's memory that is not pinned
+BETWEEN_HOSTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
+MODEL_FLAGS = {
+    "spikformer": "--image-size 8 --in-channels 1 --num-classes 10 --patch-size 4 --embed-dim 32 --depth 2 "
+    "--num-heads 4 --time-steps 2 --mlp-ratio 2",
+    "vgg_dvs": "--channels 4,P,8,8,P --image-size 16 --time-steps 3 --num-classes 10 --dropout 0.4",
+}
+TRAINING_FLAGS = "--micro-batch-size 2 --global-batch-size 8 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9"
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, found: list[str], host: Callable[[], set[int]]) -> None:
+        super().__init__()
+        self._found, self._host = found, host
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, options = function.overloadpacket.__name__, kwargs or {}
+        if _reads(name, args, options) and not _is_of_host(args, self._host()):
+            self._found.append(f"{_place()}: {name}")
+        return function(*args, **options)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, found: list[str], host: Callable[[], set[int]]) -> None:
+        super().__init__()
+        self._found, self._host = found, host
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name, options = getattr(function, "__name__", ""), kwargs or {}
+        copies = name in COPIES and not _is_of_host(args, self._host())
+        pageable = name == "new_tensor" or name in FROM_VALUES and options.get("device") is not None
+        if copies or pageable:
+            self._found.append(f"{_place()}: {name}")
+        return function(*args, **options)
+
+
+def _reads(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+    if name == "repeat_interleave":
+        return options.get("output_size") is None
+    return name in READS
+
+
+def _is_of_host(args: Sequence[Any], host: set[int]) -> bool:
+    """Whether a tensor is the host's: one of `host`, or of those that hosts tell each other."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in BETWEEN_HOSTS:
+            return True
+        frame = frame.f_back
+    return bool(args) and isinstance(args[0], Tensor) and args[0].untyped_storage().data_ptr() in host
+
+
+def _place() -> str:
+    """The innermost function of the package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    if frame is None:
+        return "outside of the package"
+    file = Path(frame.f_code.co_filename).relative_to(Path(PACKAGE).parent)
+    return f"{file}, {frame.f_code.co_name}"
+
+
+@contextmanager
+def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
+    """Inside, the list gets a line for each time that the host would wait for a GPU: where, and for what.
+
+    Args:
+        host: the addresses of tensors that are the host's.
+    """
+    found: list[str] = []
+    with ExitStack() as stack:
+        for module in (codec, philox):
+            stack.enter_context(mock.patch.object(module, "_loops", lambda: None))
+        stack.enter_context(mock.patch.object(device_checks, "runs_ahead", lambda device: True))
+        stack.enter_context(mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{_place()}: synchronize")))
+        stack.enter_context(_Operations(found, host))
+        stack.enter_context(_Functions(found, host))
+        yield found
+
+
+def waits_of_a_step(model: str, flags: str = "") -> tuple[list[str], list[str]]:
+    """Of the second step of a model, on this rank, and of what is measured for its log line.
+
+    In the first step, hosts tell each other what boundaries carry.
+    """
+    given = f"{MODEL_FLAGS[model]} {TRAINING_FLAGS} --neuron-backend torch {flags}".split()
+    config = parse(run_config(MODELS[model]), given)
+    size = config.training.global_batch_size
+    with Engine(config, length=Length(config.training.iterations or 0)) as engine:
+        watch = Watch(engine.distributed, engine.state, engine.steps.timers)
+        random = torch.Generator().manual_seed(0)
+        images = torch.rand(size, *config.model.input_shape, generator=random)
+        labels = torch.arange(size) % config.model.num_classes
+        first, second = (engine.batches.share(images, labels, size, start) for start in (0, size))
+        engine.train_on(first)
+
+        def host() -> set[int]:
+            states = engine.steps.optimizer.state.values()
+            return {state["step"].untyped_storage().data_ptr() for state in states if "step" in state}
+
+        watch.spikes.enabled = watch.rasters.enabled = True
+        with host_waits(host) as in_step:
+            result = engine.train_on(second)
+        assert math.isfinite(result.loss) and not result.skipped
+        with host_waits() as in_log:
+            watch.since_last(2)
+    return in_step, in_log
+
+
+def main() -> None:
+    from tests.rank_pool import RankPool
+
+    pool = RankPool()
+    for model in MODEL_FLAGS:
+        for ranks in (1, 2):
+            flags = "" if ranks == 1 else "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b"
+            for rank, found in enumerate(pool.run(ranks, waits_of_a_step, model, flags)):
+                for title, lines in zip(("a step", "its log line"), found, strict=True):
+                    print(f"{model}, rank {rank} of {ranks}, {title} of 4 micro-batches: {len(lines)} waits")
+                    for line, count in sorted(Counter(lines).items()):
+                        print(f"  {count:3d}  {line}")
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()

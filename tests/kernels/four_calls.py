@@ -1,0 +1,49 @@
+"""What holds of the four calls of every backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megasnn.kernels import BACKENDS, NeuronSpec
+from megasnn.kernels.codec import pack_bits
+from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import channels_last as in_order
+from megasnn.kernels.unit import norm_pool_neuron
+from tests.kernels.models import assert_close, channels_last, plif_weight
+
+
+def two_ranks_equal_one(backend: str) -> None:
+    """Between the calls, two that share the samples exchange statistics and sums: together they are one."""
+    calls = BACKENDS[backend].unit_calls()
+    unit = Unit(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
+    x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(unit.spec)
+    assert w is not None
+    g = channels_last(3, 3, 6, 3, 2, seed=5)
+    weight, bias = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
+    parts = [(in_order(x[:, part]), in_order(g[:, part])) for part in (slice(1), slice(1, None))]
+    counts = [part.numel() // 6 for part, _ in parts]
+    found = [calls.statistics(part) for part, _ in parts]
+    mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
+    moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
+    norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
+    spikes = torch.cat([calls.fire(part, norm, w, unit)[0] for part, _ in parts], dim=1)
+    backwards = [calls.backward_sums(part, g_part, norm, w, unit, True) for part, g_part in parts]
+    sums: Tensor = sum(each for each, _ in backwards)
+    gradients = [
+        calls.input_gradient(part, g_part, norm, w, unit, sums, sum(counts), carried)
+        for (part, g_part), (_, carried) in zip(parts, backwards, strict=True)
+    ]
+    whole = x.requires_grad_()
+    expected, *_ = norm_pool_neuron(whole, weight, bias, spec=unit.spec, training=True, w=w, pool=True, backend="torch")
+    assert torch.equal(spikes, expected)
+    assert_close(torch.cat(gradients, dim=1), torch.autograd.grad(expected, whole, g)[0], 1e-9)
+
+
+def spikes_leave_packed_as_well(backend: str) -> None:
+    calls = BACKENDS[backend].unit_calls()
+    for channels, pool in ((16, False), (16, True), (3, False)):
+        x = channels_last(4, 1, channels, 5, 5) * 2
+        norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
+        spikes, bits = calls.fire(x, norm, None, Unit(NeuronSpec(), 1e-5, pool, 4), packed=True)
+        assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()

@@ -1,0 +1,62 @@
+"""Gradients of convolutions and pooling that take no memory for a tensor of which only the shape matters."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megasnn.kernels.convolution import Geometry, _transposed, input_gradient
+from megasnn.kernels.pooling import average_pool_gradient
+
+GEOMETRIES = [
+    (k, Geometry((stride, 1), (padding, 0), (dilation, dilation)))
+    for k, stride, padding, dilation in product((1, 3), (1, 2, 3), (0, 1), (1, 2))
+]
+
+
+class Called(TorchDispatchMode):
+    """Notes the operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def random(*shape: int) -> Tensor:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("k", "geometry"), GEOMETRIES)
+def test_a_gpus_input_gradient_is_that_of_torch(k: int, geometry: Geometry) -> None:
+    for space in (torch.Size((9, 8)), torch.Size((10, 7))):
+        x, weight = random(2, 4, *space).requires_grad_(), random(6, 4, k, k)
+        y = torch.conv2d(x, weight, None, geometry.stride, geometry.padding, geometry.dilation)
+        grad = random(*y.shape)
+        y.backward(grad)
+        torch.testing.assert_close(_transposed(grad, weight, geometry, space), x.grad, rtol=1e-12, atol=1e-12)
+        with Called() as called:
+            on_gpu = input_gradient(grad.to("meta"), weight.to("meta"), geometry, space)
+        assert on_gpu.shape == x.shape and not [name for name in called.names if "empty" in name]
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_the_gradient_of_pooling_stands_for_the_input(window: int) -> None:
+    space = torch.Size((8, 9))
+    x = random(2, 4, *space).requires_grad_()
+    y = torch.nn.functional.avg_pool2d(x, window)
+    grad = random(*y.shape)
+    y.backward(grad)
+    with Called() as called:
+        found = average_pool_gradient(grad, window, space)
+    assert called.names == ["aten.empty.memory_format", "aten.avg_pool2d_backward.grad_input"]
+    assert torch.equal(found, x.grad) and found.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,31 @@
+"""What a server imports and loads once for all processes that are forked from it (tests/forking.py).
+
+A rank that imports numba and loads the machine code of the kernels by itself is busy for a second with that.
+"""
+
+from __future__ import annotations
+
+import torch
+import tyro  # noqa: F401  (as flags are read)
+
+import megasnn.training  # noqa: F401
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.codec import pack_bits, unpack_bits
+from megasnn.kernels.fused import calls
+from megasnn.kernels.norm_neuron import Norm, Unit
+
+
+def _load_kernels(dtype: torch.dtype) -> None:
+    """Runs each kernel of training once. Without autograd, which beside a GPU has threads that survive no fork."""
+    for pool in (False, True):
+        x, of_channels = torch.ones(1, 1, 2, 2, 2, dtype=dtype), torch.ones(2, dtype=dtype)
+        x, unit = x.movedim(2, -1).contiguous().movedim(-1, 2), Unit(NeuronSpec(), 1e-5, pool, 1)
+        norm = Norm(*calls.statistics(x), of_channels, of_channels)
+        spikes, _ = calls.fire(x, norm, None, unit)
+        sums, carried = calls.backward_sums(x, spikes, norm, None, unit, False)
+        calls.input_gradient(x, spikes, norm, None, unit, sums, 4, carried)
+        unpack_bits(pack_bits(spikes), spikes.shape, dtype=dtype)
+
+
+for _dtype in (torch.float32, torch.float64):
+    _load_kernels(_dtype)

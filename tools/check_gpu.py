@@ -1,0 +1,81 @@
+"""Check MegaSNN on the GPUs of this machine: every kernel, a step of both models, SpikingJelly beside them.
+
+    python tools/check_gpu.py
+    python tools/check_gpu.py --parts kernels speeds
+
+Takes less than ten minutes on one GPU. Prints a table and one JSON line, which is also appended to --output. The exit
+status is 0 where all targets are met, 1 where one is missed or a part has failed, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":  # `python tools/check_gpu.py`, from any folder; ranks are started with the same path
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from megasnn.config.cli import command_line
+from megasnn.kernels.triton.available import refuses
+from megasnn.process.terminal import keep_going
+from tools.benchmark import gpu_kernels, gpu_models, gpu_ranks, gpu_step
+from tools.benchmark.gpu import NO_GPU, Figure, Part, Setting, check
+
+
+def _versions(setting: Setting) -> Iterator[Figure]:
+    """Of torch, CUDA and cuDNN as numbers; and whether the kernels can be used."""
+    for name, version in (("torch", torch.__version__), ("CUDA", torch.version.cuda or "0")):
+        yield Figure(name, float(".".join(version.split(".")[:2])), note=version)
+    yield Figure("cuDNN", torch.backends.cudnn.version() or 0)
+    if setting.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(setting.device)
+        yield Figure("GPUs", torch.cuda.device_count(), note=torch.cuda.get_device_name(setting.device))
+        yield Figure("compute capability", major + minor / 10, least=8.0)
+        why = refuses(torch.zeros(2, 2, device=setting.device))
+        yield Figure("kernels refused", why is not None, most=0, note=why or "")
+
+
+PARTS: dict[str, Part] = {
+    "versions": _versions,
+    "kernels": gpu_kernels.errors,
+    "speeds": gpu_kernels.speeds,
+    "step": gpu_step.waits_and_launches,
+    "memory": gpu_step.memory,
+    "spikingjelly": gpu_models.beside_spikingjelly,
+    "elsewhere": gpu_models.elsewhere,
+    "fp32": gpu_models.of_fp32,
+    "layouts": gpu_ranks.layouts,
+    "schedules": gpu_ranks.schedules,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Check MegaSNN on the GPUs of this machine."""
+
+    parts: tuple[str, ...] = tuple(PARTS)
+    """Which parts, in this order; layouts and schedules give figures with two GPUs or more."""
+    output: Path = Path("check_gpu.jsonl")
+    """File to append the JSON line to."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = command_line(Options, arguments, description=__doc__)
+    unknown = [name for name in options.parts if name not in PARTS]
+    if unknown:
+        print(f"--parts: {', '.join(unknown)} is none of {', '.join(PARTS)}", file=sys.stderr)
+        return NO_GPU
+    if not torch.cuda.is_available():
+        print("there is no GPU that torch can use, so nothing was checked", file=sys.stderr)
+        return NO_GPU
+    torch.cuda.set_device(0)
+    return check({name: PARTS[name] for name in options.parts}, Setting(torch.device("cuda", 0)), options.output)
+
+
+if __name__ == "__main__":
+    keep_going()
+    sys.exit(main())
