@@ -10,7 +10,9 @@ from megasnn.config.names import name_in
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
+from megasnn.schedule.refine import NEVER, RECOMPUTE
 
+RecomputeName = Annotated[str, name_in(RECOMPUTE)]
 ScheduleName = Annotated[str, name_in(SCHEDULES)]
 
 
@@ -33,6 +35,9 @@ class ParallelConfig:
     pipeline_memory_limit: float | None = None
     """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
     needs more is refused."""
+    recompute: RecomputeName = NEVER
+    """Which forwards are computed again for their backward, layer by layer: between the two, only each layer's input is
+    kept, spikes as bits. except-last: not those of a step's last micro-batch. No bit of the result changes."""
     strict_wire: bool = False
     """Stop where a value does not fit the packed format of its boundary; otherwise the step is done again and that
     tensor goes dense from then on."""

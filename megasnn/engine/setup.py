@@ -162,6 +162,7 @@ def plan_of(
         micro_batch_size=micro_batch_size,
         micro_batches=tuple(micro_batches),
         predicts=predicts,
+        recompute=parallel.recompute,
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasnn.again import once
 from megasnn.kernels.packed import remember_bits
 from megasnn.kernels.spec import NeuronSpec
 from megasnn.kernels.tensor_cores import on_gpu
@@ -118,7 +119,10 @@ class _NormPoolNeuron(torch.autograd.Function):
         calls: UnitCalls,
         packed: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        found = calls.statistics(x) if running is None else torch.stack([each.detach().double() for each in running])
+        if running is None:
+            found = once(lambda: calls.statistics(x))
+        else:
+            found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()
         spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
         ctx.set_materialize_grads(False)

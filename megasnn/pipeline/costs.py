@@ -26,6 +26,7 @@ class LayerCost:
         parameters: bytes of this rank's part of them.
         collectives, exchanged: calls between tensor parallel ranks, forward and backward, and the bytes that this rank
             hands to them.
+        found: bytes that are kept beside its input where the forward is computed again (megasnn/again.py).
     """
 
     forward: float
@@ -40,6 +41,7 @@ class LayerCost:
     parameters: int = 0
     collectives: int = 0
     exchanged: int = 0
+    found: int = 0
 
     @property
     def seconds(self) -> float:
@@ -67,6 +69,13 @@ class PipelineCosts:
         """What each chunk keeps of a micro-batch from forward to backward."""
         return [sum(self.layers[i].held for i in span) for span in bounds]
 
+    def entering_bytes(self, bounds: Sequence[range]) -> list[int]:
+        """What each chunk keeps of a micro-batch where its forward is computed again; images stay in the batch."""
+        return [
+            (self.layers[span.start - 1].message if span.start else 0) + sum(self.layers[i].found for i in span)
+            for span in bounds
+        ]
+
     def working_bytes(self, bounds: Sequence[range]) -> list[dict[Kind, int]]:
         """What each chunk's computations need at most, above what is there before them."""
         return [self._working_of(span) for span in bounds]
@@ -83,6 +92,7 @@ class PipelineCosts:
         inputs, weights = (max((self.layers[i].working[part] for i in span), default=0) for part in (1, 2))
         return {
             Kind.FORWARD: given + forward,
+            Kind.RECOMPUTE: given + forward,
             Kind.BACKWARD: given_back + max(inputs, weights),
             Kind.INPUT_GRADIENT: given_back + inputs,
             Kind.WEIGHT_GRADIENT: weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megasnn.again import Findings, first_forward
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.comm.statistics import statistics
 from megasnn.device_checks import DeviceChecks
@@ -92,7 +94,7 @@ class MeasuredLayer:
         self._layer = layer
         materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._held, self.processor_seconds = 0, 0.0
+        self._held, self._found, self.processor_seconds = 0, 0, 0.0
         self._output: Bundle | None = None
         self._learning: list[Key] = []
         self.clock = _Clock(device)
@@ -126,9 +128,12 @@ class MeasuredLayer:
 
     def count_held(self, inputs: Sequence[Bundle]) -> None:
         """What one forward keeps for backward, once."""
-        with _counting_saved(self._layer) as held:
+        findings: Findings = deque()
+        with _counting_saved(self._layer) as held, first_forward(findings):
             apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
         self._held = held[0]
+        parts = [part for each in findings for part in (each if isinstance(each, list) else [each])]
+        self._found = sum(part.nbytes for part in parts)
 
     def backward(self, gradients: Sequence[Tensor] | None = None) -> Sequence[Tensor] | None:
         """Of the oldest micro-batch, from the gradients of the output to those of the inputs; None at the beginning of
@@ -174,6 +179,7 @@ class MeasuredLayer:
             parameters=sum(each.nbytes for each in self._layer.parameters()),
             collectives=sum(calls for calls, _ in self.clock.traffic.values()),
             exchanged=sum(sent for _, sent in self.clock.traffic.values()),
+            found=self._found,
         )
         return _with_messages(cost, self._output, self._description, wires)
 

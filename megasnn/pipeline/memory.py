@@ -46,9 +46,10 @@ def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts
         bounds: the layers of each chunk.
     """
     held, working = costs.held_bytes(bounds), costs.working_bytes(bounds)
+    entering = costs.entering_bytes(bounds)
     peaks = []
     for rank, actions in enumerate(schedule.actions):
-        before = [0, *map(round, activations_held(schedule, rank, held))]
+        before = [0, *map(round, activations_held(schedule, rank, held, entering))]
         needed = [working[action.chunk].get(action.kind, 0) for action in actions]
         most = max(zip(before, needed, strict=False), key=sum, default=(0, 0))
         peaks.append(StepPeak(*most, _messages(schedule, rank, bounds, costs)))
@@ -145,4 +146,5 @@ def _for_samples(cost: LayerCost, factor: float) -> LayerCost:
         parameters=cost.parameters,
         collectives=cost.collectives,
         exchanged=round(factor * cost.exchanged),
+        found=round(factor * cost.found),
     )

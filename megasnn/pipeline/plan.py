@@ -14,10 +14,11 @@ from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import placed_bounds
+from megasnn.schedule.refine import NEVER
 
 _NAMED_SHOWN = 3  # of the named schedules, the fastest ones
 
@@ -34,6 +35,7 @@ class PipelineRequest:
         micro_batch_size: samples in each micro-batch.
         micro_batches: the numbers of them that replicas have in a step, the largest first.
         predicts: whether costs are wanted even where the plan would not need any.
+        recompute: a name in `RECOMPUTE`.
     """
 
     schedule: str
@@ -43,6 +45,7 @@ class PipelineRequest:
     micro_batch_size: int
     micro_batches: tuple[int, ...]
     predicts: bool = False
+    recompute: str = NEVER
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class PipelinePlan:
     micro_batches: int
     costs: PipelineCosts | None = None
     named: tuple[Forecast, ...] = ()
+
+    @property
+    def executed_bounds(self) -> list[range]:
+        """The layers of each unit, which is what a schedule that is executed calls a chunk."""
+        return self.schedules.unit_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
         """What a step of so many micro-batches should take, in seconds; None without costs."""
@@ -83,7 +91,7 @@ class PipelinePlan:
         """
         if self.costs is None:
             raise ValueError("the memory of layers was not measured")
-        peaks = step_peaks(self.schedules.training(micro_batches), self.bounds, self.costs)
+        peaks = step_peaks(self.schedules.training(micro_batches), self.executed_bounds, self.costs)
         return [peak.kept + peak.working for peak in peaks]
 
     def describe(self, asked: str) -> list[str]:
@@ -106,7 +114,7 @@ class PipelinePlan:
 
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
-        return self.costs.of_chunks(self.bounds, self.schedules.placement)
+        return self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
 
 
 def _in_short(each: Forecast) -> str:
@@ -147,14 +155,17 @@ def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineC
     cut = None if costs is None else _Cut(request, costs)
     costs_of = None if cut is None else cut.costs_of
     plan = plan_schedule(request.schedule, stages, chunks_per_rank, usual, costs_of, request.memory_limit)
-    decided = tuple(plan.training(count) for count in dict.fromkeys(request.micro_batches))
+    decided = tuple(plan.of_chunks(count) for count in dict.fromkeys(request.micro_batches))
+    bounds = request.bounds if cut is None else cut.bounds_of(plan.placement)
+    assert bounds is not None
     schedules = replace(plan, decided=decided)
+    if request.recompute != NEVER:
+        schedules = schedules.in_units(bounds, request.recompute)
     if cut is None:
-        assert request.bounds is not None
-        return PipelinePlan(request.bounds, schedules, usual)
+        return PipelinePlan(bounds, schedules, usual)
     compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
     named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared)
-    return PipelinePlan(cut.bounds_of(plan.placement), schedules, usual, costs, tuple(named))
+    return PipelinePlan(bounds, schedules, usual, costs, tuple(named))
 
 
 def _possible_counts(request: PipelineRequest, stages: int, layers: int) -> tuple[int, ...]:
@@ -180,4 +191,15 @@ class _Cut:
         return tuple(placed_bounds([layer.seconds for layer in self._costs.layers], placement))
 
     def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-        return self._costs.of_chunks(self.bounds_of(placement), placement)
+        costs = self._costs.of_chunks(self.bounds_of(placement), placement)
+        if self._request.recompute == NEVER:
+            return costs
+        # A forward that is computed again comes right before its backward, as a part of that.
+        return [
+            replace(
+                each,
+                backward=each.backward + each.forward,
+                input_gradient=each.time(Kind.INPUT_GRADIENT) + each.forward,
+            )
+            for each in costs
+        ]

@@ -15,7 +15,7 @@ from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, SENDS
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
 
 
 class Transfers:
@@ -73,9 +73,13 @@ class Transfers:
         direction = "forward" if action.kind is Kind.SEND_FORWARD else "backward"
         for index, tensor in enumerate(tensors):
             name = carried[index].name if carried else f"gradient {index}"
-            content = carried[index].content if carried and name not in self._dense else Content.DENSE
+            content = self.content_of(carried[index]) if carried else Content.DENSE
             with explained(partial("{1}: {0}".format, name), boundary=name):
                 sender.send(self._key(action, index), tensor, content, direction)
+
+    def content_of(self, carried: Carried) -> Content:
+        """The format of a tensor at a boundary."""
+        return Content.DENSE if carried.name in self._dense else carried.content
 
     def go_dense(self, names: Iterable[str]) -> None:
         """From now on these tensors travel dense. To be called on all ranks alike, between steps."""
@@ -87,7 +91,9 @@ class Transfers:
         for index in range(position + 1, len(actions)):
             action = actions[index]
             if action.kind in COMPUTE:
-                return
+                if not _belong_together(actions[position], action):
+                    return
+                continue
             if action.kind.is_receive and action not in self._early:
                 peer = self._peer(action)
                 first = self._coming[peer][0]
@@ -119,6 +125,12 @@ class Transfers:
         assert action.micro_batch is not None
         boundary = min(action.chunk, action.peer.chunk)
         return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled(), len(self._dense)
+
+
+def _belong_together(first: Action, second: Action) -> bool:
+    """Whether two computations are of one chunk's forward or backward, cut into units: of one micro-batch."""
+    kinds = {first.kind, second.kind}
+    return first.micro_batch == second.micro_batch and (len(kinds) == 1 or kinds <= PROPAGATING | {Kind.RECOMPUTE})
 
 
 def linked(placement: Sequence[int]) -> list[tuple[int, int]]:

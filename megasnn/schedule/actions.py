@@ -2,9 +2,9 @@
 
 An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
 of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, or
-in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again where it left
-nothing for the backward; ``0SEND_F2`` sends what chunk
-0 computed from micro-batch 2, ``0SYNC`` reduces the gradients of chunk 0 over the data parallel replicas.
+in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again
+where it left nothing for the backward; ``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces
+the gradients of chunk 0 over the data parallel replicas.
 
 A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
 the loss over the whole pipeline, and `Schedule.placement` says on which pipeline rank each of them lives.

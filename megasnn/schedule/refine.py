@@ -1,7 +1,7 @@
 """From a schedule of chunks to one of their units, and from there to one that computes activations again.
 
-Both are passes over a complete schedule. In the result every unit is a chunk, so that whatever reads schedules reads it:
-validation, simulation, pictures, the executor.
+Both are passes over a complete schedule. In the result every unit is a chunk, so that whatever reads schedules reads
+it: validation, simulation, pictures, the executor.
 """
 
 from __future__ import annotations
@@ -47,37 +47,35 @@ def _of_units(action: Action, firsts: Sequence[int]) -> Iterator[Action]:
         yield Action(units[0] if kind in _OF_FIRST_UNIT else units[-1], kind, m)
 
 
-Wanted = Callable[[int, int], bool]
-"""(micro-batch, number of micro-batches) -> whether it is computed again."""
-
-RECOMPUTE: Table[Wanted | None] = Table(
+RECOMPUTE: Table[Callable[[int, int], bool]] = Table(
     "--recompute",
     {
-        "never": None,
+        "never": lambda micro_batch, micro_batches: False,
         "except-last": lambda micro_batch, micro_batches: micro_batch < micro_batches - 1,
         "always": lambda micro_batch, micro_batches: True,
     },
 )
-"""By name: which micro-batches; None is none."""
+"""By name: (micro-batch, number of micro-batches) -> whether its forwards are computed again."""
+
+NEVER = "never"
 
 
-def insert_recompute(schedule: Schedule, wanted: Wanted) -> Schedule:
-    """Adds an R before the backward of each chunk on each micro-batch that is wanted; its forward leaves nothing then.
+def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> Schedule:
+    """Adds an R before the backward of each (chunk, micro-batch) that is wanted; its forward leaves nothing then.
 
     It is done before the rank waits for what the backward needs. Where nothing is computed between forward and backward
     there is nothing to gain, and no R.
     """
-    count = schedule.micro_batches
-    rows = tuple(_with_recompute(row, lambda m: wanted(m, count)) for row in schedule.actions)
-    return replace(schedule, actions=rows)
+    return replace(schedule, actions=tuple(_with_recompute(row, wanted) for row in schedule.actions))
 
 
-def _with_recompute(row: Sequence[Action], wanted: Callable[[int], bool]) -> tuple[Action, ...]:
+def _with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
     result: list[Action] = []
     computed: Action | None = None  # the last computation
     for action in row:
         chunk, kind, m = action
-        if kind in PROPAGATING and m is not None and wanted(m) and computed != Action(chunk, Kind.FORWARD, m):
+        forward = Action(chunk, Kind.FORWARD, m)
+        if kind in PROPAGATING and m is not None and wanted(chunk, m) and computed != forward:
             at = len(result)
             while at and result[at - 1].kind in RECEIVES:
                 at -= 1

@@ -35,8 +35,9 @@ def validate(schedule: Schedule, memory_limit: float | None = None, activation: 
     Every action is there exactly once and on the right rank; everything an action uses is there before it;
     a chunk's forwards and backwards are in ascending order, so that every schedule accumulates alike; receives
     on a link are in the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is
-    either whole (B) or in two parts (I and W). A forward may be computed again (R) once, before its backward. With a `memory_limit`, no rank ever holds more activations than
-    that; see `activations_held` for what is counted, and `activation` for how much each chunk's are.
+    either whole (B) or in two parts (I and W). A forward may be computed again (R) once, before its backward. With a
+    `memory_limit`, no rank ever holds more activations than that; see `activations_held` for what is counted, and
+    `activation` for how much each chunk's are.
     """
     _check_placement(schedule)
     boundaries = Boundaries.of(schedule.placement)

@@ -81,7 +81,7 @@ def forecast_memory(
         except NotMeasuredError as reason:
             reporter.line(f"memory is not predicted: {reason}")
             return []
-    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
+    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.executed_bounds, costs)[state.pipeline.rank]
     parameters = [entry.tensor for entry in distributed.tensors if entry.is_parameter and entry.tensor.requires_grad]
     held = (*distributed.copies, *distributed.tensors)
     times = 1 if config.optimizer.ema_decay is None else 2
