@@ -49,7 +49,7 @@ def _packed(tensor: Tensor, name: str, content: Content) -> tuple[TensorDescript
     descriptor = TensorDescriptor.of(tensor, content)
     bits = bits_of(tensor) if content is Content.SPIKES and is_dense(tensor) else None
     if bits is None:
-        with explained(partial("{1}: {0}".format, name), boundary=name):
+        with explained(partial("{}: {}".format, name), boundary=name):
             bits = message_of(descriptor.flatten(tensor.detach()), descriptor)
     _with_bits(tensor, bits, descriptor)
     return descriptor, bits
