@@ -17,6 +17,7 @@ from megasnn.device_checks import explained
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import NeuronLayer
+from megasnn.layers.unit import ConvNormNeuron
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import (
@@ -172,8 +173,9 @@ class PipelineChunk(nn.Module):
                 neuron.forget()
 
     @contextmanager
-    def unnoticed(self) -> Iterator[None]:
-        """Inside, norms do not record, and nobody is told of spikes: for a forward that is computed again.
+    def only_graph(self) -> Iterator[None]:
+        """Inside, norms do not record, nobody is told of spikes, and those that only leave the chunk are not computed:
+        for a forward that is computed again, of which nothing but the graph is wanted.
 
         Raises ValueError for a forward that has changed a tensor which is kept.
         """
@@ -183,6 +185,10 @@ class PipelineChunk(nn.Module):
             norm.recording = False
         for neuron in self._neurons:
             neuron.observer = None
+        last = [] if self.is_last else [layer for layer in self.layers[-1:] if isinstance(layer, ConvNormNeuron)]
+        units = [unit for unit in last if type(unit).forward is ConvNormNeuron.forward]
+        for unit in units:
+            unit.fires = False
         try:
             yield
         finally:
@@ -190,6 +196,8 @@ class PipelineChunk(nn.Module):
                 norm.recording = was
             for neuron, observer in zip(self._neurons, observers, strict=True):
                 neuron.observer = observer
+            for unit in units:
+                unit.fires = True
         if changed := [name for name, buffer, version in before if buffer._version != version]:
             raise ValueError(
                 f"a forward changes {', '.join(changed)} of {', '.join(self.names)}, and would change it twice when it "

@@ -262,7 +262,7 @@ class PipelineExecutor:
         chunk, kept = self._chunks[action.chunk], run.kept.pop(key)
         if not chunk.is_first:
             run.inputs[key] = kept.restored()
-        with chunk.unnoticed(), second_forward(kept.findings):
+        with chunk.only_graph(), second_forward(kept.findings):
             run.roots[key] = self._roots(run, key, self._output(run, key))
 
     def _output(self, run: _Run, key: tuple[int, int]) -> Any:
