@@ -100,10 +100,11 @@ class PipelinePlan:
         Args:
             asked: the name of the schedule that was asked for.
         """
-        chosen = self.forecast(self.micro_batches)
+        again, chosen = self._computed_again(), self.forecast(self.micro_batches)
         if chosen is None:
-            return []
+            return again
         lines = [
+            *again,
             f"--pipeline-schedule {asked}: {chosen.name}, predicted for {self.micro_batches} micro-batches "
             f"{_in_short(chosen)}, at most {chosen.activations:g} micro-batches' activations on a rank"
         ]
@@ -111,6 +112,14 @@ class PipelinePlan:
         if len(self.named) > _NAMED_SHOWN:
             named.append(f"{len(self.named) - _NAMED_SHOWN} slower ones")
         return [*lines, "  named ones: " + (", ".join(named) or "none keeps the limit")]
+
+    def _computed_again(self) -> list[str]:
+        """A line that says how many forwards are."""
+        if self.schedules.units is None:
+            return []
+        kinds = [each.kind for row in self.schedules.training(self.micro_batches).actions for each in row]
+        asked, again = self.schedules.recompute, kinds.count(Kind.RECOMPUTE)
+        return [f"--recompute {asked}: {again} of a step's {kinds.count(Kind.FORWARD)} forwards of layers"]
 
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
