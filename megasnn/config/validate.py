@@ -110,12 +110,15 @@ def _memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 def _recompute_problems(config: PretrainConfig) -> list[str]:
     """Forwards that go on from what the one before them left cannot be computed again."""
-    asked, steps = config.parallel.recompute, config.training.bptt_steps
-    if asked == NEVER or steps is None:
+    parallel, steps = config.parallel, config.training.bptt_steps
+    if steps is None or parallel.recompute == NEVER and parallel.memory_budget is None:
         return []
+    asked = f"--recompute {parallel.recompute}"
+    if parallel.memory_budget is not None:
+        asked = f"--memory-budget {parallel.memory_budget:g}"
     return [
-        f"--recompute {asked} with --bptt-steps {steps}: a window's forward goes on from potentials that are gone when "
-        f"it would be computed again; use --recompute {NEVER}, windows keep little"
+        f"{asked} with --bptt-steps {steps}: a window's forward goes on from potentials that are gone when it would be "
+        "computed again; leave it out, windows keep little"
     ]
 
 

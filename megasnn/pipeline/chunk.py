@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
-from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.unit import ConvNormNeuron
+from megasnn.layers.only_graph import only_graph
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import (
@@ -84,8 +83,7 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        self._neurons = [each for each in self.layers.modules() if isinstance(each, NeuronLayer)]
-        self._norms = [each for each in self.layers.modules() if isinstance(each, ParallelBatchNorm)]
+        self._carrying = [each for each in self.layers.modules() if isinstance(each, NeuronLayer) and each.carries]
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._ranks = model.input_shape, ranks
@@ -168,41 +166,14 @@ class PipelineChunk(nn.Module):
 
     def forget(self) -> None:
         """Lets neurons forget the state that the last forward left."""
-        for neuron in self._neurons:
-            if neuron.carries:
-                neuron.forget()
+        for neuron in self._carrying:
+            neuron.forget()
 
     @contextmanager
     def only_graph(self) -> Iterator[None]:
-        """Inside, norms do not record, nobody is told of spikes, and those that only leave the chunk are not computed:
-        for a forward that is computed again, of which nothing but the graph is wanted.
-
-        Raises ValueError for a forward that has changed a tensor which is kept.
-        """
-        recording, observers = [norm.recording for norm in self._norms], [each.observer for each in self._neurons]
-        before = [(name, buffer, buffer._version) for name, buffer in self.named_buffers()]
-        for norm in self._norms:
-            norm.recording = False
-        for neuron in self._neurons:
-            neuron.observer = None
-        last = [] if self.is_last else [layer for layer in self.layers[-1:] if isinstance(layer, ConvNormNeuron)]
-        units = [unit for unit in last if type(unit).forward is ConvNormNeuron.forward]
-        for unit in units:
-            unit.fires = False
-        try:
+        """Inside is a forward that is computed again. Raises ValueError for one that has changed what is kept."""
+        with explained(partial("{}: {}".format, ", ".join(self.names))), only_graph([*self.layers], self.is_last):
             yield
-        finally:
-            for norm, was in zip(self._norms, recording, strict=True):
-                norm.recording = was
-            for neuron, observer in zip(self._neurons, observers, strict=True):
-                neuron.observer = observer
-            for unit in units:
-                unit.fires = True
-        if changed := [name for name, buffer, version in before if buffer._version != version]:
-            raise ValueError(
-                f"a forward changes {', '.join(changed)} of {', '.join(self.names)}, and would change it twice when it "
-                "is computed again: use --recompute never"
-            )
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)

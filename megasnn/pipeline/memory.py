@@ -38,6 +38,10 @@ class StepPeak:
     working: int
     messages: int
 
+    @property
+    def total(self) -> int:
+        return self.kept + self.working + self.messages
+
 
 def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts) -> list[StepPeak]:
     """Of each pipeline rank.
@@ -79,6 +83,7 @@ def measure_memory(
     wires: WireOptions,
     world: Group | None = None,
     seconds: float = math.inf,
+    repeats: bool = False,
 ) -> PipelineCosts:
     """The bytes that each layer needs for a micro-batch of `samples` samples, on copies of its own; times are 0.
 
@@ -89,6 +94,7 @@ def measure_memory(
         world: the group that takes part; None is this rank alone.
         seconds: no layer is begun when those before it have computed so long on the first rank. What others do on a
             busy machine does not count, nor does the first run of each, which pays for compiling as training would.
+        repeats: whether that of forwards that are computed again is wanted, too.
     Raises:
         NotMeasuredError: on every rank, when time is up, or an error arose. Only in a layer that is cut over tensor
             parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
@@ -109,7 +115,7 @@ def measure_memory(
             error = None
             try:
                 layer = layers(index)
-                y = layer.run_once(inputs)
+                y = layer.run_once(inputs, repeats)
                 computed += layer.processor_seconds
                 without_memory = map_entries(partial(torch.empty_like, device="meta"), y)
                 known[kind] = _for_samples(layer.cost(wires), samples / trial), without_memory
@@ -147,4 +153,5 @@ def _for_samples(cost: LayerCost, factor: float) -> LayerCost:
         collectives=cost.collectives,
         exchanged=round(factor * cost.exchanged),
         found=round(factor * cost.found),
+        working_again=None if cost.working_again is None else round(factor * cost.working_again),
     )

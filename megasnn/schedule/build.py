@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
+from megasnn.schedule.budget import Chosen
 from megasnn.schedule.named import (
     AUTO,
     SCHEDULES,
@@ -78,6 +79,7 @@ class SchedulePlan:
         decided: schedules that were settled on before, where ranks must not search for themselves; of chunks.
         units: how many units each chunk is executed in; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
+        chosen: for some numbers of micro-batches, those in its place.
     """
 
     name: str
@@ -87,6 +89,7 @@ class SchedulePlan:
     decided: tuple[Schedule, ...] = ()
     units: tuple[int, ...] | None = None
     recompute: str = NEVER
+    chosen: Mapping[int, Chosen] = field(default_factory=dict)
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
         """The same, executed layer by layer.
@@ -125,8 +128,11 @@ class SchedulePlan:
         schedule = self.of_chunks(micro_batches)
         if self.units is None:
             return schedule
-        wanted = RECOMPUTE[self.recompute]
-        refined = insert_recompute(refine(schedule, self.units), lambda unit, m: wanted(m, micro_batches))
+        wanted, chosen = RECOMPUTE[self.recompute], self.chosen.get(micro_batches)
+        refined = insert_recompute(
+            refine(schedule, self.units),
+            lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
+        )
         validate(refined)
         return refined
 

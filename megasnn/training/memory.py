@@ -76,7 +76,14 @@ def forecast_memory(
         wires = wire_options(config.parallel)
         try:
             costs = measure_memory(
-                distributed.model, size, distributed.context, state.device, wires, state.world, TRIAL_SECONDS
+                distributed.model,
+                size,
+                distributed.context,
+                state.device,
+                wires,
+                state.world,
+                TRIAL_SECONDS,
+                plan.schedules.units is not None,
             )
         except NotMeasuredError as reason:
             reporter.line(f"memory is not predicted: {reason}")
