@@ -131,9 +131,10 @@ class _NormPoolNeuron(torch.autograd.Function):
         else:
             found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()
-        spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
         if fires:
             spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
+        else:
+            spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
         ctx.save_for_backward(x, weight, bias, w, mean, variance)

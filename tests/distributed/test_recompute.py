@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
+from megasnn.comm.group import alone
 from megasnn.config import ConfigError, parse, validate
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels.packed import bits_of
@@ -22,10 +24,14 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.kept_input import KeptInput
+from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelineRequest, plan_pipeline
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 
@@ -188,9 +194,57 @@ def test_forwards_that_cannot_be_computed_again_are_an_error_with_the_place(rank
     assert "computed again did something else than the first time" in text and "--recompute never" in text
 
 
+COSTS = PipelineCosts(
+    tuple(
+        LayerCost(0.5, 1, 1, held=held * 10**6, working=(10**6,) * 3, message=10**5, gradient=10**6, again=0.25)
+        for held in (10, 20, 30)
+    ),
+    LinkCost(),
+)
+
+
+def _planned(budget: float) -> tuple[list[dict[int, list[int]]], list[int], list[str]]:
+    state = initialize_model_parallel(1, 1)
+    try:
+        request = PipelineRequest("gpipe", 1, None, (range(3),), SAMPLES, (2,), memory_budget=budget)
+        plan = plan_pipeline(describe(_Between()), request, BuildContext(), state, WireOptions(), COSTS)
+        return plan.repeated(), plan.step_bytes(2), plan.describe_recompute()
+    finally:
+        destroy_model_parallel()
+
+
+def test_a_plan_within_a_budget(ranks) -> None:
+    """Two micro-batches of three layers keep 120 MB. The cheapest way to 90 is the last layer's first one."""
+    ((repeated, (needed,), told),) = ranks(1, _planned, 95e6)
+    assert repeated == [{2: [0]}] and needed <= 95e6
+    assert told == [
+        "--memory-budget 95: 1 of a step's 6 forwards of layers are computed again, 250 ms on the rank that does most; "
+        f"predicted for a step, above weights, gradients and optimizer state: {needed / 1e6:.0f} MB"
+    ]
+    ((repeated, (needed,), _),) = ranks(1, _planned, 200e6)
+    assert repeated == [{}] and 120e6 < needed < 200e6
+    with pytest.raises(RuntimeError, match="--memory-budget 10 cannot be kept, .*: the least is --memory-budget"):
+        ranks(1, _planned, 10e6)
+
+
+def test_costs_are_kept_for_the_next_run(tmp_path: Path) -> None:
+    measure = mock.Mock(return_value=COSTS)
+    with mock.patch.dict("os.environ", {"MEGASNN_CACHE": str(tmp_path / "cache")}):
+        assert all(kept_costs(("a", "b"), alone("world"), measure) == COSTS for _ in range(2))
+        measure.assert_called_once()
+        assert kept_costs(("a", "c"), alone("world"), measure) == COSTS and measure.call_count == 2
+        for file in (tmp_path / "cache").rglob("*.json"):
+            file.write_text(file.read_text()[:-9])
+        assert kept_costs(("a", "b"), alone("world"), measure) == COSTS and measure.call_count == 3
+
+
 def test_flags_that_do_not_go_together() -> None:
     flags = ["--train-iters", "1", "--time-steps", "4", "--bptt-steps", "2"]
     config = run_config(Spikformer)
     validate(parse(config, flags), 1)
     with pytest.raises(ConfigError, match=r"--recompute always with --bptt-steps 2: .* leave it out"):
         validate(parse(config, [*flags, "--recompute", "always"]), 1)
+    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --bptt-steps 2: .* leave it out"):
+        validate(parse(config, [*flags, "--memory-budget", "100"]), 1)
+    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --recompute always: .* leave one of them out"):
+        validate(parse(config, ["--train-iters", "1", "--memory-budget", "100", "--recompute", "always"]), 1)
