@@ -115,6 +115,7 @@ class PipelineExecutor:
         wires: how tensors travel between stages.
         waits: whether the device is waited for after each action, so that an error of a kernel is raised in the action
             that it arose in.
+        wholes: see Transfers.
 
     Attributes:
         observer: may be set and taken away between steps.
@@ -132,6 +133,7 @@ class PipelineExecutor:
         seen: OutputConsumer | None = None,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         waits: bool = False,
+        wholes: Sequence[int] | None = None,
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync, self._seen, self.observer = loss, sync, seen, observer
@@ -139,7 +141,7 @@ class PipelineExecutor:
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
-        self._transfers = Transfers(self._placement, state, wires)
+        self._transfers = Transfers(self._placement, state, wires, wholes)
         methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,

@@ -27,9 +27,17 @@ class Transfers:
 
     Args:
         placement: the pipeline rank of every chunk.
+        wholes: of every chunk, the number of the one that it is a unit of; None where each is one by itself.
     """
 
-    def __init__(self, placement: Sequence[int], state: ParallelState, options: WireOptions) -> None:
+    def __init__(
+        self,
+        placement: Sequence[int],
+        state: ParallelState,
+        options: WireOptions,
+        wholes: Sequence[int] | None = None,
+    ) -> None:
+        self._wholes = range(len(placement)) if wholes is None else wholes
         self._placement, self._rank = placement, state.pipeline.rank
         self._senders: dict[int, Sender] = {}  # by the peer's pipeline rank
         self._receivers: dict[int, Receiver] = {}
@@ -91,7 +99,7 @@ class Transfers:
         for index in range(position + 1, len(actions)):
             action = actions[index]
             if action.kind in COMPUTE:
-                if not _belong_together(actions[position], action):
+                if not self._belong_together(actions[position], action):
                     return
                 continue
             if action.kind.is_receive and action not in self._early:
@@ -115,6 +123,13 @@ class Transfers:
         for sender in self._senders.values():
             sender.wait()
 
+    def _belong_together(self, first: Action, second: Action) -> bool:
+        """Whether two computations are of units of one chunk, and parts of one forward, or of one backward."""
+        kinds = {first.kind, second.kind}
+        same_chunk = self._wholes[first.chunk] == self._wholes[second.chunk]
+        same_pass = len(kinds) == 1 or kinds <= PROPAGATING | {Kind.RECOMPUTE}
+        return same_chunk and same_pass and first.micro_batch == second.micro_batch
+
     def _peer(self, action: Action) -> int:
         return self._placement[action.peer.chunk]
 
@@ -125,12 +140,6 @@ class Transfers:
         assert action.micro_batch is not None
         boundary = min(action.chunk, action.peer.chunk)
         return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled(), len(self._dense)
-
-
-def _belong_together(first: Action, second: Action) -> bool:
-    """Whether two computations are of one chunk's forward or backward, cut into units: of one micro-batch."""
-    kinds = {first.kind, second.kind}
-    return first.micro_batch == second.micro_batch and (len(kinds) == 1 or kinds <= PROPAGATING | {Kind.RECOMPUTE})
 
 
 def linked(placement: Sequence[int]) -> list[tuple[int, int]]:

@@ -214,9 +214,9 @@ def _planned(budget: float) -> tuple[list[dict[int, list[int]]], list[int], list
 
 
 def test_a_plan_within_a_budget(ranks) -> None:
-    """Two micro-batches of three layers keep 120 MB. The cheapest way to 90 is the last layer's first one."""
+    """Two micro-batches of three layers keep 120 MB. The cheapest way to 95 is the last layer's, once."""
     ((repeated, (needed,), told),) = ranks(1, _planned, 95e6)
-    assert repeated == [{2: [0]}] and needed <= 95e6
+    assert [*repeated[0]] == [2] and len(repeated[0][2]) == 1 and needed <= 95e6
     assert told == [
         "--memory-budget 95: 1 of a step's 6 forwards of layers are computed again, 250 ms on the rank that does most; "
         f"predicted for a step, above weights, gradients and optimizer state: {needed / 1e6:.0f} MB"
