@@ -15,6 +15,7 @@ from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
+from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.only_graph import only_graph
 from megasnn.layers.weight_gradients import WeightGradients
@@ -83,7 +84,8 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        self._carrying = [each for each in self.layers.modules() if isinstance(each, NeuronLayer) and each.carries]
+        carrying = NeuronLayer, ParallelDropout
+        self._carrying = [each for each in self.layers.modules() if isinstance(each, carrying) and each.carries]
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._ranks = model.input_shape, ranks
@@ -165,9 +167,9 @@ class PipelineChunk(nn.Module):
         return True
 
     def forget(self) -> None:
-        """Lets neurons forget the state that the last forward left."""
-        for neuron in self._carrying:
-            neuron.forget()
+        """Lets neurons forget the state that the last forward left, and dropout its time steps."""
+        for layer in self._carrying:
+            layer.forget()
 
     @contextmanager
     def only_graph(self) -> Iterator[None]:

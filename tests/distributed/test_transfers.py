@@ -12,7 +12,7 @@ from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers, linked
-from megasnn.schedule import Schedule, plan_schedule
+from megasnn.schedule import Schedule, generate, plan_schedule
 from megasnn.schedule.actions import COMPUTE, SENDS
 from megasnn.schedule.refine import refine
 from tests.distributed.test_random_schedules import random_schedule
