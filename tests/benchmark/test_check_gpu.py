@@ -124,6 +124,16 @@ def test_a_gpu_that_a_kernel_has_broken_loses_nothing_else(monkeypatch) -> None:
     assert outcome.failures["after it"].startswith("RuntimeError: CUDA error: an illegal memory access")
 
 
+def test_a_figure_without_end_is_json_to_strict_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(constant: str) -> None:
+        raise ValueError(constant)
+
+    check({"part": lambda setting: gives(float("inf"))}, TINY, tmp_path / "log.jsonl")
+    line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=refused)
+    assert line["figures"]["part"][0]["value"] == "Infinity"
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1], parse_constant=refused) == line
+
+
 @pytest.mark.parametrize(("value", "status"), [(0.81, PASSED), (0.79, MISSED)])
 def test_the_status_is_that_of_the_targets(value: float, status: int) -> None:
     assert run_parts({"part": lambda setting: gives(value)}, TINY).status == status
