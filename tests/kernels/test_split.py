@@ -5,6 +5,7 @@ A CPU rounds no operands: the products of pieces are emulated there, and sums ar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -166,6 +167,16 @@ def test_split_where_it_is_as_exact_and_faster(measured: Comparison, expected: b
     assert choice.applied(MatrixProducts(True), *second[1:]).split == set()
     assert choice.applied(MatrixProducts(), *first[1:]).split == set()  # nobody has measured that
     assert choice.told[0].startswith(f"fp32 products: the output is split for tensor cores in {int(expected)} of 2 ")
+
+
+@pytest.mark.parametrize(("error", "seconds", "taken"), [(1.0, 0.1, True), (1.0, 0.6, False), (9.0, 0.1, False)])
+def test_a_kernel_of_its_own_where_that_is_faster_still(error: float, seconds: float, taken: bool) -> None:
+    shape = LayerShape(ConvolutionProducts(True), torch.Size((4, 3, 3, 3)), 2, torch.Size((8, 8)))
+    measured = replace(comparison(), at_once=Measured(2e-6 * error, 2e-7 * error, seconds))
+    choice = chosen({(shape, "output"): measured})
+    products = choice.applied(*shape)
+    assert products.split == {"output"} and products.at_once == ({"output"} if taken else set())
+    assert ("in 1 of them by a kernel" in choice.told[0]) == taken
 
 
 def test_the_log_tells_the_gain() -> None:
