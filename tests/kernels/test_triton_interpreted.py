@@ -17,6 +17,7 @@ from megasnn.kernels.codec import pack_bits, pack_counts
 from megasnn.kernels.convolution import Geometry, convolve, input_gradient
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.philox import Runs, kept_by_tensors
+from megasnn.kernels.pooling import average_pool, average_pool_of_bits
 from megasnn.kernels.split import pieces
 from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
 from megasnn.random import philox_key
@@ -307,6 +308,11 @@ def codec_in_there(size, dtype) -> None:
     out = torch.empty(1, size, dtype=dtype)
     codec.unpack_bits_into(codec.pack_bits(spikes, False)[0], out)
     assert torch.equal(out[0], spikes)
+    for window, dtype in ((2, torch.bfloat16), (3, torch.float32), (3, torch.float64)):
+        images = torch.randint(0, 2, (2, 7, 6, 16), generator=generator).to(dtype).movedim(-1, 1)
+        with mock.patch("megasnn.kernels.pooling.usable_on", return_value=True):
+            pooled = average_pool_of_bits(pack_bits(images), images.shape, window, dtype)
+        assert torch.equal(pooled, average_pool(images, window))
     wide = torch.zeros(size // 7, 10)
     bits = spikes[: 7 * (size // 7)].float()
     codec.unpack_bits_into(pack_bits(bits), wide[:, 2:9])
