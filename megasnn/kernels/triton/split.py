@@ -18,6 +18,11 @@ from megasnn.kernels.triton.launch import launch, operator
 
 _BLOCK = 1024  # values of a program
 _TILE = {"PIXELS": 128, "OUTPUTS": 64, "CHANNELS": 32}
+_SIZES = (
+    *("pixels", "height", "width", "out_height", "out_width", "stride_h", "stride_w"),
+    *("pad_h", "pad_w", "far_h", "far_w", "side_h", "side_w"),
+)
+"""Of a convolution: one compiled kernel is for all of them, so that few are compiled."""
 
 
 @triton.jit
@@ -43,7 +48,7 @@ def pieces_kernel(x, large, small, size, BLOCK: tl.constexpr):
 
 
 @operator("x large small", "y")
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def split_convolution_kernel(x, large, small, y, pixels, channels, outputs, height, width, out_height, out_width,
                              stride_h, stride_w, pad_h, pad_w, far_h, far_w, side_h, side_w,
                              EXACT: tl.constexpr, PIXELS: tl.constexpr, OUTPUTS: tl.constexpr,
