@@ -78,12 +78,19 @@ def forecast_memory(
         wires = wire_options(config.parallel)
         try:
             costs = measure_memory(
-                distributed.model, size, distributed.context, state.device, wires, state.world, TRIAL_SECONDS
+                distributed.model,
+                size,
+                distributed.context,
+                state.device,
+                wires,
+                state.world,
+                TRIAL_SECONDS,
+                plan.schedules.units is not None,
             )
         except NotMeasuredError as reason:
             reporter.line(f"memory is not predicted: {reason}")
             return []
-    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
+    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.executed_bounds, costs)[state.pipeline.rank]
     owned = distributed.owned
     held = (*distributed.copies, *distributed.tensors)
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.

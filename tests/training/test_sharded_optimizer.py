@@ -72,6 +72,7 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
             4, "--optimizer sgd --sgd-nesterov --freeze patch_embed --lr-scale-of head=0.5", marks=pytest.mark.matrix
         ),
         pytest.param(2, "--optimizer own", marks=pytest.mark.matrix),
+        pytest.param(2, "--recompute always", marks=pytest.mark.matrix),
         pytest.param(4, "--pipeline-model-parallel-size 2 --pipeline-schedule zbv", marks=pytest.mark.matrix),
     ],
     ids=lambda value: value if isinstance(value, str) else f"of-{value}",
