@@ -130,7 +130,7 @@ class PipelineExecutor:
         self._transfers = Transfers(self._placement, state, wires)
         methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD: self._whole_backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.SEND_FORWARD: self._send_forward,
@@ -170,6 +170,9 @@ class PipelineExecutor:
                 f"{len(micro_batches)} on {self._placement}"
             )
         run = _Run(micro_batches)
+        for chunk in self._chunks.values():
+            if chunk.graphs is not None and not forward_only:
+                chunk.graphs.begin()
         actions = schedule.actions[self._state.pipeline.rank]
         with torch.no_grad() if forward_only else nullcontext():
             self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
@@ -233,6 +236,8 @@ class PipelineExecutor:
     def _forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         chunk, micro = self._chunks[action.chunk], run.micro_batches[key[1]]
+        if chunk.graphs is not None and torch.is_grad_enabled():
+            chunk.graphs.enter(key[1])
         y = chunk(self._entry(run, key), micro.samples, micro.goes_on)
         if chunk.is_last:
             assert micro.labels is not None
@@ -279,6 +284,10 @@ class PipelineExecutor:
         else:
             run.outputs[key] = values
 
+    def _whole_backward(self, run: _Run, action: Action) -> None:
+        self._backward(run, action)
+        self._done(action)
+
     def _backward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         gradients, roots = run.gradients.pop(key, None), run.roots.pop(key)
@@ -295,6 +304,13 @@ class PipelineExecutor:
         tasks = run.weight_gradients.pop(_key(action))
         while tasks:
             tasks.pop()()  # and its tensors are free
+        self._done(action)
+
+    def _done(self, action: Action) -> None:
+        chunk, micro_batch = _key(action)
+        graphs = self._chunks[chunk].graphs
+        if graphs is not None:
+            graphs.done(micro_batch)
 
     def _sync_gradients(self, run: _Run, action: Action) -> None:
         if self._sync is not None:

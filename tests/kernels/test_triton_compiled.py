@@ -214,7 +214,7 @@ def test_codec_and_generator_compile(capability: int, some: tuple[torch.dtype, .
             packed, _ = codec.pack_bits(values, check=True)
             codec.pack_counts(values, check=True)
             codec.unpack_bits_into(packed, values.view(1, -1))
-        philox.kept_by_kernel(7, [(1, 2)], 2, Runs(1, 2**34, 2**34 - 7, 7), torch.device("cpu"))
+        philox.kept_by_kernel(7, torch.tensor([[1], [2]]), 2, Runs(1, 2**34, 2**34 - 7, 7))
     assert len(found) == 3 * len(types) + 1
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0
