@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import torch
 from torch import Tensor
 
 from megasnn.pipeline.graphs import ChunkGraphs

@@ -139,8 +139,8 @@ def _is_held(storage: torch.UntypedStorage) -> bool:
 
 @contextmanager
 def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGraphs]:
-    """Inside, Engines whose flags ask for CUDA graphs get these, and operators are those of a device: no compiled loops of
-    the CPU, nothing read before the end of a step, and spikes that leave the kernels as bits."""
+    """Inside, Engines whose flags ask for CUDA graphs get these, and operators are those of a device: no compiled loops
+    of the CPU, nothing read before the end of a step, and spikes that leave the kernels as bits."""
     graphs = graphs or RecordedGraphs()
     with ExitStack() as stack:
         for module in ("codec", "philox"):

@@ -69,7 +69,8 @@ class WeightGradients:
     @contextmanager
     def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
         """Inside, nothing is added: the list gets each parameter, and what would add to its gradient."""
-        self._collected = found = []
+        found: list[tuple[Tensor, AddGradient]] = []
+        self._collected = found
         try:
             yield found
         finally:

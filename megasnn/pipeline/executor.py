@@ -236,9 +236,9 @@ class PipelineExecutor:
     def _forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         chunk, micro = self._chunks[action.chunk], run.micro_batches[key[1]]
-        if chunk.graphs is not None and torch.is_grad_enabled():
-            chunk.graphs.enter(key[1])
-        y = chunk(self._entry(run, key), micro.samples, micro.goes_on)
+        graphs = chunk.graphs if torch.is_grad_enabled() else None
+        with nullcontext() if graphs is None else graphs.begun(key[1]):
+            y = chunk(self._entry(run, key), micro.samples, micro.goes_on)
         if chunk.is_last:
             assert micro.labels is not None
             self._finish_forward(run, key, y, micro.labels)

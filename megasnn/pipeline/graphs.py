@@ -4,20 +4,22 @@ A graph computes on memory that stays where it is, with numbers that stay what t
 
 - Micro-batches that are under way at the same time each have a slot, and every slot of a layer has graphs of its own.
 - An output of a graph is given to the next layer's graph where it is. What comes from elsewhere is copied to a fixed
-  place first, and its gradient is copied when it leaves: a message with it may be on its way when the slot is used again.
-- What a layer has besides its outputs, statistics of norms and what checks have found, is copied after each replay. Keys
-  of random numbers are written before it.
+  place first, and its gradient is copied when it leaves: a message with it may be on its way when the slot is used
+  again.
+- What a layer has besides its outputs, statistics of norms and what checks have found, is copied after each replay.
+  Keys of random numbers are written before it.
 - Gradients of parameters are added inside of the graphs, and counted when those were replayed.
 
 A layer runs without a graph in the first step that it sees an input of some shape in: kernels are compiled and chosen
-then. Nothing of a graph is freed, so that graphs may be replayed in any order (see Capture); the dense outputs and
-gradients of all layers are kept for every slot.
+then. Nothing of a graph is freed, so that graphs may be replayed in any order (see Capture): what forward keeps, and
+the dense outputs and gradients of all layers stay in memory for every slot.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -86,12 +88,16 @@ class ChunkGraphs:
             )
         self._addresses = addresses
 
-    def enter(self, micro_batch: int) -> None:
-        """Before a micro-batch's forward, which goes without graphs where its spikes are observed."""
-        self._slot = None
+    @contextmanager
+    def begun(self, micro_batch: int) -> Iterator[None]:
+        """Around a micro-batch's forward, which goes without graphs where its spikes are observed."""
         if not any(neuron.is_observed for neuron in self._neurons):
             taken = self._slots.values()
             self._slot = self._slots[micro_batch] = next(each for each in range(len(taken) + 1) if each not in taken)
+        try:
+            yield
+        finally:
+            self._slot = None
 
     def done(self, micro_batch: int) -> None:
         """After all of its backward."""
@@ -114,7 +120,8 @@ class ChunkGraphs:
             return y
         key = name, self._slot, shapes, self.places(entries)
         if key not in self._graphs:
-            self._graphs[key] = _LayerGraphs(self, layer, inputs, samples)
+            with _making(name):
+                self._graphs[key] = _LayerGraphs(self, name, layer, inputs, samples)
         return self._graphs[key].apply(entries, samples)
 
     # --- memory
@@ -151,6 +158,14 @@ class ChunkGraphs:
             sys.stderr.write(f"WARNING: {name} runs without CUDA graphs: {why}\n")
 
 
+@contextmanager
+def _making(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} cannot be made a CUDA graph, use --cuda-graphs off: {error}") from error
+
+
 def why_not(layer: nn.Module) -> str | None:
     """Why a layer cannot have graphs, as far as it can be seen from outside; None where nothing is seen."""
     for path, module in layer.named_modules():
@@ -171,8 +186,10 @@ def why_not(layer: nn.Module) -> str | None:
 class _LayerGraphs:
     """One layer, for micro-batches in one slot."""
 
-    def __init__(self, owner: ChunkGraphs, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None) -> None:
-        self.owner = owner
+    def __init__(
+        self, owner: ChunkGraphs, name: str, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None
+    ) -> None:
+        self.owner, self._name = owner, name
         self.inputs = _Places(owner, [entry for x in inputs for entry in entries_of(x).values()])
         self.parameters = [each for each in layer.parameters() if each.requires_grad]
         self._keys = RefilledKeys()
@@ -217,7 +234,8 @@ class _LayerGraphs:
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, from those of the outputs."""
         if self._backward is None:
-            self._backward = _Backward(self, grads)
+            with _making(self._name):
+                self._backward = _Backward(self, grads)
         return self._backward.apply(grads)
 
 
@@ -248,13 +266,13 @@ class _Backward:
         with torch.no_grad():
             for parameter, grad in zip(layer.parameters, found[len(learning) :], strict=False):
                 if grad is not None:
-                    parameter.grad.add_(grad)  # as autograd would
+                    _gradient(parameter).add_(grad)  # as autograd would
                     self._learnt.append(parameter)
 
     def _add_weight_gradients(self) -> None:
         with torch.no_grad():
             for parameter, add in self._tasks:
-                add(parameter.grad)
+                add(_gradient(parameter))
 
     def apply(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         if self._owner.places(grads) != self._are:
@@ -317,6 +335,11 @@ class _Places:
             for place, x, is_copied in zip(self.tensors, given, self.are_copied, strict=True):
                 if is_copied:
                     _distinct(place).copy_(_distinct(x))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _distinct(x: Tensor) -> Tensor:
