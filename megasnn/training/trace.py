@@ -59,7 +59,12 @@ class StepTrace:
         if number in self._steps and self._profile is None:
             with self._tried("the trace of --profile-steps"):
                 self._begin(number)
-        yield
+        try:
+            yield
+        except BaseException:
+            # The process may go on, in a notebook. Writing would keep the error waiting.
+            self._end(number, writes=False)
+            raise
         if number in self._steps and number == self._steps[-1]:
             self._end(number)
 
@@ -77,18 +82,21 @@ class StepTrace:
         taken.start()
         self._profile, self._first = taken, number
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, writes: bool = True) -> None:
         taken, self._profile = self._profile, None
         if taken is None:
             return
         with self._tried("the trace of --profile-steps"):
             taken.stop()
-            name = f"rank{self._rank}-{self._first}-{number}"
-            self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
-            if self._records_memory:
-                self._write(f"{name}.memory.pickle", torch.cuda.memory._dump_snapshot)
+            if writes:
+                self._write_all(taken, f"rank{self._rank}-{self._first}-{number}")
         if self._records_memory:
             torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write_all(self, taken: profile, name: str) -> None:
+        self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
+        if self._records_memory:
+            self._write(f"{name}.memory.pickle", torch.cuda.memory._dump_snapshot)
 
     def _write(self, name: str, write: Callable[[str], Any]) -> None:
         """A file that is whole or not there."""

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.comm.codec import Content
+from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
-from megasnn.pipeline.p2p import Receiver, Sender
+from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor
 from tests.distributed.whole import everybody, random, spikes
 
 CPU = torch.device("cpu")
@@ -152,3 +153,21 @@ def _from_another_device() -> None:
 
 def test_messages_go_through_the_host_where_the_transport_takes_none_from_the_device(ranks) -> None:
     ranks(2, _from_another_device)
+
+
+@pytest.mark.parametrize("content", Content)
+def test_what_a_gpu_reads_from_the_host_is_received_into_pinned_memory(content, monkeypatch) -> None:
+    asked, empty = [], torch.empty
+
+    def without_gpu(*sizes, pin_memory=False, **options):
+        asked.append(pin_memory)
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", without_gpu)
+    descriptor = TensorDescriptor.of(torch.ones(3, 5), content)
+    for device in (CPU, torch.device("cuda")):
+        receiver = Receiver(1, alone("pipeline"), CPU, device)
+        monkeypatch.setattr(receiver, "_start", lambda buffer: None)
+        receiver._known["key"] = descriptor
+        receiver.post("key")
+    assert asked == [False, True]
