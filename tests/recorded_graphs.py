@@ -101,16 +101,12 @@ class RecordedGraphs:
     """A `megasnn.pipeline.capture.Capture`.
 
     Attributes:
-        operators: of all graphs. replays: how often one of them was started. held: bytes that stay in use.
+        replays: how often a graph was started.
     """
 
     def __init__(self) -> None:
         self._pool: list[torch.UntypedStorage] = []
-        self.operators = self.replays = 0
-
-    @property
-    def held(self) -> int:
-        return sum(storage.nbytes() for storage in self._pool if _is_held(storage))
+        self.replays = 0
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         recording = _Recording()
@@ -118,7 +114,6 @@ class RecordedGraphs:
             work()
         recording.undo()
         self._pool += recording.made.values()
-        self.operators += len(recording.operators)
 
         @torch.no_grad()
         def replay() -> None:

@@ -42,13 +42,14 @@ KNOWN = ("megasnn", "torch")  # packages of modules that depend on nothing that 
 
 
 class ChunkGraphs:
-    """
+    """The graphs of a chunk's layers, and the slots of its micro-batches.
+
     Args:
         layers: of the chunk, by name.
         sharing: those that take what another layer takes too, or take it twice.
         weight_gradients: where they leave the second part of their backward.
     Raises:
-        ValueError: there is such a layer.
+        ValueError: a layer cannot have graphs, and all of them must.
     """
 
     def __init__(
@@ -178,13 +179,16 @@ def why_not(layer: nn.Module) -> str | None:
             return f"{what} is compiled by torch.compile"
         if kind.__module__.split(".")[0] not in KNOWN:
             return f"{what} is no module of MegaSNN's or torch's: what it decides in Python would be decided once"
-        if isinstance(module, NeuronLayer) and module.carries:
-            return f"{what} goes on from the window before (--bptt-steps)"
     return None
 
 
 class _LayerGraphs:
-    """One layer, for micro-batches in one slot."""
+    """One layer, for micro-batches in one slot.
+
+    Attributes:
+        inputs: where it takes them. outputs: where it leaves them; they hold what backward needs.
+        parameters: those that it learns.
+    """
 
     def __init__(
         self, owner: ChunkGraphs, name: str, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None

@@ -87,7 +87,8 @@ def test_launches_of_a_step_with_graphs_and_without(asked: str) -> None:
         graphs.counted, given = found, list[list[tuple[Any, ...]]]()
         images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
         for step in range(3):
-            found.forward.clear(), found.backward.clear(), found.numbers.clear()
+            for counts in (found.forward, found.backward, found.numbers):
+                counts.clear()
             places = [range(i * samples, (i + 1) * samples) for i in range(2 * step, 2 * step + 2)]
             engine.distributed.forward_backward(
                 [MicroBatchInput(images, labels, samples, e) for e in places], 2 * samples

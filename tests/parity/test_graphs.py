@@ -66,7 +66,7 @@ def with_and_without(model: str, flags: str, steps: int = 3, watched: int | None
 
 
 @pytest.mark.parametrize(("ranks_wanted", "model", "flags"), [
-    (2, "spikformer", f"--global-batch-size 6 {PIPELINE} zbv {LAYOUT} 2|2|2|2"),
+    (2, "spikformer", f"--global-batch-size 4 {PIPELINE} zbv {LAYOUT} 2|2|2|2"),
     (2, "vgg_dvs", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
     (2, "vgg_dvs", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
 ])  # fmt: skip

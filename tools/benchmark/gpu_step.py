@@ -104,7 +104,7 @@ def graphs(setting: Setting) -> Iterator[Figure]:
         for asked in WITH_GRAPHS:
             with _trained(setting, model, samples, asked) as step:
                 reset_peak_memory(setting.device)
-                times[asked] = median(_step_ms(step, setting) for _ in range(TIMED))
+                times[asked] = median(_step_ms(step, setting) for _ in range(1 if setting.is_tiny else TIMED))
                 peak = f"bf16, {samples} samples, peak {peak_memory_mb(setting.device):.0f} MB"
                 yield Figure(f"{name}: step, --cuda-graphs {asked}", times[asked], "ms", note=peak)
         yield Figure(f"{name}: gain by graphs", times["off"] / times["auto"], "x")
