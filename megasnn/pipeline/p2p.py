@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,15 @@ class TensorDescriptor:
         tensor = values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
         return tensor.requires_grad_(self.learns)
 
+    def differences(self, other: TensorDescriptor) -> str:
+        """What is not the same in the two, with both values, for a message."""
+        words = {"order": "memory order", "dtype": "type", "learns": "need of a gradient"}
+        return ", ".join(
+            f"its {words.get(each.name, each.name)} from {getattr(self, each.name)} to {getattr(other, each.name)}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(other, each.name)
+        )
+
     def buffer(self, device: torch.device, pinned: bool = False) -> Tensor:
         """Room for a message: packed or dense values."""
         return encoded_like(self.count, self.content, self.sent_as, device, pinned)
@@ -169,7 +178,11 @@ class Sender:
         descriptor = TensorDescriptor.of(tensor, content, sent_as)
         known = self._known.get(key, descriptor)
         if known != descriptor:
-            raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
+            raise ValueError(
+                f"a tensor between stages changed {known.differences(descriptor)}; micro-batches of as many samples "
+                "are to give the same: let the layer return one shape, type and memory order (`.contiguous()` makes it "
+                "one), and need a gradient always or never"
+            )
         header = None if key in self._known else descriptor.to_header()
         flat = descriptor.flatten(tensor.detach())
         message = message_of(flat, descriptor)

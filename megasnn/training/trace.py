@@ -20,6 +20,12 @@ from megasnn.training.introduction import log_folder
 _MOST_EVENTS = 100_000  # of a history of memory
 
 
+def require_traceable(config: PretrainConfig, device: torch.device) -> None:
+    """Raises ValueError where memory is to be recorded, and there is no GPU."""
+    if config.logging.record_memory_history and device.type != "cuda":
+        raise ValueError("--record-memory-history is of the memory of GPUs, and this run is on a CPU: leave it out")
+
+
 class StepTrace:
     """Takes the trace of --profile-steps, on the ranks of --profile-ranks. What fails here ends no run.
 
@@ -28,8 +34,6 @@ class StepTrace:
     Args:
         done: iterations that an earlier part of the run has made.
         line: takes a line for the log.
-    Raises:
-        ValueError: memory is to be recorded, and there is no GPU.
     """
 
     def __init__(
@@ -37,8 +41,6 @@ class StepTrace:
     ) -> None:
         options = config.logging
         steps = options.profiled_steps
-        if options.record_memory_history and state.device.type != "cuda":
-            raise ValueError("--record-memory-history is of the memory of GPUs, and this run is on a CPU: leave it out")
         self._line = line if state.rank == 0 else _to_stderr(state.rank)
         self._tried, self._device = Tried(self._line), state.device
         if steps and not done < steps[-1] <= iterations:

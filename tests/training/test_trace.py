@@ -11,6 +11,7 @@ from megasnn.config import ConfigError, parse, validate
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.training.loop import TrainingRun
 from megasnn.training.trace import StepTrace
 from tests.training.runs import TINY, train, whole, without_trial
 
@@ -120,6 +121,6 @@ def test_memory_of_a_cpu_is_not_recorded(tmp_path) -> None:
     state = initialize_model_parallel(1, 1, torch.device("cpu"))
     try:
         with pytest.raises(ValueError, match="--record-memory-history is of the memory of GPUs, and this run is on a"):
-            StepTrace(config, state, 4, 0, print)
+            TrainingRun(config, state)  # before it opens the data, and builds anything
     finally:
         destroy_model_parallel()
