@@ -86,7 +86,7 @@ def test_launches_of_a_step_with_graphs_and_without(asked: str) -> None:
     with counted_graphs() as graphs, Engine(model, cuda_graphs=asked, **flags) as engine, fake_gpu() as found:
         graphs.counted, given = found, list[list[tuple[Any, ...]]]()
         images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
-        for step in range(3):
+        for step in range(3 if asked == "on" else 2):
             for counts in (found.forward, found.backward, found.numbers):
                 counts.clear()
             places = [range(i * samples, (i + 1) * samples) for i in range(2 * step, 2 * step + 2)]
@@ -97,6 +97,6 @@ def test_launches_of_a_step_with_graphs_and_without(asked: str) -> None:
         launches = sum(work.count for of in (found.forward, found.backward) for work in of.values())
         layers = sum(map(len, engine.distributed.chunks.values()))
     if asked == "off":
-        assert launches == LAUNCHES["off"] and given[0] == given[1] == given[2]
+        assert launches == LAUNCHES["off"] and given[0] == given[1]
     else:
         assert launches == LAUNCHES["on"] and found.forward[GRAPH].count == 3 * 2 * layers
