@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.again import once
 from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import (
     all_reduce_sum,
@@ -64,15 +65,20 @@ class Convolve(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.content, bits=bits)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
-        images = _pooled_spikes(payloads, plan, x.shape, x.dtype)
-        if images is None:
-            images = average_pool(_as_images(full, x.shape), plan.pool)
-        y = plan.products.output(images, images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
+
+        def output() -> Tensor:
+            images = _pooled_spikes(payloads, plan, x.shape, x.dtype)
+            if images is None:
+                images = average_pool(_as_images(full, x.shape), plan.pool)
+            return plan.products.output(images, images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
+
+        def sums_of_own_channels() -> Tensor:
+            y = output()
+            return from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
+
         ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
-        if plan.scatter and plan.group.size > 1:
-            y = from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
-        return y
+        return once(sums_of_own_channels) if plan.scatter and plan.group.size > 1 else output()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:

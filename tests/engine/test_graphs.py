@@ -143,6 +143,7 @@ def test_what_a_check_finds_in_a_replay() -> None:
 @pytest.mark.parametrize(("flags", "why"), [
     ({"device": "cpu"}, "there are none with --device cpu"),
     ({}, "this rank computes on a CPU"),
+    ({"recompute": "always"}, "with --recompute or --memory-budget what forward keeps is computed again"),
     ({"bptt_steps": 1}, "with --bptt-steps neurons go on from the window before"),
 ])  # fmt: skip
 def test_where_no_layer_has_them(flags: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
