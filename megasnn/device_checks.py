@@ -85,6 +85,12 @@ class DeviceChecks:
         elif wrong:
             self._certain.append(finding)
 
+    def noted(self) -> list[tuple[Tensor, str]]:
+        """What is found where a tensor is not 0, and what is said of it then. Raises ValueError for what is certain."""
+        if self._certain:
+            raise ValueError(self._certain[0].text)
+        return [(flag, finding.text) for flag, finding in self._open]
+
     @contextmanager
     def at(self, place: Callable[[], str]) -> Iterator[None]:
         """Inside, this is the place of what is found."""

@@ -71,6 +71,7 @@ class Counted:
         forward, backward: what was started for each unit, by its name; the rest is in OUTSIDE.
         neurons: neurons and time steps of each unit. values: what its norm has normalised.
         waits: where the host would have waited, as "file:line operator".
+        numbers: what each operator was given besides tensors, which a graph would give it in every step.
     """
 
     forward: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
@@ -78,6 +79,7 @@ class Counted:
     neurons: dict[str, int] = field(default_factory=dict)
     values: dict[str, int] = field(default_factory=dict)
     waits: list[str] = field(default_factory=list)
+    numbers: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 class _Counting(TorchDispatchMode):
@@ -101,6 +103,8 @@ class _Counting(TorchDispatchMode):
             work = (self.counted.backward if self.backward else self.counted.forward)[self.unit]
             work.launches[name] += 1
             work.moved[name] += _moved(func, args, kwargs or {}, result)
+            given = tree_leaves((args, kwargs))
+            self.counted.numbers.append((name, *(each.shape if isinstance(each, Tensor) else each for each in given)))
         return result
 
 

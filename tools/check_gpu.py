@@ -46,6 +46,7 @@ PARTS: dict[str, Part] = {
     "speeds": gpu_kernels.speeds,
     "step": gpu_step.waits_and_launches,
     "memory": gpu_step.memory,
+    "graphs": gpu_step.graphs,
     "spikingjelly": gpu_models.beside_spikingjelly,
     "elsewhere": gpu_models.elsewhere,
     "fp32": gpu_models.of_fp32,

@@ -76,6 +76,10 @@ class TrainingConfig:
     on GPUs the fastest algorithms of some convolutions, and with several ranks the second half of each exchange of
     gradients, which waits for the end of backward; on CPUs, replicas take AdamW's step without torch's fused kernel.
     On a single CPU rank nothing changes."""
+    cuda_graphs: Literal["off", "on", "auto"] = "off"
+    """Start the kernels of a layer on a GPU all at once, as CUDA graphs: forward, the gradients of inputs, and those of
+    weights, for each micro-batch under way. auto: of all layers that can; the others are named, with the reason. on: a
+    layer that cannot is an error. Takes memory for the outputs and gradients of all layers. Has never run on a GPU."""
     wait_after_actions: bool = False
     """Wait for the GPU after each action of the schedule, so that an error of one of its kernels names the action that
     it arose in. Slow: to find such an error."""

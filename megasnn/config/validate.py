@@ -43,6 +43,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     problems += _mixing_problems(config) + _window_problems(config) + _recompute_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     problems += _arithmetic_problems(config) + _waiting_problems(config)
+    problems += _graph_problems(config)
     if not config.logging.problems():
         problems += _trace_problems(config, world_size)
     if problems:
@@ -268,6 +269,27 @@ def _waiting_problems(config: PretrainConfig) -> list[str]:
     if config.training.wait_after_actions and config.parallel.device == "cpu":
         return ["--wait-after-actions is for GPUs, not --device cpu: leave it out"]
     return []
+
+
+def _graph_problems(config: PretrainConfig) -> list[str]:
+    """Of --cuda-graphs on: what no layer of a run can be a graph with."""
+    if config.training.cuda_graphs != "on":
+        return []
+    why = no_graphs(config)
+    return [] if why is None else [f"--cuda-graphs on: {why}; use auto or off"]
+
+
+def no_graphs(config: PretrainConfig) -> str | None:
+    """Why none of the layers of a run can be CUDA graphs; None where some may."""
+    if config.parallel.device == "cpu":
+        return "there are none with --device cpu"
+    if config.parallel.tensor_model_parallel_size > 1:
+        return "with --tensor-model-parallel-size above 1 ranks exchange inside of layers"
+    if config.training.windows(config.model.time_steps) > 1:
+        return "with --bptt-steps neurons go on from the window before"
+    if config.parallel.recompute != NEVER or config.parallel.memory_budget is not None:
+        return "with --recompute or --memory-budget what forward keeps is computed again"
+    return None
 
 
 def _wire_problems(config: PretrainConfig) -> list[str]:

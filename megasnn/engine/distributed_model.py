@@ -27,6 +27,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
+from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import MicroBatchInput, OutputConsumer, PipelineExecutor
 from megasnn.pipeline.p2p import WireOptions
@@ -54,6 +55,7 @@ class DistributedModel:
         waits_after_actions: see PipelineExecutor.
         wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
         rows_have_owners: whether each row of a trained parameter belongs to one of the replicas.
+        graphs: how layers become CUDA graphs; None: they do not.
 
     Attributes:
         context: what the layers were built with.
@@ -87,6 +89,7 @@ class DistributedModel:
         waits_after_actions: bool = False,
         wants_to_stop: Callable[[], bool] = lambda: False,
         rows_have_owners: bool = False,
+        graphs: GraphOptions | None = None,
     ) -> None:
         self._windows, self._earlier_windows = windows, list[Bundle]()
         self.model, self.state, self.context, self.loss = model, state, context, loss
@@ -122,6 +125,8 @@ class DistributedModel:
         self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline, state.communicators, gradient)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
+            if graphs is not None:
+                chunk.record_graphs(graphs)
         self.described = whole = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(whole)
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,11 +24,13 @@ from megasnn.config.keywords import with_keywords
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.serialise import to_dict, wrong_types
 from megasnn.config.training import TrainingConfig
+from megasnn.config.validate import no_graphs
 from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.split_products import choose_products
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.layers import BuildContext
+from megasnn.layers.cast_weights import CastWeights
 from megasnn.losses import LOSSES
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
@@ -43,6 +46,7 @@ from megasnn.parallel_state import (
     model_parallel_is_initialized,
     start_process_group,
 )
+from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
@@ -173,6 +177,31 @@ def plan_of(
     return plan_pipeline(model, request, context, state, wire_options(parallel))
 
 
+def graph_options(config: PretrainConfig, state: ParallelState) -> GraphOptions | None:
+    """How layers become CUDA graphs; None where none do, which is told unless it was asked for.
+
+    Raises:
+        ValueError: `--cuda-graphs on` on a CPU.
+    """
+    asked = config.training.cuda_graphs
+    if asked == "off":
+        return None
+    capture = capture_on(state.device)
+    why = no_graphs(config) or (f"this rank computes on a {state.device.type.upper()}" if capture is None else None)
+    if capture is not None and why is None:
+        return GraphOptions(capture, asked == "on")
+    if asked == "on":
+        raise ValueError(f"--cuda-graphs on: {why}; use auto or off")
+    if state.rank == 0:
+        sys.stderr.write(f"WARNING: --cuda-graphs auto: no layer has CUDA graphs: {why}\n")
+    return None
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What makes graphs of a device; None where there are none."""
+    return CudaCapture(device) if device.type == "cuda" else None
+
+
 def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
     """How many of a global batch's micro-batches a replica may have, the largest number first."""
     counts = {len(micro_batches_of(micro_batches, replicas, replica)) for replica in (0, replicas - 1)}
@@ -195,9 +224,11 @@ def built(
     """
     if config.training.wait_after_actions and state.device.type != "cuda":
         raise ValueError("--wait-after-actions is for GPUs, and this rank computes on a CPU: leave it out")
+    graphs = graph_options(config, state)
     training, parallel, windows = config.training, config.parallel, window_count(config)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     context = build_context(state, training.precision, backend, seed, carries=windows > 1)
+    context = replace(context, cast_weights=CastWeights(stay=graphs is not None))
     with placed("while measuring products"):
         context = replace(context, products=choose_products(training, model, context, state))
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
@@ -221,6 +252,7 @@ def built(
             waits_after_actions=training.wait_after_actions,
             wants_to_stop=wants_to_stop,
             rows_have_owners=parallel.use_distributed_optimizer,
+            graphs=graphs,
         )
 
 

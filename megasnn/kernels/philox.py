@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -15,27 +14,25 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.triton.available import usable_on
-from megasnn.pinned import without_waiting
 from megasnn.random import UNIFORM_BITS, WORD, philox
 
 
 def kept(
     p: float,
-    keys: Sequence[tuple[int, int]],
+    keys: Tensor,
     steps: int,
     pixels: int,
     channels: range,
     all_channels: int,
-    device: torch.device,
     first_step: int = 0,
 ) -> Tensor:
-    """Which values a dropout with probability p keeps: bool `[steps, N, pixels, channels]`.
+    """Which values a dropout with probability p keeps: bool `[steps, N, pixels, channels]`, where the keys are.
 
     Each sample's values `[steps, pixels, all_channels]` are numbered in this order, and the number is the place in the
     stream of its key; a value is kept where the number in [0, 1) drawn there is at least p.
 
     Args:
-        keys: N keys of `megasnn.random.philox_key`.
+        keys: N keys of `megasnn.random.philox_key`, one behind the other: int64 `[2, N]`, contiguous.
         channels: those wanted of `all_channels`.
         first_step: the number of the first of the steps.
     """
@@ -44,21 +41,22 @@ def kept(
     begin = first_step * pixels * all_channels + channels.start
     cut = Runs(runs, pixels * all_channels // runs, begin, pixels * len(channels) // runs)
     threshold = math.ceil(p * 2**UNIFORM_BITS)
+    samples, device = keys.shape[1], keys.device
     compiled = _loops() if device.type == "cpu" else None
     if usable_on(device):
         from megasnn.kernels.triton.philox import kept_by_kernel
 
-        rows = kept_by_kernel(threshold, keys, steps, cut, device)
+        rows = kept_by_kernel(threshold, keys, steps, cut)
     elif compiled is None:
-        rows = kept_by_tensors(threshold, keys, steps, cut, device)
+        rows = kept_by_tensors(threshold, keys, steps, cut)
     else:
         from megasnn.kernels.runtime import run
 
-        rows = torch.empty(steps * len(keys), cut.runs, cut.length, dtype=torch.bool)
+        rows = torch.empty(steps * samples, cut.runs, cut.length, dtype=torch.bool)
         if rows.numel():
-            words = torch.tensor(keys, dtype=torch.int64).numpy()
+            words = keys.t().contiguous().numpy()
             run(compiled.keep, len(rows), rows.numpy(), words, cut.stride, cut.offset, threshold)
-    return rows.view(steps, len(keys), pixels, len(channels))
+    return rows.view(steps, samples, pixels, len(channels))
 
 
 class Runs(NamedTuple):
@@ -70,20 +68,19 @@ class Runs(NamedTuple):
     length: int
 
 
-def kept_by_tensors(
-    threshold: int, keys: Sequence[tuple[int, int]], steps: int, cut: Runs, device: torch.device
-) -> Tensor:
+def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
     """What the compiled loops give, by tensor operations alone: bool `[steps, N, runs, length]`.
 
     Args:
         threshold: the least upper 24 bits that are kept.
     """
+    device = keys.device
     starts = torch.arange(steps * cut.runs, device=device).view(steps, 1, cut.runs, 1) * cut.stride + cut.offset
     counters = starts // 4 + torch.arange((cut.length + 6) // 4, device=device)
-    k0, k1 = without_waiting(torch.tensor(keys, dtype=torch.int64), device).view(-1, 2, 1, 1).unbind(1)
+    k0, k1 = keys.view(2, -1, 1, 1)
     words = torch.stack(philox(counters & WORD, counters >> 32, 0, 0, k0, k1), dim=-1)
     places = starts % 4 + torch.arange(cut.length, device=device)
-    drawn = words.flatten(-2).gather(-1, places.expand(-1, len(keys), -1, -1))
+    drawn = words.flatten(-2).gather(-1, places.expand(-1, keys.shape[1], -1, -1))
     return (drawn >> 32 - UNIFORM_BITS) >= threshold
 
 

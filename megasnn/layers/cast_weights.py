@@ -17,30 +17,46 @@ class CastWeights:
 
     On a GPU those of convolutions have the channels last, as images have: cuDNN would bring them into that order in
     each call. Inside `kept` each weight is copied once; otherwise in every forward.
+
+    Args:
+        stay: whether the copies stay where they are from step to step, as graphs need it.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[Tensor, Tensor] | None = None
+    def __init__(self, stay: bool = False) -> None:
+        self._stay, self._is_kept = stay, False
+        self._copies: dict[Tensor, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastWeights:
         return self
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Without gradient."""
-        if self._kept is None:
+        if not self._is_kept:
             return _cast(weight, dtype)
-        if weight not in self._kept:
-            self._kept[weight] = _cast(weight, dtype)
-        return self._kept[weight]
+        if weight not in self._copies:
+            self._copies[weight] = _cast(weight, dtype)
+        return self._copies[weight]
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Inside, no weight changes: around the forwards and backwards of a step."""
-        self._kept = {}
+        if self._stay:
+            self._refresh()
+        else:
+            self._copies = {}
+        self._is_kept = True
         try:
             yield
         finally:
-            self._kept = None
+            self._is_kept = False
+            if not self._stay:
+                self._copies = {}
+
+    def _refresh(self) -> None:
+        apart = {w: copy for w, copy in self._copies.items() if (w.dtype, w.stride()) != (copy.dtype, copy.stride())}
+        if apart:
+            with torch.no_grad():
+                torch._foreach_copy_(list(apart.values()), list(apart))
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,7 @@ from torch import Tensor
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import once
-from megasnn.layers.keyed import KeyedLayer
-from megasnn.random import philox_key
+from megasnn.layers.keyed import KeyedLayer, sample_keys
 
 
 class DropPath(KeyedLayer):
@@ -47,8 +46,8 @@ class DropPath(KeyedLayer):
         if x.is_meta:
             once(self, f"would draw the same both times: make a second one, of another name than {self.name!r}")
             return torch.empty_like(x)
-        keys = [philox_key(self.seed, "drop path", self.name, position) for position in samples]
-        keep = kept(self.p, keys, 1, 1, range(1), 1, x.device)
+        keys = sample_keys(self.seed, "drop path", self.name, samples, x.device)
+        keep = kept(self.p, keys, 1, 1, range(1), 1)
         return (x * keep.view(1, -1, *[1] * (x.ndim - 2))).mul_(1 / (1 - self.p))
 
     def extra_repr(self) -> str:

@@ -10,8 +10,7 @@ from torch import Tensor
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import once
-from megasnn.layers.keyed import KeyedLayer
-from megasnn.random import philox_key
+from megasnn.layers.keyed import KeyedLayer, sample_keys
 
 
 class ParallelDropout(KeyedLayer):
@@ -70,9 +69,9 @@ class ParallelDropout(KeyedLayer):
         stands_for_all = self.same_at_all_steps or time < self._steps
         if self.carries and not stands_for_all:
             self._steps_before += time
-        keys = [philox_key(self.seed, "dropout", self.name, position) for position in samples]
+        keys = sample_keys(self.seed, "dropout", self.name, samples, x.device)
         mine, whole = range(first, first + channels), channels * self.group.size
-        drawn = kept(self.p, keys, time, math.prod(space), mine, whole, x.device, before).movedim(-1, 2)
+        drawn = kept(self.p, keys, time, math.prod(space), mine, whole, before).movedim(-1, 2)
         return drawn.view(time, *x.shape[1:])
 
     def extra_repr(self) -> str:

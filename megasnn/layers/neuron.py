@@ -60,6 +60,11 @@ class NeuronLayer(nn.Module):
     def forget(self) -> None:
         """Forgets the state that the last call left."""
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether its spikes are wanted now: an observer may say by `is_on` that it is not looking."""
+        return self.observer is not None and bool(getattr(self.observer, "is_on", True))
+
     def observed(self, spikes: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(spikes.detach())

@@ -28,12 +28,14 @@ class WeightGradients:
 
     Attributes:
         observer: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
+        anchor: stands for all parameters in autograd's graphs; it has no gradient.
     """
 
     def __init__(self) -> None:
         self.observer: Callable[[Tensor], None] | None = None
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True)
         self._deferred: list[Task] | None = None
+        self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return self  # the copy of a layer leaves its tasks where the layer does
@@ -44,14 +46,35 @@ class WeightGradients:
         The first stands for the parameter, which autograd must not see: it would call the parameter's hooks. Both are
         None for a frozen parameter.
         """
-        return (self._anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
+        return (self.anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
 
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
-        task = partial(self._add, parameter, add)
+        if self._collected is None:
+            self.leave(partial(self._add, parameter, add))
+        else:
+            self._collected.append((parameter, add))
+
+    def leave(self, task: Task) -> None:
+        """Runs a task now, or when deferred tasks are run."""
         if self._deferred is None:
             task()
         else:
             self._deferred.append(task)
+
+    def added(self, parameter: Tensor) -> None:
+        """To be called when a task has added a gradient."""
+        if self.observer is not None:
+            self.observer(parameter)
+
+    @contextmanager
+    def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
+        """Inside, nothing is added: the list gets each parameter, and what would add to its gradient."""
+        found: list[tuple[Tensor, AddGradient]] = []
+        self._collected = found
+        try:
+            yield found
+        finally:
+            self._collected = None
 
     @contextmanager
     def deferred(self) -> Iterator[list[Task]]:
@@ -68,5 +91,4 @@ class WeightGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             add(parameter.grad)
-        if self.observer is not None:
-            self.observer(parameter)
+        self.added(parameter)

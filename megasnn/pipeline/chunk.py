@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from megasnn.models.description import (
     ModelDescription,
     frames_of,
 )
+from megasnn.pipeline.capture import GraphOptions
+from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
 from megasnn.telemetry.ranges import named
 
@@ -64,6 +67,7 @@ class PipelineChunk(nn.Module):
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
         receives, hands_on: the tensors at its beginning and at its end, in their order.
+        graphs: as which layers run in training; None without.
     """
 
     def __init__(
@@ -89,6 +93,13 @@ class PipelineChunk(nn.Module):
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._ranks = model.input_shape, ranks
+        self.graphs: ChunkGraphs | None = None
+        taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
+        self._sharing = {each.description.name for each in self._steps if any(taken[n] > 1 for n in each.takes)}
+
+    def record_graphs(self, options: GraphOptions) -> None:
+        """From now on layers run as graphs in training. Raises ValueError for one that cannot, and must."""
+        self.graphs = ChunkGraphs(self.named_layers(), self._sharing, self.weight_gradients, options)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
         """A chunk of a finer cut, which is within this one and has its layers."""
@@ -120,7 +131,10 @@ class PipelineChunk(nn.Module):
                 del outputs[number]
             name = step.description.name
             with explained(partial("{}: {}".format, name)), named(name):
-                y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
+                if self.graphs is not None and torch.is_grad_enabled():
+                    y = self.graphs.apply(name, inputs, samples)
+                else:
+                    y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             self._require_described(step.description, y, samples)
             outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:

@@ -144,7 +144,7 @@ class PipelineExecutor:
         self._transfers = Transfers(self._placement, state, wires, wholes)
         methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD: self._whole_backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.RECOMPUTE: self._forward_again,
@@ -184,6 +184,9 @@ class PipelineExecutor:
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
                 f"{len(micro_batches)} on {self._placement}"
             )
+        for chunk in self._chunks.values():
+            if chunk.graphs is not None and not forward_only:
+                chunk.graphs.begin()
         actions = schedule.actions[self._state.pipeline.rank]
         run = _Run(micro_batches, frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE))
         with torch.no_grad() if forward_only else nullcontext():
@@ -269,7 +272,10 @@ class PipelineExecutor:
 
     def _output(self, run: _Run, key: tuple[int, int]) -> Any:
         micro = run.micro_batches[key[1]]
-        return self._chunks[key[0]](self._entry(run, key), micro.samples, micro.goes_on)
+        chunk = self._chunks[key[0]]
+        graphs = chunk.graphs if torch.is_grad_enabled() else None
+        with nullcontext() if graphs is None else graphs.begun(key[1]):
+            return chunk(self._entry(run, key), micro.samples, micro.goes_on)
 
     def _entry(self, run: _Run, key: tuple[int, int]) -> Tensor | list[Tensor]:
         chunk, micro_batch = key
@@ -322,6 +328,10 @@ class PipelineExecutor:
         assert labels is not None
         return labels
 
+    def _whole_backward(self, run: _Run, action: Action) -> None:
+        self._backward(run, action)
+        self._done(action)
+
     def _backward(self, run: _Run, action: Action) -> None:
         key = _key(action)
         gradients, roots = run.gradients.pop(key, None), run.roots.pop(key)
@@ -338,6 +348,13 @@ class PipelineExecutor:
         tasks = run.weight_gradients.pop(_key(action))
         while tasks:
             tasks.pop()()  # and its tensors are free
+        self._done(action)
+
+    def _done(self, action: Action) -> None:
+        chunk, micro_batch = _key(action)
+        graphs = self._chunks[chunk].graphs
+        if graphs is not None:
+            graphs.done(micro_batch)
 
     def _sync_gradients(self, run: _Run, action: Action) -> None:
         if self._sync is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -31,6 +30,23 @@ class Measured:
     unfit_tensors: int
 
 
+@dataclass(frozen=True)
+class _Observer:
+    """Of one layer of neurons."""
+
+    spikes: SpikeRecorder
+    rasters: RasterRecorder
+    name: str
+
+    @property
+    def is_on(self) -> bool:
+        return self.spikes.enabled or self.rasters.enabled
+
+    def __call__(self, spikes: Tensor) -> None:
+        self.spikes.observe(self.name, spikes)
+        self.rasters.observe(self.name, spikes)
+
+
 class Watch:
     """Measures spikes, memory, time and traffic of a run.
 
@@ -46,15 +62,11 @@ class Watch:
         self._order = [layer.name for layer in model.model.layers]
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in model.neurons():
-            neuron.observer = partial(self._observe, name)
+            neuron.observer = _Observer(self.spikes, self.rasters, name)
         model.voided += [self.spikes.forget, self.rasters.forget]
         # A group of one rank sends nothing.
         self._groups = [name for name in ("tensor", "data") if getattr(state, name).size > 1]
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
-
-    def _observe(self, name: str, spikes: Tensor) -> None:
-        self.spikes.observe(name, spikes)
-        self.rasters.observe(name, spikes)
 
     def since_last(self, iteration: int) -> Measured:
         """What was measured since the last call; collective."""

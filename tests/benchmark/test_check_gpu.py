@@ -50,6 +50,7 @@ def test_every_other_part() -> None:
         assert figures[f"{name}: launches in a micro-batch"] > 50
         assert figures[f"{name} bf16: against SpikingJelly's fastest"] > 0
         assert 0 < figures[f"{name}: measured / predicted"] < 3
+        assert figures[f"{name}: gain by graphs"] > 0
     assert figures["dp2"] > 0 and figures["zbv, measured / simulated"] > 0
 
 

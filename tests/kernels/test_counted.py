@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pipeline.executor import MicroBatchInput
 from tests.fake_gpu import OUTSIDE, Counted, fake_gpu
+from tests.fake_graphs import GRAPH, counted_graphs
 from tests.kernels.triton_process import without_triton
 
 pytestmark = without_triton
 
 MODELS = {"spikformer_ti": (Spikformer(variant="spikformer_ti", image_size=224), 8), "vgg_dvs": (VggDvs(), 128)}
 MOST_FORWARD, MOST_BACKWARD = 15, 25  # launches
+LAUNCHES = {"off": 552, "on": 142}  # of a step of the VGG, two micro-batches
 MOST_BYTES = 20  # of norm and neuron, forward and backward together, for a value in bfloat16
 MOST_BYTES_POOLED = 53  # for a neuron, which pools from four values
 # `add_` adds to gradients of weights, `add` sums up the gradients of what several layers take.
@@ -76,3 +79,28 @@ def test_the_host_waits_once(counted) -> None:
     _, found = counted
     places = {wait.split()[0] for wait in found.waits}
     assert len(places) == 1 and places.pop().startswith("engine/distributed_model.py:")
+
+
+@pytest.mark.parametrize("asked", ["off", "on"])
+def test_launches_of_a_step_with_graphs_and_without(asked: str) -> None:
+    """Of two micro-batches. Without graphs kernels get the same numbers for other samples: none would be wrong in a
+    graph."""
+    model, samples = MODELS["vgg_dvs"]
+    flags = {"micro_batch_size": samples, "global_batch_size": 2 * samples, "train_iters": 1, "precision": "bf16"}
+    with counted_graphs() as graphs, Engine(model, cuda_graphs=asked, **flags) as engine, fake_gpu() as found:
+        graphs.counted, given = found, list[list[tuple[Any, ...]]]()
+        images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
+        for step in range(3 if asked == "on" else 2):
+            for counts in (found.forward, found.backward, found.numbers):
+                counts.clear()
+            places = [range(i * samples, (i + 1) * samples) for i in range(2 * step, 2 * step + 2)]
+            engine.distributed.forward_backward(
+                [MicroBatchInput(images, labels, samples, e) for e in places], 2 * samples
+            )
+            given.append(list(found.numbers))
+        launches = sum(work.count for of in (found.forward, found.backward) for work in of.values())
+        layers = sum(map(len, engine.distributed.chunks.values()))
+    if asked == "off":
+        assert launches == LAUNCHES["off"] and given[0] == given[1]
+    else:
+        assert launches == LAUNCHES["on"] and found.forward[GRAPH].count == 3 * 2 * layers

@@ -22,7 +22,10 @@ KNOWN = [
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ),
 ]
-CPU = torch.device("cpu")
+
+
+def sample_keys(samples: int) -> torch.Tensor:
+    return torch.tensor([philox_key("test", sample) for sample in range(samples)]).t().contiguous()
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
@@ -38,7 +41,9 @@ def test_a_value_is_kept_where_the_upper_24_bits_are_at_least_p() -> None:
     for channel, word in enumerate(KNOWN[0][2]):
         for above in (0, 1):
             p = ((word >> 8) + above) / 2**24
-            assert kept(p, [(0, 0)], 1, 1, range(channel, channel + 1), 4, CPU).item() is not bool(above)
+            assert kept(
+                p, torch.zeros(2, 1, dtype=torch.int64), 1, 1, range(channel, channel + 1), 4
+            ).item() is not bool(above)
 
 
 def test_the_bits_of_a_key_stay_what_they_are() -> None:
@@ -57,11 +62,11 @@ def test_the_bits_of_a_key_stay_what_they_are() -> None:
     (2, 3, range(0, 0), 4),
 ])  # fmt: skip
 def test_compiled_loops_and_tensors_give_what_the_stream_has(p, steps, pixels, channels, whole) -> None:
-    keys = [philox_key("test", sample) for sample in range(3)]
-    compiled = kept(p, keys, steps, pixels, channels, whole, CPU)
+    keys = sample_keys(3)
+    compiled = kept(p, keys, steps, pixels, channels, whole)
     assert compiled.shape == (steps, 3, pixels, len(channels)) and compiled.dtype == torch.bool
     with mock.patch("megasnn.kernels.philox._loops", lambda: None):
-        assert torch.equal(kept(p, keys, steps, pixels, channels, whole, CPU), compiled)
+        assert torch.equal(kept(p, keys, steps, pixels, channels, whole), compiled)
     if whole < 2**34:
         values = np.stack([Draws("test", sample).words(steps * pixels * whole) for sample in range(3)])
         every = torch.from_numpy((values >> 8) * 2.0**-24 >= p).view(3, steps, pixels, whole).transpose(0, 1)
@@ -71,8 +76,7 @@ def test_compiled_loops_and_tensors_give_what_the_stream_has(p, steps, pixels, c
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_the_same_bits() -> None:
-    keys = [philox_key("test", sample) for sample in range(3)]
-    here, there = (kept(0.3, keys, 3, 50, range(5, 40), 64, torch.device(name)) for name in ("cpu", "cuda"))
+    here, there = (kept(0.3, sample_keys(3).to(name), 3, 50, range(5, 40), 64) for name in ("cpu", "cuda"))
     assert torch.equal(here, there.cpu())
 
 

@@ -213,7 +213,7 @@ def test_codec_and_generator_compile(capability: int, some: tuple[torch.dtype, .
             codec.pack_counts(values, check=True)
             codec.unpack_bits_into(packed, values.view(1, -1))
         codec.average_bits_into(packed, torch.zeros(4, 4, 4, 32).bfloat16(), 8, 8, 2)
-        philox.kept_by_kernel(7, [(1, 2)], 2, Runs(1, 2**34, 2**34 - 7, 7), torch.device("cpu"))
+        philox.kept_by_kernel(7, torch.tensor([[1], [2]]), 2, Runs(1, 2**34, 2**34 - 7, 7))
     assert len(found) == 3 * len(types) + 2
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0

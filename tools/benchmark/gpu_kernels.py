@@ -83,9 +83,9 @@ def _inexact(setting: Setting) -> int:
 def _differently_kept(setting: Setting) -> int:
     from megasnn.kernels.triton.philox import kept_by_kernel
 
-    keys, cut = [(1, 2), (3, 4)], Runs(3, 1001, 5, 777)
-    ours = kept_by_kernel(1 << 22, keys, 2, cut, setting.device)
-    reference = kept_by_tensors(1 << 22, keys, 2, cut, torch.device("cpu"))
+    keys, cut = torch.tensor([[1, 3], [2, 4]]), Runs(3, 1001, 5, 777)
+    ours = kept_by_kernel(1 << 22, keys.to(setting.device), 2, cut)
+    reference = kept_by_tensors(1 << 22, keys, 2, cut)
     return int((ours.cpu() != reference).sum())
 
 

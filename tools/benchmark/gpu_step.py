@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from statistics import median
 
 import torch
 from torch.autograd import DeviceType
@@ -19,9 +21,11 @@ from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory
 from tools.benchmark.gpu import Figure, Setting
 from tools.benchmark.models import Dimensions, tiny
-from tools.benchmark.training_steps import MegaSNNStep, megasnn_step
+from tools.benchmark.training_steps import CudaGraphs, MegaSNNStep, megasnn_step
 
-WARM_UP = 3
+WARM_UP = 3  # with graphs: without them, while they are made, with them
+TIMED = 20
+WITH_GRAPHS: tuple[CudaGraphs, ...] = ("off", "auto")
 MOST_WAITS = 1  # for the loss and what is read with it
 
 
@@ -35,11 +39,13 @@ def models(setting: Setting) -> dict[str, tuple[Dimensions, int]]:
 
 
 @contextmanager
-def _trained(setting: Setting, model: Dimensions, samples: int) -> Iterator[MegaSNNStep]:
+def _trained(
+    setting: Setting, model: Dimensions, samples: int, cuda_graphs: CudaGraphs = "off"
+) -> Iterator[MegaSNNStep]:
     """In bfloat16, after some steps."""
     initialize_model_parallel(device=setting.device)
     try:
-        step = megasnn_step(model, samples, samples, "bf16", "auto")
+        step = megasnn_step(model, samples, samples, "bf16", "auto", cuda_graphs=cuda_graphs)
         with closing(step.engine):
             for _ in range(WARM_UP):
                 step.forward_backward()
@@ -89,6 +95,27 @@ def _launches(step: MegaSNNStep, setting: Setting) -> int:
         setting.wait()
     on = DeviceType.CUDA if is_gpu else DeviceType.CPU
     return sum(each.device_type == on and not each.cpu_children for each in trace.events())
+
+
+def graphs(setting: Setting) -> Iterator[Figure]:
+    """Whether CUDA graphs help: a step without them and with them, which a GPU has never run so far."""
+    for name, (model, samples) in models(setting).items():
+        times = {}
+        for asked in WITH_GRAPHS:
+            with _trained(setting, model, samples, asked) as step:
+                reset_peak_memory(setting.device)
+                times[asked] = median(_step_ms(step, setting) for _ in range(1 if setting.is_tiny else TIMED))
+                peak = f"bf16, {samples} samples, peak {peak_memory_mb(setting.device):.0f} MB"
+                yield Figure(f"{name}: step, --cuda-graphs {asked}", times[asked], "ms", note=peak)
+        yield Figure(f"{name}: gain by graphs", times["off"] / times["auto"], "x")
+
+
+def _step_ms(step: MegaSNNStep, setting: Setting) -> float:
+    start = time.perf_counter()
+    step.forward_backward()
+    step.update()
+    setting.wait()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def memory(setting: Setting) -> Iterator[Figure]:

@@ -25,6 +25,7 @@ OPTIMIZER = OptimizerConfig(lr_decay_style="constant")
 ENDLESS = 10**9  # steps
 Precision = Literal["fp32", "tf32", "bf16", "fp64"]
 Products = Literal["auto", "ieee", "split"]
+CudaGraphs = Literal["off", "on", "auto"]
 
 
 class TrainingStep(Protocol):
@@ -109,6 +110,7 @@ def megasnn_step(
     precision: Precision,
     neuron_backend: str,
     fp32_products: Products = "auto",
+    cuda_graphs: CudaGraphs = "off",
     **parallel: Any,
 ) -> MegaSNNStep:
     """On the grid of ranks that is there, with a pipeline that is planned as training plans it. Collective.
@@ -124,6 +126,7 @@ def megasnn_step(
             train_iters=ENDLESS,
             precision=precision,
             fp32_products=fp32_products,
+            cuda_graphs=cuda_graphs,
         ),
         parallel=ParallelConfig(**parallel),
         optimizer=OPTIMIZER,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,6 @@ from triton.language.random import philox_impl
 
 from megasnn.kernels.philox import Runs
 from megasnn.kernels.triton.launch import launch, operator
-from megasnn.pinned import without_waiting
 
 _COUNTERS = 512  # of a program; each gives four values
 
@@ -40,16 +37,14 @@ def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, 
     tl.store(kept + row * length + place, at_least.to(tl.int8), mask=(place >= 0) & (place < length))
 
 
-def kept_by_kernel(
-    threshold: int, keys: Sequence[tuple[int, int]], steps: int, cut: Runs, device: torch.device
-) -> Tensor:
+def kept_by_kernel(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
     """As `kept_by_tensors`: bool `[steps, N, runs, length]`."""
-    kept = torch.empty(steps, len(keys), cut.runs, cut.length, dtype=torch.bool, device=device)
+    samples = keys.shape[1]
+    kept = torch.empty(steps, samples, cut.runs, cut.length, dtype=torch.bool, device=keys.device)
     if kept.numel():
-        k0, k1 = without_waiting(torch.tensor(keys, dtype=torch.int64).t().contiguous(), device)
         blocks = -(-(cut.length + 3) // (4 * _COUNTERS))
         launch(
-            keep_kernel, steps * len(keys) * cut.runs * blocks,
-            kept.view(torch.uint8), k0, k1, len(keys), *cut, threshold, blocks, COUNTERS=_COUNTERS,
+            keep_kernel, steps * samples * cut.runs * blocks,
+            kept.view(torch.uint8), *keys, samples, *cut, threshold, blocks, COUNTERS=_COUNTERS,
         )  # fmt: skip
     return kept

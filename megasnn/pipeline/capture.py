@@ -1,0 +1,57 @@
+"""Kernels that are taken down once and started again as a whole: a CUDA graph. Never run on a GPU so far."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+Replay = Callable[[], None]
+
+
+class Capture(Protocol):
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        """Takes down what `work` starts on the device, without computing it. What is returned starts all of that again,
+        on the same memory and with the same numbers; no line of Python runs then.
+
+        Tensors that are made in `work` and that somebody holds afterwards keep their memory for themselves. All other
+        memory is overwritten by whatever is replayed. So the order of replays is free, as long as none runs beside
+        another.
+        """
+
+
+class GraphOptions(NamedTuple):
+    """
+    Attributes:
+        is_required: whether a layer that cannot have a graph is an error, and not only told.
+    """
+
+    capture: Capture
+    is_required: bool
+
+
+class CudaCapture:
+    """Makes CUDA graphs, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        # Not by `torch.cuda.graph`, which waits for the device first: a message that it waits for may never come.
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # a graph that is freed meanwhile would make this one invalid
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads go on asking the driver: NCCL's, and those of autograd, which allocate.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay

@@ -1,0 +1,154 @@
+"""Which layers have CUDA graphs: what runs without is named, and computes what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.comm.codec import Content
+from megasnn.engine import Engine
+from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.pipeline.executor import PipelineError
+from tests.models.networks import CLASSES, Sum, between
+from tests.recorded_graphs import recorded_graphs
+
+FLAGS = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2, "neuron_backend": "torch"}
+Between = Callable[[Engine, int], object]
+
+
+class Counting(nn.Module):
+    """Multiplies by a number that Python knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        return x * (self.calls + 0.5)
+
+
+def counting() -> Iterable[Layer]:
+    yield layer("counting", Counting())
+
+
+def skipping() -> Iterable[Layer]:
+    yield layer("unit", ConvNormNeuron(4, 4))
+    yield layer("sum", Sum(), takes=("unit", "stem"))
+
+
+def plain() -> Iterable[Layer]:
+    yield layer("unit", ConvNormNeuron(4, 4))
+
+
+def nothing(engine: Engine, step: int) -> None:
+    pass
+
+
+def trained(model: Model, asked: str, between_steps: Between = nothing, sizes: Iterable[int] = (8, 8, 8)) -> list[Any]:
+    """Losses and norms."""
+    random, found = torch.Generator().manual_seed(0), []
+    with Engine(model, cuda_graphs=asked, **FLAGS) as engine:
+        for step, size in enumerate(sizes):
+            between_steps(engine, step)
+            images = torch.rand(size, *engine.distributed.model.input_shape, generator=random)
+            result = engine.train_step(images, torch.arange(size) % CLASSES)
+            found.append((result.loss, result.grad_norm))
+    return found
+
+
+def told(model: Model, between_steps: Between = nothing, sizes: Iterable[int] = (8, 8, 8)) -> str:
+    """What is said of steps that have graphs, which are those without."""
+    with contextlib.redirect_stderr(io.StringIO()) as text, recorded_graphs() as graphs:
+        found = trained(model, "auto", between_steps, sizes)
+        assert found == trained(model, "off", between_steps, sizes) and graphs.replays > 0
+    return text.getvalue()
+
+
+def test_a_module_of_ones_own() -> None:
+    model = between(counting)
+    why = "Counting is no module of MegaSNN's or torch's: what it decides in Python would be decided once"
+    assert told(model) == f"WARNING: counting runs without CUDA graphs: {why}\n"
+    with recorded_graphs(), pytest.raises(ValueError, match="counting cannot have CUDA graphs: .*--cuda-graphs auto"):
+        trained(model, "on")
+    with mock.patch("megasnn.pipeline.graphs.KNOWN", ("megasnn", "torch", "tests")), recorded_graphs():
+        assert trained(model, "on") != trained(model, "off"), "a number that was taken down stays"
+
+
+def test_an_input_that_is_taken_twice() -> None:
+    assert told(between(skipping)).count("its input is taken several times") == 2
+
+
+def test_hooks_that_come_later() -> None:
+    calls: list[int] = []
+
+    def hook(engine: Engine, step: int) -> None:
+        if step == 2:
+            unit = engine.distributed.chunks[0].layers[1]
+            unit.register_forward_hook(lambda *_: calls.append(step))
+
+    assert "unit runs without CUDA graphs: ConvNormNeuron has hooks" in told(between(plain), hook, (8, 8, 8, 8))
+    assert len(calls) == 2 * 4, "in each of two steps, with graphs elsewhere and without"
+
+
+def test_inputs_of_many_sizes() -> None:
+    text = told(between(plain), sizes=(8, 8, 7, 7, 6, 6))
+    assert "unit runs without CUDA graphs: its inputs have changing shapes: now [2, 2, 4, 4, 4], after 2 others" in text
+
+
+def test_weights_that_move_are_refused() -> None:
+    def move(engine: Engine, step: int) -> None:
+        if step == 2:
+            weight = engine.distributed.chunks[0].layers[1].conv.weight
+            weight.data = weight.data.clone()
+
+    with recorded_graphs(), pytest.raises(RuntimeError, match="moved in memory after CUDA graphs were made"):
+        trained(between(plain), "on", move)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfSpikes(Model):
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = CLASSES
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 4, content=Content.SPIKES))
+        yield layer("head", MeanLinear(4, CLASSES))
+
+
+def test_what_a_check_finds_in_a_replay() -> None:
+    """In the first of two micro-batches: the second one does not hide it."""
+    with recorded_graphs() as graphs, Engine(OfSpikes(), cuda_graphs="on", **FLAGS) as engine:
+        images, labels = torch.ones(8, 3, 4, 4), torch.arange(8) % CLASSES
+        images[:, 0, 0] = 0
+        for _ in range(3):
+            engine.train_step(images, labels)
+        images[0, 0, 0, 0], before = 0.5, graphs.replays
+        with pytest.raises(PipelineError, match="0F0, micro-batch 0: .*stem: pack_bits takes 0 and 1"):
+            engine.train_step(images, labels)
+        assert graphs.replays > before
+
+
+@pytest.mark.parametrize(("flags", "why"), [
+    ({"device": "cpu"}, "there are none with --device cpu"),
+    ({}, "this rank computes on a CPU"),
+    ({"recompute": "always"}, "with --recompute or --memory-budget what forward keeps is computed again"),
+    ({"bptt_steps": 1}, "with --bptt-steps neurons go on from the window before"),
+])  # fmt: skip
+def test_where_no_layer_has_them(flags: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("torch.cuda.device_count", return_value=0):
+        with pytest.raises(ValueError, match=f"--cuda-graphs on: {why}; use auto or off"):
+            Engine(between(plain), cuda_graphs="on", **FLAGS, **flags)
+        Engine(between(plain), cuda_graphs="auto", **FLAGS, **flags).close()
+    assert capsys.readouterr().err == f"WARNING: --cuda-graphs auto: no layer has CUDA graphs: {why}\n"

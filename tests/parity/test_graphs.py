@@ -1,0 +1,159 @@
+"""Steps by graphs are bit for bit the steps without, on a stand-in for CUDA graphs (tests/recorded_graphs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megasnn.config import parse
+from megasnn.config.training import Length
+from megasnn.engine import Engine
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.layers import BuildContext
+from megasnn.layers.cast_weights import CastWeights
+from megasnn.models.building import describe
+from megasnn.models.model import run_config
+from megasnn.models.table import MODELS
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.capture import GraphOptions
+from megasnn.pipeline.executor import MicroBatchInput, PipelineError
+from megasnn.pipeline.graphs import ChunkGraphs
+from megasnn.schedule import plan_schedule
+from megasnn.telemetry.spikes import LayerSpikes
+from megasnn.training.watch import Watch
+from tests.host_waits import MODEL_FLAGS
+from tests.models.networks import CLASSES, Random
+from tests.recorded_graphs import RecordedGraphs, recorded_graphs
+
+SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
+FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
+PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
+LAYOUT = "--pipeline-model-parallel-layout"
+Steps = list[tuple[float, float, list[LayerSpikes]]]
+
+
+def trained(model: str, flags: str, steps: int, watched: int | None = None) -> tuple[Steps, dict[str, Tensor]]:
+    """Loss, norm and spikes of each step, and all tensors behind them. The first step is without graphs."""
+    config = parse(run_config(MODELS[model]), f"{FLAGS[model]} {SIZES} {flags}".split())
+    samples, random = config.training.global_batch_size, torch.Generator().manual_seed(0)
+    labels, found = torch.arange(samples) % config.model.num_classes, []
+    with Engine(config, length=Length(steps)) as engine:
+        watch = Watch(engine.distributed, engine.state, engine.steps.timers)
+        for step in range(steps):
+            watch.spikes.enabled = step == watched
+            images = torch.rand(samples, *config.model.input_shape, generator=random)
+            result = engine.train_step(images, labels)
+            engine.evaluate(images, labels)
+            found.append((result.loss, result.grad_norm, watch.since_last(step).layers))
+        return found, engine.state_dict()
+
+
+def with_and_without(model: str, flags: str, steps: int = 3, watched: int | None = None) -> RecordedGraphs:
+    graphs = RecordedGraphs()
+    with recorded_graphs(graphs):
+        found, tensors = trained(model, f"{flags} --cuda-graphs on", steps, watched)
+        assert graphs.replays > 0
+        expected, others = trained(model, flags, steps, watched)
+    assert found == expected
+    assert all(torch.equal(value, others[name]) for name, value in tensors.items())
+    return graphs
+
+
+@pytest.mark.parametrize(("ranks_wanted", "model", "flags"), [
+    (2, "spikformer", f"--global-batch-size 4 {PIPELINE} zbv {LAYOUT} 2|2|2|2"),
+    (2, "vgg_dvs", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
+    (2, "vgg_dvs", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
+])  # fmt: skip
+def test_graphs_change_no_bit(ranks, ranks_wanted: int, model: str, flags: str) -> None:
+    """Of weights, their average, running statistics and losses: dropout, uneven micro-batches, several under way."""
+    ranks(ranks_wanted, with_and_without, model, flags)
+
+
+def test_a_step_whose_spikes_are_counted_goes_without() -> None:
+    graphs = with_and_without("vgg_dvs", "--global-batch-size 4 --precision bf16", steps=4, watched=2)
+    assert graphs.replays == 3 * 4 * 2 * 2, "three for each of four layers and two micro-batches, in two steps"
+
+
+def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor]]]:
+    """Losses, gradients and buffers of steps of a random network in chunks of one rank."""
+    model = describe(Random(seed=seed))
+    count = len(model.layers)
+    bounds = [range(i * count // chunks, (i + 1) * count // chunks) for i in range(chunks)]
+    plan, found = plan_schedule("interleaved", 1, chunks), []
+    context = BuildContext(cast_weights=CastWeights(stay=graphs is not None), neuron_backend="torch")
+    try:
+        state, options = initialize_model_parallel(1, 1), None if graphs is None else GraphOptions(graphs, False)
+        engine = DistributedModel(model, state, context, bounds, plan, graphs=options)
+        for step in range(3):
+            random = torch.Generator().manual_seed(step)
+            images = torch.rand(4, *model.input_shape, generator=random)
+            labels = torch.randint(CLASSES, (4,), generator=random)
+            samples = [range(4 * step + i, 4 * step + i + 2) for i in (0, 2)]
+            batches = [MicroBatchInput(images[i : i + 2], labels[i : i + 2], 2, samples[i // 2]) for i in (0, 2)]
+            loss = engine.forward_backward(batches, 4)
+            engine.merge_statistics(2)
+            tensors = [e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors]
+            found.append((loss, [each.clone() for each in tensors]))
+        return found
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(10))])
+def test_random_networks(seed: int) -> None:
+    """Skips, bundles, layers that share tensors. Their classes are vouched for here."""
+    with mock.patch("megasnn.pipeline.graphs.KNOWN", ("megasnn", "torch", "tests")), recorded_graphs() as graphs:
+        found, expected = (random_steps(seed, 3, each) for each in (graphs, None))
+    assert graphs.replays > 0
+    for (loss, tensors), (other, others) in zip(found, expected, strict=True):
+        assert loss == other and all(map(torch.equal, tensors, others))
+
+
+def forgetful(outputs: Any, inputs: Any, grads: Any, **options: Any) -> Any:
+    return gradients(outputs, inputs, grads, **{**options, "retain_graph": False})
+
+
+@contextmanager
+def in_one_slot(self: ChunkGraphs, micro_batch: int) -> Iterator[None]:
+    with begun(self, micro_batch):
+        self._slot = 0
+        yield
+
+
+gradients, begun = torch.autograd.grad, ChunkGraphs.begun
+WRONG = {
+    "memory is freed": ("pipeline.graphs.torch.autograd.grad", forgetful),
+    "one slot for all": ("pipeline.graphs.ChunkGraphs.begun", in_one_slot),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_graph_must_not_do_is_seen(what: str) -> None:
+    target, wrong = WRONG[what]
+    flags = "--global-batch-size 4 --precision bf16 --pipeline-schedule gpipe"
+    with mock.patch(f"megasnn.{target}", wrong), pytest.raises(AssertionError):
+        with_and_without("vgg_dvs", flags)
+
+
+def test_what_is_taken_from_the_host_is_refused() -> None:
+    """Keys that are drawn while a graph is made, as one of them."""
+    with mock.patch("megasnn.layers.keyed.RefilledKeys.entered", lambda self: nullcontext()):
+        with pytest.raises(PipelineError, match="not permitted when stream is capturing: lift_fresh"):
+            with_and_without("vgg_dvs", "--global-batch-size 4")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODEL_FLAGS)
+def test_on_a_gpu(model: str, precision: str) -> None:
+    flags = f"--global-batch-size 5 --device cuda --deterministic --neuron-backend auto --precision {precision}"
+    found, tensors = trained(model, f"{flags} --cuda-graphs on", 4)
+    expected, others = trained(model, flags, 4)
+    assert found == expected and all(torch.equal(value, others[name]) for name, value in tensors.items())

@@ -1,0 +1,146 @@
+"""Stands in for CUDA graphs on a CPU: the operators of torch that some work consists of, taken down and run again.
+
+As a CUDA graph it
+- computes nothing while it is made: what was there before has its old values again, and new memory holds nonsense;
+- starts again what was started then, on the memory of then and with the numbers of then; no Python of the work runs;
+- shares its pool: before each replay all memory of all graphs that nobody else holds is filled with nonsense;
+- refuses what a GPU refuses meanwhile: to tell the host a value, to take one from the host, to talk with other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh"}
+_COMPUTES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
+
+
+class _Memory:
+    """What a tensor is, without keeping more of it than its memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.storage, self.dtype = x.untyped_storage(), x.dtype
+        self.place = x.storage_offset(), x.shape, x.stride()
+
+    def tensor(self) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(self.storage, *self.place)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _there(value: Any) -> Any:
+    return value.tensor() if isinstance(value, _Memory) else value
+
+
+def _memory(value: Any) -> Any:
+    return _Memory(value) if isinstance(value, Tensor) else value
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+class _Recording(TorchDispatchMode):
+    """
+    Attributes:
+        operators: (function, arguments, keywords, results) of what computes. made: new memory, by its address in torch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[Any, Any, Any, list[_Memory]]] = []
+        self.made: dict[int, torch.UntypedStorage] = {}
+        self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, options = function.overloadpacket.__name__, kwargs or {}
+        if name in READS or function.namespace == "c10d":
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        given = tree_map(_memory, (args, options))
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for x in _tensors(value):
+                    storage = x.untyped_storage()
+                    if storage._cdata not in self.made and storage._cdata not in self._before:
+                        self._before[storage._cdata] = storage, _bytes(storage).clone()
+        result = function(*args, **options)
+        known = {x.untyped_storage()._cdata for x in _tensors(args, options)}
+        fresh = [x for x in _tensors(result) if x.untyped_storage()._cdata not in known]
+        self.made |= {x.untyped_storage()._cdata: x.untyped_storage() for x in fresh}
+        if name not in _COMPUTES_NOTHING and (fresh or function._schema.is_mutable):
+            self.operators.append((function, *given, [_Memory(x) for x in fresh]))
+        return result
+
+    def undo(self) -> None:
+        for storage, values in self._before.values():
+            _bytes(storage).copy_(values)
+        for storage in self.made.values():
+            _bytes(storage).fill_(NONSENSE)
+
+    def run(self) -> None:
+        for function, args, options, results in self.operators:
+            args, options = tree_map(_there, args), tree_map(_there, options)
+            known = {x.untyped_storage()._cdata for x in _tensors(args, options)}
+            found = [x for x in _tensors(function(*args, **options)) if x.untyped_storage()._cdata not in known]
+            for memory, value in zip(results, found, strict=True):
+                memory.tensor().copy_(value)
+
+
+class RecordedGraphs:
+    """A `megasnn.pipeline.capture.Capture`.
+
+    Attributes:
+        replays: how often a graph was started.
+    """
+
+    def __init__(self) -> None:
+        self._pool: list[torch.UntypedStorage] = []
+        self.replays = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        recording = _Recording()
+        with recording:
+            work()
+        recording.undo()
+        self._pool += recording.made.values()
+
+        @torch.no_grad()
+        def replay() -> None:
+            self.replays += 1
+            for storage in self._pool:
+                if not _is_held(storage):
+                    _bytes(storage).fill_(NONSENSE)
+            recording.run()
+
+        return replay
+
+
+def _is_held(storage: torch.UntypedStorage) -> bool:
+    """By somebody else than recordings, which share one object."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count > 1
+
+
+@contextmanager
+def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGraphs]:
+    """Inside, Engines whose flags ask for CUDA graphs get these, and operators are those of a device: no compiled loops
+    of the CPU, nothing read before the end of a step, and spikes that leave the kernels as bits."""
+    graphs = graphs or RecordedGraphs()
+    with ExitStack() as stack:
+        for module in ("codec", "philox"):
+            stack.enter_context(mock.patch(f"megasnn.kernels.{module}._loops", lambda: None))
+        stack.enter_context(mock.patch("megasnn.device_checks.runs_ahead", lambda device: True))
+        stack.enter_context(mock.patch("megasnn.kernels.norm_neuron.on_gpu", lambda values: True))
+        stack.enter_context(mock.patch("megasnn.engine.setup.capture_on", lambda device: graphs))
+        yield graphs
