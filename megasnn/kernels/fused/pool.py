@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.fused.row import backward_through_time, charge_again, fire
+from megasnn.kernels.fused.row import PIECE, back, fire
 from megasnn.kernels.fused.unit import fold
 from megasnn.kernels.jit import kernel, part
 
@@ -149,49 +149,40 @@ def pool_row_backward(g, tap, row, columns, g_image):
 
 
 @kernel
-def fire_pooled(x, scale, shift, spikes, p, first, last):
-    """`x [X, N, H, W, C]`, `spikes [T, N * Ho * Wo * C]`, `scale, shift [Wo * C]`.
+def fire_pooled(x, norm, spikes, bits, p, first, last):
+    """`x [X, N, H, W, C]`, `norm [3, Wo * C]`, `spikes [T, N * Ho * Wo * C]`, `bits` as in `row.fire`.
 
     A unit of work is one output row of one sample.
     """
-    steps, width, rows = spikes.shape[0], scale.size, (x.shape[2] + 1) // 2
-    v, y = np.empty(width, x.dtype), np.empty(width, x.dtype)
-    columns = np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
+    inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] + 1) // 2
+    scratch = np.empty((1, PIECE), x.dtype)
+    y, columns = np.empty((inputs, width), x.dtype), np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
     for unit in range(first, last):
         sample, row = unit // rows, unit % rows
-        v[:] = p.rest
-        for t in range(steps):
-            if t < x.shape[0]:
-                pool_row(x[t, sample], row, scale, shift, columns, y)
-            fire(y, None, v, spikes[t, unit * width : (unit + 1) * width], p)
+        for t in range(inputs):
+            pool_row(x[t, sample], row, norm[0], norm[1], columns, y[t])
+        fire(y, 0, None, None, None, spikes, unit * width, width, bits, p, scratch)
 
 
 @kernel
-def pooled_backward(x, g_spikes, scale, shift, mean, g_y, sums, p, first, last):
+def pooled_backward(x, g_spikes, norm, g_y, sums, p, first, last):
     """As `unit.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`.
 
     A unit of work is one sample, because the windows of neighbouring output rows share inputs.
     """
-    steps, width, rows = g_spikes.shape[0], scale.size, (x.shape[2] + 1) // 2
     inputs, channels = x.shape[0], x.shape[4]
-    h, g_pooled = np.empty((steps, width), x.dtype), np.empty((inputs, width), x.dtype)
+    width, rows = norm.shape[1], (x.shape[2] + 1) // 2
+    scratch, g_pooled = np.empty((g_spikes.shape[0] + 2, PIECE), x.dtype), np.empty((inputs, width), x.dtype)
     winner, tap = np.empty((inputs, width), x.dtype), np.empty((inputs, width), np.int32)
-    v, scratch, g_v = np.empty(width, x.dtype), np.empty(width, x.dtype), np.empty(width, x.dtype)
-    rest = np.full(width, p.rest)
     columns = np.empty((2, width // channels, channels), x.dtype)
     wide = np.empty((3, width), x.dtype)
     for sample in range(first, last):
         wide[:] = 0
         for row in range(rows):
-            v[:] = p.rest
-            g_v[:] = p.zero
-            for t in range(steps):
-                if t < inputs:
-                    pool_row_winners(x[t, sample], row, scale, shift, columns, winner[t], tap[t])
-                charge_again(winner[min(t, inputs - 1)], (scale, shift), v, h[t], p)
+            for t in range(inputs):
+                pool_row_winners(x[t, sample], row, norm[0], norm[1], columns, winner[t], tap[t])
             low = (sample * rows + row) * width
-            norm = (winner, mean, wide[0], wide[1])
-            backward_through_time(h, rest, g_spikes, low, g_v, g_pooled, 0, width, norm, scratch, v, wide[2], p)
+            back(winner, 0, norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
             for t in range(inputs):
                 pool_row_backward(g_pooled[t], tap[t], row, columns, g_y[t, sample])
         for k in range(3):
