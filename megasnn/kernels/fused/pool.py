@@ -67,53 +67,44 @@ def pool_row(image, row, scale, shift, columns, y):
 
 
 @part
-def contest(x, number, wins_ties, scale, shift, winner, tap):
-    """Replaces winners, and the number of their place in the window, where `x` has the larger normalised value."""
+def contest(x, number, scale, shift, winner, tap):
+    """Replaces winners, and the number of their place in the window, where `x` has the larger normalised value.
+
+    Of equal values the first one wins, as in PyTorch, if the contests of places 0 to 3 come in descending order, and
+    those of places 5 to 8 in ascending order: the former win ties with all places seen, the latter with none.
+    """
     number = np.int32(number)
-    if wins_ties:
-        for j in range(x.size):
-            wins = x[j] * scale[j] + shift[j] >= winner[j] * scale[j] + shift[j]
-            winner[j] = x[j] if wins else winner[j]
-            tap[j] = number if wins else tap[j]
-    else:
-        for j in range(x.size):
-            wins = x[j] * scale[j] + shift[j] > winner[j] * scale[j] + shift[j]
-            winner[j] = x[j] if wins else winner[j]
-            tap[j] = number if wins else tap[j]
+    wins_ties = number < 4
+    for j in range(x.size):
+        mine, best = x[j] * scale[j] + shift[j], winner[j] * scale[j] + shift[j]
+        wins = (mine > best) | (wins_ties & (mine == best))
+        winner[j] = x[j] if wins else winner[j]
+        tap[j] = number if wins else tap[j]
 
 
 @part
 def pool_row_winners(image, row, scale, shift, columns, winner, tap):
-    """Input value and place (0 to 8) of each maximum of `pool_row`; the first of equal ones, as in PyTorch.
-
-    Begins in the centre, which is always inside the image; then whatever precedes all places seen wins ties.
-    """
+    """Input value and place (0 to 8) of each maximum of `pool_row`; begins in the centre, which is inside the image."""
     height, width, channels = image.shape
     even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
-    odd_size = (width // 2) * channels
+    size = winner.size
     for offset in (0, -1, 1):
         line = 2 * row + offset
         if line < 0 or line >= height:
             continue
         split_columns(image[line], columns[0], columns[1])
-        first = 3 * (offset + 1)
-        before, after = odd[: winner.size - channels], odd[:odd_size]
         if offset == 0:
             winner[:] = even
             tap[:] = 4
-            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-            contest(after, first + 2, False, scale, shift, winner, tap)
-            continue
-        # The line above precedes all that has been seen: from right to left, each place wins ties with those before.
-        # The line below follows: from left to right, none does.
-        if offset < 0:
-            contest(after, first + 2, True, scale, shift, winner, tap)
-            contest(even, first + 1, True, scale, shift, winner, tap)
-            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-        else:
-            contest(before, first, False, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-            contest(even, first + 1, False, scale, shift, winner, tap)
-            contest(after, first + 2, False, scale, shift, winner, tap)
+        for k in range(3):
+            column = 2 - k if offset < 0 else k
+            if offset == 0 and column == 1:
+                continue
+            start = channels if column == 0 else 0
+            count = (size - channels, size, (width // 2) * channels)[column]
+            values = even[:count] if column == 1 else odd[:count]
+            number = 3 * (offset + 1) + column
+            contest(values, number, scale[start:], shift[start:], winner[start:], tap[start:])
 
 
 @part
