@@ -12,7 +12,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in MODELS:
         given = f"unknown model {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
         sys.stderr.write(
-            f"{given}usage: python -m megasnn {{{','.join(MODELS)}}} [flags]; --help after it lists them\n"
+            f"{given}usage: python -m megasnn {{{','.join(MODELS)}}} [flags]; --help after it lists them. A model of "
+            "your own has a script that ends with megasnn.pretrain(YourModel), or an entry in megasnn/models/table.py\n"
         )
         return 0 if argv in (["--help"], ["-h"]) else 2
     return pretrain(argv[0], argv[1:])

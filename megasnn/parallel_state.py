@@ -81,6 +81,16 @@ class ParallelState:
 _state: ParallelState | None = None
 
 
+def why_no_gpu() -> str:
+    """Why torch has none, as far as it knows, and what to look at."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; https://pytorch.org/get-started has builds with it"
+    return (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds none; see whether nvidia-smi "
+        "lists one, its driver is recent enough for that CUDA, and CUDA_VISIBLE_DEVICES does not hide it"
+    )
+
+
 def start_process_group(backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
     """Joins the ranks that torchrun started, once; a process started alone stays alone.
 
@@ -98,6 +108,8 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
     gpus = torch.cuda.device_count()
     kind = ("cuda" if gpus >= local_ranks else "cpu") if device == "auto" else device
     shares = backend == "gloo" and gpus > 0
+    if kind == "cuda" and not gpus:
+        raise ValueError(f"--device cuda, and torch finds no GPU: {why_no_gpu()}; or use --device cpu")
     if kind == "cuda" and gpus < local_ranks and not shares:
         raise ValueError(
             f"--device cuda with {local_ranks} ranks on this machine, which has {gpus} GPU(s); ranks share a GPU with "

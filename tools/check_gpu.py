@@ -21,6 +21,7 @@ if __name__ == "__main__":  # `python tools/check_gpu.py`, from any folder; rank
 
 from megasnn.config.cli import command_line
 from megasnn.kernels.triton.available import refuses
+from megasnn.parallel_state import why_no_gpu
 from megasnn.process.terminal import keep_going
 from tools.benchmark import gpu_kernels, gpu_models, gpu_ranks, gpu_step
 from tools.benchmark.gpu import NO_GPU, Figure, Part, Setting, check
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--parts: {', '.join(unknown)} is none of {', '.join(PARTS)}", file=sys.stderr)
         return NO_GPU
     if not torch.cuda.is_available():
-        print("there is no GPU that torch can use, so nothing was checked", file=sys.stderr)
+        print(f"there is no GPU that torch can use, so nothing was checked: {why_no_gpu()}", file=sys.stderr)
         return NO_GPU
     torch.cuda.set_device(0)
     return check({name: PARTS[name] for name in options.parts}, Setting(torch.device("cuda", 0)), options.output)

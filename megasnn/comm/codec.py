@@ -60,11 +60,15 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
         return pack(flat, check)
 
 
-def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An empty buffer for `count` encoded values."""
+def encoded_like(
+    count: int, content: Content, dtype: torch.dtype, device: torch.device, pinned: bool = False
+) -> Tensor:
+    """An empty buffer for `count` encoded values; in pinned memory where a GPU will read it from the host's."""
     if content is Content.SPIKES:
-        return torch.empty((count + 7) // 8, dtype=torch.uint8, device=device)
-    return torch.empty(count, dtype=torch.uint8 if content is Content.COUNTS else dtype, device=device)
+        count, dtype = (count + 7) // 8, torch.uint8
+    elif content is Content.COUNTS:
+        dtype = torch.uint8
+    return torch.empty(count, dtype=dtype, device=device, pin_memory=pinned)
 
 
 def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:

@@ -47,15 +47,17 @@ def gather_columns(
     if group.size == 1:
         return rows, [payload]
     statistics.record(group.name, "all_gather", direction, payload.nbytes, rows.nbytes)
-    payloads = _all_gather(payload.new_empty(group.size * len(payload)), payload, group)
+    payloads = all_gather_into(payload.new_empty(group.size * len(payload)), payload, group)
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
 
-def _all_gather(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
+def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
     """The part of each rank, in rank order; all of them lie in `into`.
 
-    NCCL fills a list of tensors from one that it makes, by a copy more. Gloo copies in any case, to a list less often.
+    Args:
+        into: contiguous, as many values as all ranks have together. mine: `[n]`, the same number on every rank.
     """
+    # NCCL fills a list of tensors from one that it makes, by a copy more. Gloo copies anyway, to a list less often.
     parts = list(into.view(group.size, -1))
     if mine.device.type == "cpu":
         dist.all_gather(parts, mine, group=group.handle)
@@ -148,7 +150,7 @@ def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callab
         work.wait()
         mine = _sum_in_rank_order(incoming.view(group.size, length))
         statistics.record(group.name, "all_gather", direction, mine.nbytes)
-        _all_gather(outgoing, mine, group)
+        all_gather_into(outgoing, mine, group)
         flat.copy_(outgoing[: flat.numel()])
 
     return finish

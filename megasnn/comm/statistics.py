@@ -22,14 +22,11 @@ class Traffic:
 
 
 class CommStatistics:
-    """Enable, reset, read. Recording costs a dictionary look-up for each collective, and nothing when disabled."""
+    """Count, read, reset. Recording costs a dictionary look-up for each collective, and nothing outside of counting."""
 
     def __init__(self) -> None:
         self.enabled = False
         self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(Traffic)
-
-    def enable(self, enabled: bool = True) -> None:
-        self.enabled = enabled
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.comm.collectives import all_gather_into
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.layers.batch_norm import ParallelBatchNorm
@@ -92,10 +92,10 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
 def _gathered(table: Tensor, data: Group) -> Tensor:
     if data.size == 1:
         return table
-    tables = [torch.empty_like(table) for _ in range(data.size)]
     statistics.record(data.name, "all_gather", "step", table.nbytes)
-    dist.all_gather(tables, table, group=data.handle)
-    return torch.cat(tables)
+    tables = table.new_empty(data.size * len(table), table.shape[1])
+    all_gather_into(tables, table.view(-1), data)
+    return tables
 
 
 def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput
     chunk, found = _in_outputs(model, micro_batches) or (0, None)
     where = earliest(found, chunk, world)
     if where is not None:
-        return f"not finite in forward, first in {where}"
+        return f"not finite in forward, first in {where}; the step is skipped"
     # Backward runs from the last chunk to the first.
     chunk, found = _in_gradients(model) or (0, None)
     where = earliest(found, -chunk, world)

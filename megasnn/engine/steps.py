@@ -57,13 +57,12 @@ class Steps:
         with self._guarded():
             with self.timers("forward_backward"):
                 loss = self.distributed.forward_backward(micro_batches, samples)
-            self._is_updating = True
+        with self._changing_weights():
             with self.timers("optimizer"):
                 norm, rate, finite = self.update(loss, samples)
             where = None if finite else first_place(self.distributed, micro_batches)
             self.iteration += 1
             self.consumed_samples = batch.consumed_samples
-            self._is_updating = False
         return StepResult(loss, self.distributed.correct, samples, norm, rate, not finite, where)
 
     def update(self, loss: float, samples: int) -> tuple[float, float, bool]:
@@ -137,12 +136,14 @@ class Steps:
             return
         copies = [entry.tensor for entry in self.distributed.copies]
         kept = [copy.detach().clone() for copy in copies]
+        with self._changing_weights():
+            self.average.exchange()
         try:
-            with self.average.in_place():
-                self.distributed.refresh_copies()
-                yield
+            self.distributed.refresh_copies()
+            yield
         finally:  # an error on one rank leaves nobody waiting for another rank's values
-            with torch.no_grad():
+            with self._changing_weights(), torch.no_grad():
+                self.average.exchange()
                 for copy, value in zip(copies, kept, strict=True):
                     copy.copy_(value)
 
@@ -176,6 +177,14 @@ class Steps:
                 kind, (text, *_) = type(error).__name__, (*str(error).splitlines(), "")
                 self._failure = f"{kind}: {text}" if text else kind
             raise
+
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        """`_guarded` around what changes the weights: whatever ends it in between leaves some of them changed."""
+        with self._guarded():
+            self._is_updating = True
+            yield
+            self._is_updating = False
 
     def require_sound(self, reads_weights: bool = False) -> None:
         """Raises RuntimeError when an error has ended what the ranks did together.

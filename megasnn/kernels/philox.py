@@ -27,6 +27,7 @@ def kept(
     channels: range,
     all_channels: int,
     device: torch.device,
+    first_step: int = 0,
 ) -> Tensor:
     """Which values a dropout with probability p keeps: bool `[steps, N, pixels, channels]`.
 
@@ -36,10 +37,12 @@ def kept(
     Args:
         keys: N keys of `megasnn.random.philox_key`.
         channels: those wanted of `all_channels`.
+        first_step: the number of the first of the steps.
     """
     # All channels of all pixels are one run of values; some of them are a run for each pixel.
     runs = 1 if len(channels) == all_channels else pixels
-    cut = Runs(runs, pixels * all_channels // runs, channels.start, pixels * len(channels) // runs)
+    begin = first_step * pixels * all_channels + channels.start
+    cut = Runs(runs, pixels * all_channels // runs, begin, pixels * len(channels) // runs)
     threshold = math.ceil(p * 2**UNIFORM_BITS)
     compiled = _loops() if device.type == "cpu" else None
     if usable_on(device):

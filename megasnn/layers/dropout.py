@@ -20,7 +20,7 @@ class ParallelDropout(KeyedLayer):
     Whether a value is kept follows from (seed, name, the sample's position in the training) and its place among all
     time steps, pixels and channels of the sample, and a rank draws for its own channels only. So neither the cut into
     micro-batches nor the ranks that compute them matter, nor where a run was interrupted. As with nn.Dropout, time
-    steps are drawn independently of each other.
+    steps are drawn independently of each other; with --bptt-steps each call goes on from the steps of the last one.
 
     Args:
         name: global name, part of the key: equal layers at two places drop different values.
@@ -37,7 +37,8 @@ class ParallelDropout(KeyedLayer):
         if not 0 <= p < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1, got {p}")
         self.p, self.name, self.same_at_all_steps = p, name, same_at_all_steps
-        self.group, self.seed = context.tensor, context.seed
+        self.group, self.seed, self.carries = context.tensor, context.seed, context.carries
+        self._steps, self._steps_before = context.time_steps, 0  # of a call; of the calls before, where they go on
 
     @property
     def draws(self) -> bool:
@@ -56,14 +57,22 @@ class ParallelDropout(KeyedLayer):
             return torch.empty_like(x)
         return (x * self._kept(x, samples)).mul_(1 / (1 - self.p))
 
+    def forget(self) -> None:
+        """The next call is on the first time steps."""
+        self._steps_before = 0
+
     def _kept(self, x: Tensor, samples: range) -> Tensor:
         """Which values are not zeroed: bool, shaped like `x`, perhaps with a single time step."""
         time, _, channels, *space = x.shape
         time = 1 if self.same_at_all_steps else time
         first = self.group.rank * channels
+        before = self._steps_before
+        stands_for_all = self.same_at_all_steps or time < self._steps
+        if self.carries and not stands_for_all:
+            self._steps_before += time
         keys = [philox_key(self.seed, "dropout", self.name, position) for position in samples]
         mine, whole = range(first, first + channels), channels * self.group.size
-        drawn = kept(self.p, keys, time, math.prod(space), mine, whole, x.device).movedim(-1, 2)
+        drawn = kept(self.p, keys, time, math.prod(space), mine, whole, x.device, before).movedim(-1, 2)
         return drawn.view(time, *x.shape[1:])
 
     def extra_repr(self) -> str:

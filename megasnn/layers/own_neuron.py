@@ -119,17 +119,28 @@ class SpikingNeuron(NeuronLayer):
         self.left = None
 
     def _try(self, x: Tensor) -> None:
-        """One step of the dry run. Raises ValueError for channels that are not this layer's, or another shape."""
+        """Two steps of the dry run, the second from the state that the first has left. Raises ValueError for channels
+        that are not this layer's, another shape, or what is no state."""
         if x.shape[1] != self._local_channels:
             raise ValueError(
                 f"neurons of {self.channels} channels are given {x.shape[1]}, with their share of the ranks"
             )
-        state = self.start(x)
-        h = self.charge(x, state)
-        spikes = self.fire(h, state)
-        self.reset(h, spikes, state)
-        if spikes.shape != x.shape:
-            raise ValueError(f"neurons give spikes of shape {list(spikes.shape)} for a step of shape {list(x.shape)}")
+        state = _state(self.start(x), "start")
+        for _ in range(2):
+            h = self.charge(x, state)
+            spikes = self.fire(h, state)
+            if spikes.shape != x.shape:
+                raise ValueError(
+                    f"neurons give spikes of shape {list(spikes.shape)} for a step of shape {list(x.shape)}"
+                )
+            state = _state(self.reset(h, spikes, state), "reset")
 
     def extra_repr(self) -> str:
         return f"{self.channels}, time_steps={self.time_steps}"
+
+
+def _state(given: object, method: str) -> State:
+    if isinstance(given, dict):
+        return given
+    kind = type(given).__name__
+    raise ValueError(f"{method} is to return a dict of tensors, the state for the next step, and returns a {kind}")

@@ -21,6 +21,8 @@ def explained(error: Exception, layer: nn.Module, inputs: int) -> str:
     """
     called = list(walk_tb(error.__traceback__))
     path, text = _part([frame for frame, _ in called], layer), str(error)
+    if isinstance(error, KeyError):  # whose text is the key alone
+        text = f"{type(error).__name__}: {text}"
     told = f"in {path}: {text}" if path else text
     lines = [f"{frame.f_code.co_filename}, line {number}" for frame, number in called if _is_the_users(frame)]
     if lines:

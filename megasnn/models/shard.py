@@ -31,6 +31,7 @@ from megasnn.layers.swapped import SWAPS, SwappedTemporalBatchNorm, class_name, 
 from megasnn.layers.whole import call_as_sharded
 from megasnn.models.layer import Layer, require_module
 
+_REFUSED = "refused: "
 _CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "SeqToANNContainer")
 
 
@@ -139,7 +140,11 @@ class Sharded:
         return [(name, walk.layer_of(each, name)) for name, each in _flat(self._copy(), "")]
 
     def _refuse(self, walk: _Walk) -> None:
-        refused = [f"{fate.name or 'the network'} ({fate.kind}): {fate.became}" for fate in walk.fates if fate.refused]
+        refused = [
+            f"{fate.name or 'the network'} ({fate.kind}): {fate.became.removeprefix(_REFUSED)}"
+            for fate in walk.fates
+            if fate.refused
+        ]
         if refused:
             raise ValueError(f"megasnn.shard refuses {'; '.join(refused)}")
 
@@ -277,7 +282,7 @@ class _Walk:
         return ours
 
     def _tell(self, path: str, module: nn.Module, became: str, refused: bool = False) -> None:
-        self.fates.append(Fate(path, type(module).__name__, f"refused: {became}" if refused else became, refused))
+        self.fates.append(Fate(path, type(module).__name__, f"{_REFUSED}{became}" if refused else became, refused))
 
 
 def _how_cut(ours: nn.Module) -> str:

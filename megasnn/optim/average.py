@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -51,17 +50,9 @@ class WeightAverage:
         for average, current in zip(self._averages, self._current, strict=True):
             average.copy_(current)
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, the model's tensors hold the average, and the average holds their values."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def exchange(self) -> None:
+        """Gives the tensors the values of the average, and the average theirs; a second time takes it back."""
         for average, current in zip(self._averages, self._current, strict=True):
             held = current.clone()
             current.copy_(average)

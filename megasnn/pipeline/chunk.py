@@ -14,6 +14,7 @@ from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
+from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
@@ -71,7 +72,8 @@ class PipelineChunk(nn.Module):
         layers = model.build(replace(context, weight_gradients=self.weight_gradients))
         self.layers = nn.ModuleList(layers[i] for i in span)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        self._carrying = [each for each in self.layers.modules() if isinstance(each, NeuronLayer) and each.carries]
+        carrying = NeuronLayer, ParallelDropout
+        self._carrying = [each for each in self.layers.modules() if isinstance(each, carrying) and each.carries]
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._ranks = model.input_shape, context.tensor.size
@@ -147,9 +149,9 @@ class PipelineChunk(nn.Module):
         return True
 
     def forget(self) -> None:
-        """Lets neurons forget the state that the last forward left."""
-        for neuron in self._carrying:
-            neuron.forget()
+        """Lets neurons forget the state that the last forward left, and dropout its time steps."""
+        for layer in self._carrying:
+            layer.forget()
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)

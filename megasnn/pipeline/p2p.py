@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
+from megasnn.pinned import without_waiting
 
 MAX_DIMS = 8
 DTYPES = (
@@ -92,9 +93,18 @@ class TensorDescriptor:
         tensor = values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
         return tensor.requires_grad_(self.learns)
 
-    def buffer(self, device: torch.device) -> Tensor:
+    def differences(self, other: TensorDescriptor) -> str:
+        """What is not the same in the two, with both values, for a message."""
+        words = {"order": "memory order", "dtype": "type", "learns": "need of a gradient"}
+        return ", ".join(
+            f"its {words.get(each.name, each.name)} from {getattr(self, each.name)} to {getattr(other, each.name)}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(other, each.name)
+        )
+
+    def buffer(self, device: torch.device, pinned: bool = False) -> Tensor:
         """Room for a message: packed or dense values."""
-        return encoded_like(self.count, self.content, self.sent_as, device)
+        return encoded_like(self.count, self.content, self.sent_as, device, pinned)
 
     def to_header(self) -> Tensor:
         """The header is on the CPU. Raises ValueError for a tensor that a header cannot describe."""
@@ -130,12 +140,11 @@ def message_of(flat: Tensor, descriptor: TensorDescriptor) -> Tensor:
     return encode(flat, descriptor.content, check=True)
 
 
-def copied(message: Tensor, device: torch.device) -> Tensor:
-    """The message on a device: itself, or a copy, of a GPU's in pinned memory."""
-    if message.device.type == device.type:
+def on_wire(message: Tensor, wire: torch.device) -> Tensor:
+    """The message where it is sent from: itself, or of a GPU's a copy in pinned memory. The host waits for that."""
+    if message.device.type == wire.type:
         return message
-    copy = torch.empty_like(message, device=device, pin_memory=message.is_cuda)
-    return copy.copy_(message)
+    return torch.empty_like(message, device=wire, pin_memory=message.is_cuda).copy_(message)
 
 
 class Sender:
@@ -169,7 +178,11 @@ class Sender:
         descriptor = TensorDescriptor.of(tensor, content, sent_as)
         known = self._known.get(key, descriptor)
         if known != descriptor:
-            raise ValueError(f"a boundary tensor changed from {known} to {descriptor}")
+            raise ValueError(
+                f"a tensor between stages changed {known.differences(descriptor)}; micro-batches of as many samples "
+                "are to give the same: let the layer return one shape, type and memory order (`.contiguous()` makes it "
+                "one), and need a gradient always or never"
+            )
         header = None if key in self._known else descriptor.to_header()
         flat = descriptor.flatten(tensor.detach())
         message = message_of(flat, descriptor)
@@ -177,7 +190,7 @@ class Sender:
             self._known[key] = descriptor
             self._start(header)
         statistics.record(TRAFFIC[direction], "send", direction, message.nbytes, tensor.nbytes)
-        self._start(copied(message, self._wire))  # where it has to come from another device, this waits for it
+        self._start(on_wire(message, self._wire))
 
     def _start(self, payload: Tensor) -> None:
         work = dist.isend(payload, self._peer, group=self._group.handle)
@@ -202,6 +215,7 @@ class Receiver:
 
     def __init__(self, peer: int, group: Group, wire: torch.device, device: torch.device) -> None:
         self._peer, self._group, self._wire, self._device = peer, group, wire, device
+        self._pins = device.type == "cuda" and wire.type == "cpu"
         self._known: dict[Hashable, TensorDescriptor] = {}
         self._posted: tuple[Hashable, dist.Work, Tensor] | None = None
 
@@ -214,7 +228,7 @@ class Receiver:
         """Does nothing for the first tensor of its kind: its size is known when its descriptor is there."""
         assert self._posted is None, f"{key} is posted before the tensor announced last was received"
         if key in self._known:
-            buffer = self._known[key].buffer(self._wire)
+            buffer = self._known[key].buffer(self._wire, self._pins)
             self._posted = key, self._start(buffer), buffer
 
     def receive(self, key: Hashable) -> Tensor:
@@ -228,7 +242,7 @@ class Receiver:
         assert self._posted is not None and self._posted[0] == key, f"receive {key} while {self._posted} is announced"
         (_, work, buffer), self._posted = self._posted, None
         work.wait()
-        return self._known[key].restore(copied(buffer, self._device))
+        return self._known[key].restore(without_waiting(buffer, self._device))
 
     def _start(self, buffer: Tensor) -> dist.Work:
         work = dist.irecv(buffer, self._peer, group=self._group.handle)

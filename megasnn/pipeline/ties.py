@@ -21,8 +21,9 @@ from megasnn.data_parallel.statistics import StepStatistics
 from megasnn.layers import ParallelBatchNorm
 from megasnn.layers.holding import calls_of
 from megasnn.models.description import ModelDescription
+from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.p2p import copied
+from megasnn.pipeline.p2p import on_wire
 
 
 @dataclass
@@ -126,14 +127,14 @@ class Ties:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
             if mine:
-                message = copied(torch.cat([tensors[place].detach().reshape(-1) for place in places]), self._wire)
+                message = on_wire(torch.cat([tensors[place].detach().reshape(-1) for place in places]), self._wire)
                 statistics.record("ties", "send", "step", message.nbytes)
                 dist.send(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
                 continue
             first = tensors[places[0]]
             message = first.new_empty(sum(tensors[place].numel() for place in places), device=self._wire)
             dist.recv(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
-            parts = copied(message, first.device).split([tensors[place].numel() for place in places])
+            parts = without_waiting(message, first.device).split([tensors[place].numel() for place in places])
             moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
         return [moved[place] for place in sorted(moved)]
 

@@ -30,7 +30,7 @@ from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
 from megasnn.training.starting import Start, claim, refuse_other_model
-from megasnn.training.trace import StepTrace
+from megasnn.training.trace import StepTrace, require_traceable
 from megasnn.training.watch import Watch
 
 
@@ -57,6 +57,7 @@ class TrainingRun:
         self.config, self.state, self.stop = config, state, stop or StopSignals(state.rank)
         self._started = time.monotonic()
         self._skipped_samples, self._prepared, self.saved = 0, False, True
+        require_traceable(config, state.device)
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config)
@@ -175,7 +176,7 @@ class TrainingRun:
             self.saves.prepare()
             self._prepared = True
         if result.not_finite:
-            self.reporter.line(result.not_finite)
+            self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)
         if logs:
             measured = self.watch.since_last(self.iteration)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -108,9 +109,10 @@ def _trained(
         except Exception:
             # What is saved in the background may be nearly complete. The other ranks still work on it: they are told
             # after this, and their processes end.
-            run.saves.finish(None if state.world.size == 1 else SAVING_SECONDS)
-            if state.world.size == 1:
-                run.close()
+            with suppress(Exception):  # the first error is the one to be told
+                run.saves.finish(None if state.world.size == 1 else SAVING_SECONDS)
+                if state.world.size == 1:
+                    run.close()
             raise
         run.close()
     return run.saved

@@ -20,6 +20,12 @@ from megasnn.training.introduction import log_folder
 _MOST_EVENTS = 100_000  # of a history of memory
 
 
+def require_traceable(config: PretrainConfig, device: torch.device) -> None:
+    """Raises ValueError where memory is to be recorded, and there is no GPU."""
+    if config.logging.record_memory_history and device.type != "cuda":
+        raise ValueError("--record-memory-history is of the memory of GPUs, and this run is on a CPU: leave it out")
+
+
 class StepTrace:
     """Takes the trace of --profile-steps, on the ranks of --profile-ranks. What fails here ends no run.
 
@@ -28,8 +34,6 @@ class StepTrace:
     Args:
         done: iterations that an earlier part of the run has made.
         line: takes a line for the log.
-    Raises:
-        ValueError: memory is to be recorded, and there is no GPU.
     """
 
     def __init__(
@@ -37,8 +41,6 @@ class StepTrace:
     ) -> None:
         options = config.logging
         steps = options.profiled_steps
-        if options.record_memory_history and state.device.type != "cuda":
-            raise ValueError("--record-memory-history is of the memory of GPUs, and this run is on a CPU: leave it out")
         self._line = line if state.rank == 0 else _to_stderr(state.rank)
         self._tried, self._device = Tried(self._line), state.device
         if steps and not done < steps[-1] <= iterations:
@@ -59,7 +61,12 @@ class StepTrace:
         if number in self._steps and self._profile is None:
             with self._tried("the trace of --profile-steps"):
                 self._begin(number)
-        yield
+        try:
+            yield
+        except BaseException:
+            # The process may go on, in a notebook. Writing would keep the error waiting.
+            self._end(number, writes=False)
+            raise
         if number in self._steps and number == self._steps[-1]:
             self._end(number)
 
@@ -77,18 +84,21 @@ class StepTrace:
         taken.start()
         self._profile, self._first = taken, number
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, writes: bool = True) -> None:
         taken, self._profile = self._profile, None
         if taken is None:
             return
         with self._tried("the trace of --profile-steps"):
             taken.stop()
-            name = f"rank{self._rank}-{self._first}-{number}"
-            self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
-            if self._records_memory:
-                self._write(f"{name}.memory.pickle", torch.cuda.memory._dump_snapshot)
+            if writes:
+                self._write_all(taken, f"rank{self._rank}-{self._first}-{number}")
         if self._records_memory:
             torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _write_all(self, taken: profile, name: str) -> None:
+        self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
+        if self._records_memory:
+            self._write(f"{name}.memory.pickle", torch.cuda.memory._dump_snapshot)
 
     def _write(self, name: str, write: Callable[[str], Any]) -> None:
         """A file that is whole or not there."""

@@ -14,6 +14,7 @@ from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
 from tools.benchmark import gpu_models
 from tools.benchmark.gpu import MISSED, NO_GPU, PASSED, Figure, Setting, check, run_parts
+from tools.benchmark.gpu_kernels import error_of
 from tools.benchmark.gpu_step import _waits
 from tools.benchmark.harness import Part as Measured
 from tools.benchmark.layouts_flags import LayoutBenchmark
@@ -50,6 +51,13 @@ def test_every_other_part() -> None:
         assert figures[f"{name} bf16: against SpikingJelly's fastest"] > 0
         assert 0 < figures[f"{name}: measured / predicted"] < 3
     assert figures["dp2"] > 0 and figures["zbv, measured / simulated"] > 0
+
+
+def test_a_kernel_that_gives_nan_is_no_kernel_without_error() -> None:
+    """Python's max keeps the first of two numbers that do not compare."""
+    expected = torch.tensor([0.5, 2.0])
+    assert error_of(torch.tensor([0.5, 2.5]), expected) == 0.25
+    assert max(0.0, error_of(torch.tensor([0.5, float("nan")]), expected)) == float("inf")
 
 
 class Waiting:
@@ -104,6 +112,28 @@ def test_a_failure_loses_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(line)["figures"]["broken"][0]["met"] and json.loads(line)["status"] == MISSED
 
 
+def test_a_gpu_that_a_kernel_has_broken_loses_nothing_else(monkeypatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    parts = {"broken": fails, "after it": lambda setting: gives(0.9)}
+    outcome = run_parts(parts, Setting(torch.device("cuda")))
+    assert [len(each) for each in outcome.figures.values()] == [1, 1] and outcome.status == MISSED
+    assert outcome.failures["broken"] == "RuntimeError: the driver is gone"
+    assert outcome.failures["after it"].startswith("RuntimeError: CUDA error: an illegal memory access")
+
+
+def test_a_figure_without_end_is_json_to_strict_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(constant: str) -> None:
+        raise ValueError(constant)
+
+    check({"part": lambda setting: gives(float("inf"))}, TINY, tmp_path / "log.jsonl")
+    line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=refused)
+    assert line["figures"]["part"][0]["value"] == "Infinity"
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1], parse_constant=refused) == line
+
+
 @pytest.mark.parametrize(("value", "status"), [(0.81, PASSED), (0.79, MISSED)])
 def test_the_status_is_that_of_the_targets(value: float, status: int) -> None:
     assert run_parts({"part": lambda setting: gives(value)}, TINY).status == status
@@ -114,10 +144,13 @@ def test_what_has_no_time_left_is_said() -> None:
     assert outcome.failures == {"late": "left out: -1 seconds are over"} and outcome.status == MISSED
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("cuda", "why"), [(None, "is built without CUDA;"), ("13.0", "for CUDA 13.0 and finds none;")])
+def test_without_a_gpu_it_says_so(monkeypatch, capsys: pytest.CaptureFixture[str], cuda: str | None, why: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     assert main([]) == NO_GPU
-    assert capsys.readouterr().err == "there is no GPU that torch can use, so nothing was checked\n"
+    told = capsys.readouterr().err
+    assert told.startswith("there is no GPU that torch can use, so nothing was checked: torch ") and why in told
     assert main(["--parts", "kernel"]) == NO_GPU
     assert "--parts: kernel is none of versions, kernels" in capsys.readouterr().err
 

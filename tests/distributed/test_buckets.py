@@ -68,16 +68,15 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     shares = [[1, 2, 3], [4]] + [[5, 6]] * (group.size - 2)
     for step in range(2):
         statistics.reset()
-        statistics.enable()
         mine = [seed + 10 * step for seed in shares[group.rank]]
-        data_parallel.zero(len(mine))
-        assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
-        for seed in mine:
-            _loss(parameters, seed, without).backward()
-        reduced_in_backward = statistics.total("data").calls
-        data_parallel.finish(0)
-        data_parallel.wait()
-        statistics.enable(False)
+        with statistics.counting():
+            data_parallel.zero(len(mine))
+            assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
+            for seed in mine:
+                _loss(parameters, seed, without).backward()
+            reduced_in_backward = statistics.total("data").calls
+            data_parallel.finish(0)
+            data_parallel.wait()
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     assert torch.equal(before, parameters["c"].tensor)
@@ -185,15 +184,14 @@ def _added_by_hand() -> None:
     data_parallel = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), 1 << 20)
     data_parallel.zero(2)
     statistics.reset()
-    statistics.enable()
-    for seed in (1, 2):
-        _loss(parameters, seed, "b").backward()
-    for _ in range(2):
-        assert statistics.total("data").calls == 0
-        parameters["b"].tensor.grad.add_(1.5)
-        data_parallel.accumulated(parameters["b"].tensor)
+    with statistics.counting():
+        for seed in (1, 2):
+            _loss(parameters, seed, "b").backward()
+        for _ in range(2):
+            assert statistics.total("data").calls == 0
+            parameters["b"].tensor.grad.add_(1.5)
+            data_parallel.accumulated(parameters["b"].tensor)
     assert statistics.total("data").calls == 1
-    statistics.enable(False)
     statistics.reset()
     data_parallel.wait()
     expected = _gradients([1, 2, 1, 2], "b")

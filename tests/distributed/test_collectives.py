@@ -122,23 +122,21 @@ def _traffic() -> dict:
     group = everybody()
     rows = spikes(7, 5, dtype=torch.float32)
     statistics.reset()
-    statistics.enable(False)
     gather_columns(rows, group, Content.SPIKES)  # not counted: counting is off
-    statistics.enable()
-    gather_columns(rows, group, Content.SPIKES)
-    gather_columns(rows, group, Content.SPIKES)
-    gather_columns(rows, group, Content.DENSE, "backward")
-    sum_and_scatter_columns(random(3, 4 * group.size), group, "backward")()
-    all_reduce_sum(torch.ones(5), group, "step")
-    gather_columns(rows, alone("tensor"), Content.SPIKES)  # nothing travels, nothing is counted
-    sum_and_scatter_columns(rows, alone("tensor"), "forward")()
-    all_reduce_sum(rows, alone("tensor"), "step")
+    with statistics.counting():
+        gather_columns(rows, group, Content.SPIKES)
+        gather_columns(rows, group, Content.SPIKES)
+        gather_columns(rows, group, Content.DENSE, "backward")
+        sum_and_scatter_columns(random(3, 4 * group.size), group, "backward")()
+        all_reduce_sum(torch.ones(5), group, "step")
+        gather_columns(rows, alone("tensor"), Content.SPIKES)  # nothing travels, nothing is counted
+        sum_and_scatter_columns(rows, alone("tensor"), "forward")()
+        all_reduce_sum(rows, alone("tensor"), "step")
     found = {key: (t.calls, t.bytes, t.dense_bytes) for key, t in statistics.read().items()}
     total, other = statistics.total("tensor"), statistics.total("data")
     assert total == statistics.total() and (other.calls, other.bytes) == (0, 0)
     assert (total.calls, total.bytes) == (5, sum(sent for _, sent, _ in found.values()))
     statistics.reset()
-    statistics.enable(False)
     assert statistics.read() == {}
     return found
 

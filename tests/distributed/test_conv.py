@@ -275,11 +275,10 @@ def _exchanged_bytes(pool: int) -> tuple[int, int]:
     layer = ParallelConv(8, 16, 3, context(group, torch.float32), **options)
     build({"conv": layer}, {})
     x = channels_last(mine(spikes(T, N, 8, 8, 8, dtype=torch.float32), group)).requires_grad_()
-    statistics.enable()
     statistics.reset()
-    layer(x).sum().backward()
+    with statistics.counting():
+        layer(x).sum().backward()
     traffic = statistics.read()
-    statistics.enable(False)
     return tuple(sum(t.bytes for key, t in traffic.items() if key[2] == way) for way in ("forward", "backward"))
 
 

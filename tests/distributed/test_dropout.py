@@ -43,6 +43,21 @@ def test_what_is_kept_is_a_fact_of_the_key_whatever_the_memory_order(space: tupl
     assert torch.equal(y > 0, torch.stack(expected, dim=1))
 
 
+def test_windows_draw_what_all_time_steps_draw_at_once() -> None:
+    """With --bptt-steps: a step is dropped as it would be without windows, and not as its place in the window is."""
+    windows = ParallelDropout(P, "a", BuildContext(time_steps=2, carries=True))
+    x, samples = torch.randn(6, 4, C, 3), range(4, 8)
+    expected = dropout()(x, samples)
+    for _ in range(2):
+        assert torch.equal(torch.cat([windows(part, samples) for part in x.split(2)]), expected)
+        windows.forget()
+    # An input of one step stands for all of them, and SpikingJelly's dropout drops the same at each.
+    assert torch.equal(windows(x[:1], samples), windows(x[:1], samples))
+    jelly = ParallelDropout(P, "a", BuildContext(time_steps=2, carries=True), same_at_all_steps=True)
+    first, second = (jelly(torch.ones(2, 4, C, 3), samples) for _ in range(2))
+    assert torch.equal(first, second)
+
+
 def test_everything_in_the_key_matters() -> None:
     one = masks(dropout(), range(4))
     others = masks(dropout(seed=1), range(4)), masks(dropout(name="b"), range(4)), masks(dropout(), range(4, 8))

@@ -163,6 +163,13 @@ def test_devices_that_are_not_there(monkeypatch, backend, device) -> None:
         parallel_state.start_process_group(backend, device)
 
 
+def test_without_a_gpu_it_says_why(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ValueError, match="finds no GPU: torch .* is built without CUDA; .*; or use --device cpu$"):
+        parallel_state.start_process_group("auto", "cuda")
+
+
 def _refused_on_gpus(backend: str) -> str:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as raised:
         patch.setattr(dist, "get_backend", lambda: backend)

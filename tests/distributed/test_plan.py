@@ -71,12 +71,11 @@ def test_gradients_in_bf16_are_half_as_wide() -> None:
 def _measured_in_a_tensor_group() -> tuple[list[LayerCost], bool]:
     """And whether measuring a layer sent anything to the other tensor rank."""
     state = initialize_model_parallel(2, 1)
-    statistics.enable()
     try:
-        costs = measure_layers(MODEL, 4, BuildContext(state.tensor), CPU, WireOptions())
+        with statistics.counting():
+            costs = measure_layers(MODEL, 4, BuildContext(state.tensor), CPU, WireOptions())
         return costs, statistics.total("tensor").bytes > 0
     finally:
-        statistics.enable(False)
         statistics.reset()
         destroy_model_parallel()
 

@@ -81,10 +81,9 @@ def _split_and_whole(name: str, dtype: torch.dtype, compute: torch.dtype) -> Non
         left += tasks
     assert seen == [] and all(weight.grad is None for weight in split.weights())
     statistics.reset()
-    statistics.enable()
-    for task in left:
-        task()
-    statistics.enable(False)
+    with statistics.counting():
+        for task in left:
+            task()
     assert statistics.read() == {}  # what other ranks know was exchanged in the first part
     assert sorted(map(id, seen)) == sorted(3 * [id(weight) for weight in split.weights()])
     for place, (a, b) in enumerate(zip(whole.results(), split.results(), strict=True)):

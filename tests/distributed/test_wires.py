@@ -99,8 +99,8 @@ def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(val
     unfit[2, 3] = value
     checks = DeviceChecks(CPU)
     statistics.reset()
-    statistics.enable()
     with (
+        statistics.counting(),
         mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead),
         mock.patch.object(codec, "_loops", (lambda: None) if runs_ahead else codec._loops),
         checks.collecting(),
@@ -112,7 +112,6 @@ def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(val
                 sender.send("key", tensor, content, "forward")
             got = receiver.receive("key")
             assert torch.equal(got.view(torch.int32), tensor.view(torch.int32)) == (tensor is fits)
-    statistics.enable(False)
     traffic = statistics.read()
     statistics.reset()
     packed = 80 if content is Content.COUNTS else 10
@@ -127,12 +126,10 @@ def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(val
 def test_gradients_travel_as_narrow_as_asked_for() -> None:
     gradient = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     statistics.reset()
-    statistics.enable()
-    with _link(WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
+    with statistics.counting(), _link(WireOptions(gradient_dtype=torch.bfloat16)) as (sender, receiver):
         receiver.post("key")
         sender.send("key", gradient, Content.DENSE, "backward")
         got = receiver.receive("key")
-    statistics.enable(False)
     traffic = statistics.read()["backward", "send", "backward"]
     statistics.reset()
     assert got.dtype == torch.float32 and torch.equal(got, gradient.bfloat16().float())

@@ -224,6 +224,28 @@ def test_an_update_that_was_interrupted_leaves_no_weights(engine: Engine, monkey
         engine.state_dict()
 
 
+@pytest.mark.parametrize("at", ["on the way in", "on the way out"])
+def test_an_exchange_with_the_average_that_was_interrupted_leaves_no_weights(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    with Engine(Net(), **SIZES, ema_decay=0.9) as engine:
+        engine.train_step(*batch())
+        average = engine.steps.average
+        assert average is not None
+        exchange, calls = average.exchange, iter([at == "on the way in", True])
+
+        def interrupted() -> None:
+            exchange()
+            if next(calls):
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(average, "exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.evaluate(*batch())
+        with pytest.raises(RuntimeError, match=r"after an error \(KeyboardInterrupt\): make another one$"):
+            engine.state_dict()
+
+
 def one_of_two() -> None:
     """A rank of a program that goes on after an error of its second rank as long as it can."""
     rank = int(os.environ["RANK"])

@@ -33,7 +33,7 @@ specs = st.builds(
     lambda charge, v_reset, detach, surrogate: NeuronSpec(
         **charge, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate
     ),
-    st.sampled_from(CHARGES),
+    st.sampled_from(list(CHARGES.values())),
     st.sampled_from([0.0, -0.3, None]),
     st.booleans(),
     st.sampled_from(["sigmoid", "atan"]),
@@ -63,7 +63,7 @@ def assert_same_neurons(x: torch.Tensor, spec: NeuronSpec, v0: torch.Tensor | No
 
 def every_neuron_in_there() -> None:
     for charge, v_reset, detach, surrogate in itertools.product(
-        CHARGES, [0.0, -0.3, None], [True, False], ["sigmoid", "atan"]
+        CHARGES.values(), [0.0, -0.3, None], [True, False], ["sigmoid", "atan"]
     ):
         spec = NeuronSpec(**charge, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate)
         for dtype in (torch.float32, torch.float64):

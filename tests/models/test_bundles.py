@@ -127,19 +127,18 @@ def _traffic() -> dict[str, tuple[int, int]]:
     """Bytes and dense bytes of one micro-batch over a boundary in the middle, by direction."""
     state = initialize_model_parallel(1, 2)
     statistics.reset()
-    statistics.enable()
     try:
         model = describe(Bundles())
         engine = DistributedModel(model, state, BuildContext(), [range(2), range(2, 6)], "1f1b")
         x, labels = images(Bundles())
         first, last = engine.takes_images, engine.gives_logits
         micro = MicroBatchInput(x[:2].float() if first else None, labels[:2] if last else None, 2, range(2))
-        engine.forward_backward([micro], 2)
-        engine.evaluate([micro, micro])
-        engine.forward_backward([micro], 2)
+        with statistics.counting():
+            engine.forward_backward([micro], 2)
+            engine.evaluate([micro, micro])
+            engine.forward_backward([micro], 2)
         return {group: (t.bytes, t.dense_bytes) for (group, _, _), t in statistics.read().items()}
     finally:
-        statistics.enable(False)
         statistics.reset()
         destroy_model_parallel()
 

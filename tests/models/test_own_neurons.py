@@ -185,3 +185,37 @@ def test_an_unknown_surrogate_is_refused() -> None:
         NeuronSpec(surrogate="triangle")
     with pytest.raises(ValueError, match="unknown surrogate='triangle'; it is one of .*triangular"):
         type("Wrong", (PlainLIF,), {"__init__": lambda self: SpikingNeuron.__init__(self, 4, surrogate="triangle")})()
+
+
+class Forgetful(PlainLIF):
+    """What it starts with is not what it goes on from."""
+
+    def __init__(self, channels: int, left: Any) -> None:
+        super().__init__(channels)
+        self.returned = left
+
+    def start(self, x: Tensor) -> dict[str, Tensor]:
+        return {"v": torch.zeros_like(x)}
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        ({}, "in neuron: KeyError: 'v' .*test_own_neurons.py, line "),
+        (None, "reset is to return a dict of tensors, the state for the next step, and returns a NoneType"),
+    ],
+)
+def test_a_state_that_the_next_step_cannot_take_is_refused_before_anything_is_built(left: Any, why: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Model):
+        image_size: int = 4
+
+        def layers(self) -> Iterable[Layer]:
+            yield layer("unit", ConvNormNeuron(3, 4, neuron=Forgetful(4, left)))
+            yield layer("head", MeanLinear(4, self.num_classes))
+
+    with pytest.raises(ValueError, match=f"unit, given .*{why}"):
+        describe(Wrong())

@@ -54,3 +54,4 @@ def test_the_models_of_the_table_train_by_their_name() -> None:
     assert "SewResNet with" in trained.stdout
     unknown = run_program(ROOT, "-m", "megasnn", "sew_resnett")
     assert unknown.returncode == 2 and "unknown model 'sew_resnett'; usage:" in unknown.stderr
+    assert "megasnn.pretrain(YourModel)" in unknown.stderr

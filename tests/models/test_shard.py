@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"0 \(InstanceNorm2d\): .* keeps statistics of its own",
     ),
     "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), r"\(MaxPool2d\): .* returns indices"),
-    "tied": (lambda: nn.Sequential(TwoTied(3)), r"0\.b \(Conv2d\): .* its weight is that of 0\.a\.weight"),
+    "tied": (lambda: nn.Sequential(TwoTied(3)), r"refuses 0\.b \(Conv2d\): its weight is that of 0\.a\.weight"),
     "steps": (
         lambda: nn.Sequential(sj.MultiStepContainer(sj.BatchNorm2d(3))),
         r"0 \(MultiStepContainer\): .* batch norm in it has the statistics of one time step",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import combinations, product
+from itertools import product
 from typing import NamedTuple
 from unittest import mock
 
@@ -23,6 +23,7 @@ from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.timers import DeviceClock
 from tests.nccl_like import Device, nccl_like
+from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, build_engine, one_step, record_step
 from tests.parity.test_schedules import SCHEDULES
@@ -49,22 +50,15 @@ ALL = [case for case in ALL if case.tensor * case.pipeline * case.data <= MOST_R
 WORLDS = sorted({case.world for case in ALL})
 
 
-def pairs_of(case: Case) -> set[tuple[object, ...]]:
-    pairs = set(combinations(case._asdict().items(), 2))
+PIPELINE, SCHEDULE = map(Case._fields.index, ("pipeline", "schedule"))
+
+
+def pairs_that_matter(case: Case) -> set[Pair]:
     few = case.pipeline == 8 and case.schedule not in ON_EIGHT_STAGES
-    return pairs - {(("pipeline", 8), ("schedule", case.schedule))} if few else pairs
+    return pairs_of(case) - {((PIPELINE, 8), (SCHEDULE, case.schedule))} if few else pairs_of(case)
 
 
-def pairwise(cases: list[Case]) -> list[Case]:
-    """Some of the cases, with any two values that are together in one of them; always the one with most new pairs."""
-    missing, chosen = set().union(*map(pairs_of, cases)), list[Case]()
-    while missing:
-        chosen.append(max(cases, key=lambda case: len(pairs_of(case) & missing)))
-        missing -= pairs_of(chosen[-1])
-    return chosen
-
-
-SOME = pairwise(ALL)
+SOME = pairwise(ALL, pairs_that_matter)
 
 
 class _Event:

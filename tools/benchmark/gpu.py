@@ -73,6 +73,11 @@ class Setting:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def free(self) -> None:
+        """Gives the device the memory back that torch keeps."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
 
 Part = Callable[[Setting], Iterator[Figure]]
 
@@ -108,8 +113,10 @@ def run_parts(parts: Mapping[str, Part], setting: Setting, limit_s: float = LIMI
         except Exception as error:
             outcome.failures[name] = f"{type(error).__name__}: {error}"
             say("".join(traceback.format_exception(error)))
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()  # the ranks of other parts are processes of their own
+        try:
+            setting.free()  # the ranks of other parts are processes of their own
+        except RuntimeError as error:  # after an error of a kernel nothing on the GPU works in this process
+            outcome.failures.setdefault(name, f"{type(error).__name__}: {error}")
         outcome.seconds[name] = time.monotonic() - begin
         say(f"  {outcome.seconds[name]:.0f} s")
     return outcome

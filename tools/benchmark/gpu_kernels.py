@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from math import inf, isnan
 from statistics import median
 
 import torch
@@ -35,14 +36,19 @@ def errors(setting: Setting) -> Iterator[Figure]:
             (spikes, *wanted), (found_spikes, *found) = (compute(name, x, spec, w) for name in ("torch", "triton"))
             flipped += int((spikes != found_spikes).sum())
             for actual, expected in zip(found, wanted, strict=True):
-                error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1)
-                worst[dtype] = max(worst[dtype], float(error))
+                worst[dtype] = max(worst[dtype], error_of(actual, expected))
     yield Figure("spikes that differ from the reference", flipped, most=0)
     for dtype, value in worst.items():
         name = str(dtype).removeprefix("torch.")
         yield Figure(f"largest error of potentials and gradients, {name}", value, most=TOLERANCE[dtype])
     yield Figure("bits and bytes that are not exact", _inexact(setting), most=0)
     yield Figure("random choices that differ", _differently_kept(setting), most=0)
+
+
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference as a part of the largest value; infinite where one of them is nan, which no bound sees."""
+    error = float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))
+    return inf if isnan(error) else error
 
 
 def _alone(backend: str, x: Tensor, spec: NeuronSpec, w: Tensor | None) -> list[Tensor]:
@@ -134,7 +140,7 @@ def _rate(setting: Setting, run: Callable[[], object], moved: int) -> float:
 
 
 def _normal(setting: Setting, *shape: int, dtype: torch.dtype) -> Tensor:
-    """`[T, N, C, H, W]` with the channels last in memory; the same values on every device."""
+    """`[T, N, C, H, W]` with the channels last in memory; the same values each time."""
     time, samples, channels, *space = shape
     generator = torch.Generator(setting.device).manual_seed(0)
     values = torch.randn(

@@ -37,9 +37,9 @@ Lines = Mapping[str, Mapping[str, Any]]
 
 def beside_spikingjelly(setting: Setting) -> Iterator[Figure]:
     """Whole steps at equal precision, side by side in one run: throughput and peak memory."""
-    jellies = (SPIKINGJELLY,) if setting.is_tiny else JELLIES
     for name in models(setting):
         tf32: Lines = {}
+        jellies = (SPIKINGJELLY,) if setting.is_tiny else JELLIES
         for precision in ("fp32", "bf16") if setting.is_tiny else ("tf32", "bf16"):
             lines = _measured(setting, name, precision, (*jellies, MEGASNN))
             tf32, jellies = tf32 or lines, tuple(row for row in jellies if row in lines)

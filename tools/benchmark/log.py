@@ -41,8 +41,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def plain(line: Line) -> dict[str, Any]:
-    """As it comes back from the log, where a tuple is a list: only so is it equal to an earlier line."""
-    return json.loads(json.dumps(line, default=str))
+    """As it comes back from the log, where a tuple is a list: only so is it equal to an earlier line.
+
+    Numbers that JSON does not have become words.
+    """
+    return json.loads(json.dumps(line, default=str), parse_constant=str)
 
 
 def append_lines(path: Path, lines: Sequence[Line]) -> None:
