@@ -34,6 +34,7 @@ _ON_GPU = {
     "megasnn.device_checks.runs_ahead": lambda device: True,
     "megasnn.kernels.codec.usable_on": lambda device: True,
     "megasnn.kernels.philox.usable_on": lambda device: True,
+    "megasnn.kernels.pooling.usable_on": lambda device: True,
     "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
     "megasnn.layers.attention.on_gpu": lambda values: True,
     "megasnn.layers.cast_weights.on_gpu": lambda values: True,

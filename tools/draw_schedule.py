@@ -19,10 +19,11 @@ from typing import Annotated
 import tyro
 
 from megasnn.config.cli import command_line
-from megasnn.config.parallel import ScheduleName
+from megasnn.config.parallel import RecomputeName, ScheduleName
 from megasnn.process.terminal import keep_going
 from megasnn.schedule import AUTO, ChunkCost, format_actions, generate, per_stage, simulate
 from megasnn.schedule.gantt import draw_grid, write_chart
+from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
 
 MOST = 1 << 16
 MOST_SEARCHED = 128
@@ -40,6 +41,10 @@ class Options:
     """micro-batches of a step."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """chunks on each rank; the schedule's own number when not given, 2 for interleaved."""
+    units: int = 1
+    """layers of each chunk, which are computed one by one."""
+    recompute: RecomputeName = NEVER
+    """which forwards of these layers are computed again for their backward."""
     forward: float = 1.0
     """time of a stage's forward."""
     input_grad: float = 1.0
@@ -75,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         costs_of,
         options.memory_limit,
     )
+    if options.units > 1 or options.recompute != NEVER:
+        wanted = RECOMPUTE[options.recompute]
+        schedule = refine(schedule, [options.units] * schedule.chunks)
+        schedule = insert_recompute(schedule, lambda unit, m: wanted(m, options.micro_batches))
     result = simulate(schedule, costs_of(schedule.placement))
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
     print(f"makespan {result.makespan:g}")
@@ -92,11 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check(options: Options) -> None:
+    if options.units < 1:
+        raise ValueError(f"--units must be at least 1, got {options.units}")
     chunks = options.num_virtual_stages_per_pipeline_rank or 1
-    if options.stages * options.micro_batches * chunks > MOST:
+    if options.stages * options.micro_batches * chunks * options.units > MOST:
         raise ValueError(
             f"--stages {options.stages} x --micro-batches {options.micro_batches} x "
-            f"--num-virtual-stages-per-pipeline-rank {chunks} must be at most {MOST}: "
+            f"--num-virtual-stages-per-pipeline-rank {chunks} x --units {options.units} must be at most {MOST}: "
             f"more takes too long to find, and nobody could read it"
         )
     if options.schedule == AUTO and options.stages > MOST_SEARCHED:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.again import once
 from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
@@ -43,11 +44,18 @@ def gather_columns(
     Args:
         bits: the rows, where they are packed already.
     """
-    payload = encode(rows.reshape(-1), content, check=True) if bits is None else bits
+
+    def payload() -> Tensor:
+        return encode(rows.reshape(-1), content, check=True) if bits is None else bits
+
+    def gathered() -> list[Tensor]:
+        mine = payload()
+        statistics.record(group.name, "all_gather", direction, mine.nbytes, rows.nbytes)
+        return all_gather_into(mine.new_empty(group.size * len(mine)), mine, group)
+
     if group.size == 1:
-        return rows, [payload]
-    statistics.record(group.name, "all_gather", direction, payload.nbytes, rows.nbytes)
-    payloads = all_gather_into(payload.new_empty(group.size * len(payload)), payload, group)
+        return rows, [payload()]
+    payloads = once(gathered)
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
 

@@ -10,7 +10,9 @@ from megasnn.config.names import name_in
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
+from megasnn.schedule.refine import NEVER, RECOMPUTE
 
+RecomputeName = Annotated[str, name_in(RECOMPUTE)]
 ScheduleName = Annotated[str, name_in(SCHEDULES)]
 
 
@@ -33,6 +35,12 @@ class ParallelConfig:
     pipeline_memory_limit: float | None = None
     """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
     needs more is refused."""
+    recompute: RecomputeName = NEVER
+    """Which forwards are computed again for their backward, layer by layer: between the two, only each layer's input is
+    kept, spikes as bits. except-last: not those of a step's last micro-batch. No bit of the result changes."""
+    memory_budget: float | None = None
+    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. As few seconds as
+    possible of forwards are computed again so that it is kept; the plan is printed and lies beside the run."""
     strict_wire: bool = False
     """Stop where a value does not fit the packed format of its boundary; otherwise the step is done again and that
     tensor goes dense from then on."""
@@ -88,6 +96,12 @@ class ParallelConfig:
         )
         wrong = at_least(self, 1, *sizes, "pipeline_memory_limit") + above(self, 0, "distributed_timeout_minutes")
         wrong += at_least(self, 0, "check_replicas_interval")
+        wrong += above(self, 0, "memory_budget")
+        if self.memory_budget is not None and self.recompute != NEVER:
+            wrong.append(
+                f"--memory-budget {self.memory_budget:g} with --recompute {self.recompute}: the budget decides what is "
+                "computed again; leave one of them out"
+            )
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
         if self.check_replicas_interval == 0 and self.replica_mismatch == "majority":

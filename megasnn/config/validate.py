@@ -13,6 +13,7 @@ from megasnn.losses import LOSSES
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
+from megasnn.schedule.refine import NEVER
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
@@ -38,7 +39,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     if len(problems) == 0:
         problems += _memory_problems(config, world_size) + _replica_problems(config, world_size)
     problems += _length_problems(config) + _evaluation_problems(config)
-    problems += _mixing_problems(config) + _window_problems(config)
+    problems += _mixing_problems(config) + _window_problems(config) + _recompute_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     problems += _arithmetic_problems(config) + _waiting_problems(config)
     if not config.logging.problems():
@@ -104,6 +105,20 @@ def _memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
     return [
         f"--pipeline-schedule {name} holds the activations of {held:g} micro-batches on a rank, with {stages} stages "
         f"and {most} micro-batches, where --pipeline-memory-limit allows {limit:g}; auto searches within the limit"
+    ]
+
+
+def _recompute_problems(config: PretrainConfig) -> list[str]:
+    """Forwards that go on from what the one before them left cannot be computed again."""
+    parallel, steps = config.parallel, config.training.bptt_steps
+    if steps is None or parallel.recompute == NEVER and parallel.memory_budget is None:
+        return []
+    asked = f"--recompute {parallel.recompute}"
+    if parallel.memory_budget is not None:
+        asked = f"--memory-budget {parallel.memory_budget:g}"
+    return [
+        f"{asked} with --bptt-steps {steps}: a window's forward goes on from potentials that are gone when it would be "
+        "computed again; leave it out, windows keep little"
     ]
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of, map_entries
+from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
 from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
@@ -87,7 +88,7 @@ class DistributedModel:
         self._windows, self._earlier_windows = windows, list[Bundle]()
         self.model, self.state, self.context, self.loss = model, state, context, loss
         self.plan = _planned(schedule, state.pipeline.size, len(bounds))
-        placement = self.plan.placement
+        placement, units = self.plan.placement, self.plan.unit_bounds(bounds)
         self.chunks: dict[int, PipelineChunk] = {
             index: build_chunk(model, bounds, index, context, state.device, seed)
             for index, home in enumerate(placement)
@@ -100,8 +101,10 @@ class DistributedModel:
                 entry.tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
+        # A chunk's gradients are complete when those of its first unit are.
+        first = [0, *accumulate(self.plan.units_of_chunks)]
         self.data_parallel = BucketedDataParallel(
-            [(index, chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
+            [(first[index], chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
             state.data,
             state.tensor,
             additions={
@@ -123,14 +126,23 @@ class DistributedModel:
         self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = self.norm = 0.0
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
+        executed = self.chunks
+        if self.plan.units is not None:
+            executed = {
+                unit: chunk.part(units, unit)
+                for index, chunk in self.chunks.items()
+                for unit in range(first[index], first[index + 1])
+            }
         self.executor = PipelineExecutor(
-            self.chunks,
-            placement,
+            executed,
+            self.plan.executed_placement,
             state,
             self._micro_batch_loss,
             self.data_parallel,
+            seen=self._count_correct,
             wires=wires,
             waits=waits_after_actions,
+            wholes=[index for index, count in enumerate(self.plan.units_of_chunks) for _ in range(count)],
         )
         self.verdict = Verdict(self.executor, state.world, DeviceChecks(state.device), wires.strict)
         self.voided: list[Callable[[], None]] = []
@@ -148,11 +160,12 @@ class DistributedModel:
         return len(self.plan.placement) - 1 in self.chunks
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
-        loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
-        whole = self._of_all_windows(map_entries(Tensor.detach, output))
+        return self.loss(output, labels) / (self._global_batch_size * self._windows)
+
+    def _count_correct(self, output: Bundle, labels: Tensor) -> None:
+        whole = self._of_all_windows(output)
         if whole is not None:
             self._correct_here += count_correct(logits_of(whole), labels)
-        return loss
 
     def _of_all_windows(self, output: Bundle) -> Bundle | None:
         """The model's output for all time steps, with the last window of the samples; None before."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -144,10 +146,12 @@ def plan_of(
     context: BuildContext,
     state: ParallelState,
     predicts: bool = False,
+    costs_kept_as: tuple[str, ...] | None = None,
 ) -> PipelinePlan:
     """The layers and the place of each chunk, and the schedules. Collective.
 
     Args:
+        costs_kept_as: see PipelineRequest.
         micro_batches: the numbers of them that replicas have in a step, the largest first.
         predicts: whether the plan is to be simulated, and needs measured costs even with a fixed cut and order.
     Raises:
@@ -162,6 +166,9 @@ def plan_of(
         micro_batch_size=micro_batch_size,
         micro_batches=tuple(micro_batches),
         predicts=predicts,
+        recompute=parallel.recompute,
+        memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
+        costs_kept_as=costs_kept_as,
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))
 
@@ -196,7 +203,9 @@ def built(
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline
-        plan = plan or plan_of(model, parallel, training.micro_batch_size, counts, context, state, predicts=profiles)
+        key = None if parallel.memory_budget is None else _surroundings(config, state)
+        size = training.micro_batch_size
+        plan = plan or plan_of(model, parallel, size, counts, context, state, profiles, key)
     with placed("while building the model"):
         return plan, DistributedModel(
             model,
@@ -212,6 +221,14 @@ def built(
             waits_after_actions=training.wait_after_actions,
             wants_to_stop=wants_to_stop,
         )
+
+
+def _surroundings(config: PretrainConfig, state: ParallelState) -> tuple[str, ...]:
+    """All that the costs of layers depend on."""
+    parts = to_dict(replace(config, parallel=replace(config.parallel, memory_budget=None)))
+    device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else platform.processor()
+    sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
+    return json.dumps([parts[each] for each in ("model", "neuron", "training", "parallel")]), *map(str, sizes)
 
 
 def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> PretrainConfig:

@@ -33,16 +33,24 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One product of a layer, as it is and split."""
+    """One product of a layer, as it is, split, and split in one pass where there is a kernel that does so."""
 
     plain: Measured
     split: Measured
+    at_once: Measured | None = None
 
     @property
-    def is_worth_it(self) -> bool:
-        plain, split = self.plain, self.split
-        exact_enough = split.largest <= ALLOWED_ERROR * plain.largest and split.mean <= ALLOWED_ERROR * plain.mean
-        return exact_enough and split.seconds < plain.seconds
+    def best(self) -> Measured:
+        """The fastest of those that are exact enough."""
+        found = self.plain
+        for each in (self.split, self.at_once):
+            if each is not None and self._is_exact_enough(each) and each.seconds < found.seconds:
+                found = each
+        return found
+
+    def _is_exact_enough(self, split: Measured) -> bool:
+        limits = ALLOWED_ERROR * self.plain.largest, ALLOWED_ERROR * self.plain.mean
+        return split.largest <= limits[0] and split.mean <= limits[1]
 
 
 Comparisons = Mapping[tuple[LayerShape, Kind], Comparison]
@@ -69,7 +77,13 @@ def _compare(shape: LayerShape, kind: Kind, samples: int, device: torch.device) 
         largest, mean = float(error.max() / size), float(error.mean() / size)
         return Measured(largest, mean, _seconds(lambda: _run(products, kind, x, weight, grad), device))
 
-    return Comparison(measured(shape.products), measured(replace(shape.products, split=frozenset(KINDS))))
+    split = replace(shape.products, split=frozenset(KINDS))
+    at_once = shape.products.can_at_once(kind, x if kind == "output" else grad, weight)
+    return Comparison(
+        measured(shape.products),
+        measured(split),
+        measured(replace(split, at_once=frozenset(KINDS))) if at_once else None,
+    )
 
 
 def _operands(shape: LayerShape, samples: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,20 +129,27 @@ def _wait(device: torch.device) -> None:
 
 def chosen(comparisons: Comparisons) -> ProductChoice:
     """Splits what is worth it, and tells so."""
-    of_shape: dict[LayerShape, frozenset[Kind]] = {}
+    of_shape: dict[LayerShape, Products] = {}
     for (shape, kind), comparison in comparisons.items():
-        of_shape[shape] = of_shape.get(shape, frozenset()) | ({kind} if comparison.is_worth_it else set())
+        taken, best = of_shape.get(shape, shape.products), comparison.best
+        if best is not comparison.plain:
+            taken = replace(taken, split=taken.split | {kind})
+        if best is comparison.at_once:
+            taken = replace(taken, at_once=taken.at_once | {kind})
+        of_shape[shape] = taken
     return ProductChoice(of_shape=of_shape, told=tuple(_told(kind, comparisons) for kind in KINDS))
 
 
 def _told(kind: Kind, comparisons: Comparisons) -> str:
     of_kind = [each for (_, its_kind), each in comparisons.items() if its_kind == kind]
-    split = [each for each in of_kind if each.is_worth_it]
+    split = [each for each in of_kind if each.best is not each.plain]
     told = f"fp32 products: the {kind} is split for tensor cores in {len(split)} of {len(of_kind)} shapes of layers"
     if not split:
         return told
-    gains = [each.plain.seconds / each.split.seconds for each in split]
-    worst = max(each.split.mean / each.plain.mean if each.plain.mean else 0.0 for each in split)
+    at_once = sum(each.best is each.at_once for each in split)
+    told += f" (in {at_once} of them by a kernel of its own)" if at_once else ""
+    gains = [each.plain.seconds / each.best.seconds for each in split]
+    worst = max(each.best.mean / each.plain.mean if each.plain.mean else 0.0 for each in split)
     return (
         f"{told}, {min(gains):.1f} to {max(gains):.1f} times as fast, with at most {worst:.2f} times IEEE's mean error"
     )

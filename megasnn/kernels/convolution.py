@@ -22,11 +22,33 @@ class Geometry:
     groups: int = 1
 
 
+def output_space(space: torch.Size, sides: torch.Size, geometry: Geometry) -> torch.Size:
+    """Height and width of the output, from those of the input and of the kernel."""
+    along = zip(space, sides, geometry.stride, geometry.padding, geometry.dilation, strict=True)
+    return torch.Size((size + 2 * pad - far * (side - 1) - 1) // step + 1 for size, side, step, pad, far in along)
+
+
 def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """`[frames, C_in, H, W]` and `[C_out, C_in / groups, k, k]` -> `[frames, C_out, H', W']`."""
     if _is_matrix_product(images, weight, geometry):
         return _from_rows(_rows(images) @ weight.flatten(1).t(), images.shape[0], images.shape[2:])
     return torch.conv2d(images, weight, None, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+
+
+def add_convolution(total: Tensor, images: Tensor, weight: Tensor, geometry: Geometry) -> None:
+    """total += convolve(images, weight, geometry), in one go where it is a product of matrices."""
+    if _is_pointwise(weight, geometry) and total.movedim(1, -1).is_contiguous():
+        add_product(_rows(total), _rows(images), weight.flatten(1).t())
+    else:
+        total += convolve(images, weight, geometry)
+
+
+def add_input_gradient(total: Tensor, grad: Tensor, weight: Tensor, geometry: Geometry) -> None:
+    """total += input_gradient(grad, weight, geometry, its own space), in one go where it is a product of matrices."""
+    if _is_pointwise(weight, geometry) and total.movedim(1, -1).is_contiguous():
+        add_product(_rows(total), _rows(grad), weight.flatten(1))
+    else:
+        total += input_gradient(grad, weight, geometry, total.shape[2:])
 
 
 def input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
@@ -77,9 +99,12 @@ def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry) -> bo
     Below 16 frames PyTorch even leaves oneDNN for a slow path. Over many rows the convolution is never slower, and
     twice as fast on processors that MKL is not written for.
     """
-    pointwise = weight.shape[2:] == (1, 1) and geometry == Geometry()
     few = images.shape[0] < FEW_FRAMES or images.numel() // images.shape[1] < FEW_ROWS
-    return pointwise and images.device.type == "cpu" and few
+    return _is_pointwise(weight, geometry) and images.device.type == "cpu" and few
+
+
+def _is_pointwise(weight: Tensor, geometry: Geometry) -> bool:
+    return weight.shape[2:] == (1, 1) and geometry == Geometry()
 
 
 def _rows(images: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from megasnn.kernels.spec import NEURONS, NeuronSpec
@@ -98,6 +99,7 @@ class Numbers:
     amplitude: float
 
 
+@lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
     """A neuron in numbers. learned_leak: its factor, where that is learned and known here."""
     charge, surrogate = FUSED_CHARGES[spec.kind](spec, learned_leak), FUSED_SURROGATES[spec.surrogate]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasnn.again import once
 from megasnn.kernels.packed import remember_bits
 from megasnn.kernels.spec import NeuronSpec
 
@@ -25,6 +26,11 @@ class Unit:
     eps: float
     pool: bool
     time_steps: int
+
+    def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
+        """For an input `[X, N, C, ...]`."""
+        space = [(side + 1) // 2 for side in x.shape[3:]] if self.pool else x.shape[3:]
+        return self.time_steps, *x.shape[1:3], *space
 
 
 class Norm(NamedTuple):
@@ -79,6 +85,7 @@ def norm_pool_neuron_by(
     running: tuple[Tensor, Tensor] | None,
     w: Tensor | None,
     unit: Unit,
+    fires: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The calls back to back; see `megasnn.kernels.unit.norm_pool_neuron`.
 
@@ -87,7 +94,7 @@ def norm_pool_neuron_by(
     """
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = torch.is_grad_enabled()
-    inputs = channels_last(x), weight, bias, w, running, unit, calls, packed
+    inputs = channels_last(x), weight, bias, w, running, unit, calls, packed, fires
     spikes, mean, variance, bits = _NormPoolNeuron.apply(*inputs)
     return remember_bits(spikes, bits), mean, variance
 
@@ -116,10 +123,17 @@ class _NormPoolNeuron(torch.autograd.Function):
         unit: Unit,
         calls: UnitCalls,
         packed: bool,
+        fires: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        found = calls.statistics(x) if running is None else torch.stack([each.detach().double() for each in running])
+        if running is None:
+            found = once(lambda: calls.statistics(x))
+        else:
+            found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()
-        spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
+        if fires:
+            spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
+        else:
+            spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
         ctx.save_for_backward(x, weight, bias, w, mean, variance)
@@ -132,7 +146,7 @@ class _NormPoolNeuron(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
-            return (None,) * 8
+            return (None,) * 9
         x, weight, bias, w, mean, variance = ctx.saved_tensors
         need_x, need_weight, need_bias, need_w = ctx.needs_input_grad[:4]
         unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
@@ -147,6 +161,7 @@ class _NormPoolNeuron(torch.autograd.Function):
             (sums[1] * (variance + unit.eps).rsqrt()).to(weight.dtype) if need_weight else None,
             sums[0].to(bias.dtype) if need_bias else None,
             gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
+            None,
             None,
             None,
             None,

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasnn.kernels.triton.available import MOST_VALUES, usable_on
+
 
 def pooled_space(space: torch.Size, window: int) -> torch.Size:
     """The spatial size after pooling."""
@@ -18,6 +20,21 @@ def pooled_space(space: torch.Size, window: int) -> torch.Size:
 def average_pool(images: Tensor, window: int) -> Tensor:
     """`[frames, C, H, W]` -> `[frames, C, H // window, W // window]`."""
     return images if window == 1 else F.avg_pool2d(images, window)
+
+
+def average_pool_of_bits(packed: Tensor, shape: torch.Size, window: int, dtype: torch.dtype) -> Tensor | None:
+    """The same of spikes `[frames, C, H, W]` that `codec.pack_bits` has packed, channels last, in one pass over memory;
+    None where there is no kernel for it."""
+    frames, channels, height, width = shape
+    out_height, out_width = pooled_space(shape[2:], window)
+    largest = max(packed.numel(), frames * out_height * out_width * channels)
+    if window == 1 or channels % 8 or largest > MOST_VALUES or not usable_on(packed.device):
+        return None
+    from megasnn.kernels.triton.codec import average_bits_into
+
+    pooled = packed.new_empty((frames, out_height, out_width, channels), dtype=dtype)
+    average_bits_into(packed, pooled, height, width, window)
+    return pooled.movedim(-1, 1)
 
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:

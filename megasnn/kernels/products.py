@@ -6,15 +6,25 @@ Each can be formed as it is, or split into products of TF32 (`megasnn.kernels.sp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from megasnn.kernels.convolution import Geometry, add_product, add_weight_gradient, convolve, input_gradient
+from megasnn.kernels.convolution import (
+    Geometry,
+    add_convolution,
+    add_input_gradient,
+    add_product,
+    add_weight_gradient,
+    convolve,
+    input_gradient,
+)
 from megasnn.kernels.split import piece_pairs, split_product
 from megasnn.kernels.tensor_cores import rounding_products
+from megasnn.kernels.triton.available import usable_on
 
 Kind = Literal["output", "input gradient", "weight gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -28,20 +38,28 @@ class Products(ABC):
         exact: no value of the input needs more bits than TF32 has. Products of other layers are not split: their sums
             are often short, and then the errors are larger.
         split: the products that are split; their operands are float32.
+        at_once: those of them of which a kernel of our own forms all parts in one pass.
     """
 
     exact: bool = False
     split: frozenset[Kind] = frozenset()
+    at_once: frozenset[Kind] = field(default=frozenset(), kw_only=True)
+
+    def can_at_once(self, kind: Kind, images: Tensor, weight: Tensor) -> bool:
+        """Whether there is a kernel that forms this product in one pass. Args: images: the input, or the gradient of
+        the output."""
+        return False
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         if "output" in self.split:
-            return split_product(self._output, x, weight, a_is_exact=True)
+            return split_product(self._output, x, weight, a_is_exact=True, add=self._add_output)
         return self._output(x, weight)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, space: torch.Size) -> Tensor:
         """Args: grad: of the output. space: of the input, as `Geometry` knows it."""
         if "input gradient" in self.split:
-            return split_product(lambda g, w: self._input_gradient(g, w, space), grad, weight, a_is_exact=False)
+            product = partial(self._input_gradient, space=space)
+            return split_product(product, grad, weight, a_is_exact=False, add=self._add_input_gradient)
         return self._input_gradient(grad, weight, space)
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -57,7 +75,13 @@ class Products(ABC):
     def _output(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
     @abstractmethod
+    def _add_output(self, total: Tensor, x: Tensor, weight: Tensor) -> None: ...
+
+    @abstractmethod
     def _input_gradient(self, grad: Tensor, weight: Tensor, space: torch.Size) -> Tensor: ...
+
+    @abstractmethod
+    def _add_input_gradient(self, total: Tensor, grad: Tensor, weight: Tensor) -> None: ...
 
     @abstractmethod
     def _add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None: ...
@@ -70,8 +94,14 @@ class MatrixProducts(Products):
     def _output(self, x: Tensor, weight: Tensor) -> Tensor:
         return x @ weight.t()
 
+    def _add_output(self, total: Tensor, x: Tensor, weight: Tensor) -> None:
+        add_product(total, x, weight.t())
+
     def _input_gradient(self, grad: Tensor, weight: Tensor, space: torch.Size) -> Tensor:
         return grad @ weight
+
+    def _add_input_gradient(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        add_product(total, grad, weight)
 
     def _add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
         add_product(total, grad.t(), x)
@@ -83,11 +113,38 @@ class ConvolutionProducts(Products):
 
     geometry: Geometry = Geometry()
 
+    def can_at_once(self, kind: Kind, images: Tensor, weight: Tensor) -> bool:
+        if kind == "weight gradient" or not usable_on(images.device):
+            return False
+        from megasnn.kernels.triton.split import takes
+
+        return takes(images, weight, self.geometry, kind == "input gradient")
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        if "output" in self.at_once and self.can_at_once("output", x, weight):
+            from megasnn.kernels.triton.split import split_convolution
+
+            return split_convolution(x, weight, self.geometry, exact=True)
+        return super().output(x, weight)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, space: torch.Size) -> Tensor:
+        if "input gradient" in self.at_once and self.can_at_once("input gradient", grad, weight):
+            from megasnn.kernels.triton.split import split_input_gradient
+
+            return split_input_gradient(grad, weight, self.geometry)
+        return super().input_gradient(grad, weight, space)
+
     def _output(self, x: Tensor, weight: Tensor) -> Tensor:
         return convolve(x, weight, self.geometry)
 
+    def _add_output(self, total: Tensor, x: Tensor, weight: Tensor) -> None:
+        add_convolution(total, x, weight, self.geometry)
+
     def _input_gradient(self, grad: Tensor, weight: Tensor, space: torch.Size) -> Tensor:
         return input_gradient(grad, weight, self.geometry, space)
+
+    def _add_input_gradient(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        add_input_gradient(total, grad, weight, self.geometry)
 
     def _add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
         add_weight_gradient(total, grad, x, self.geometry)
@@ -114,7 +171,7 @@ class ProductChoice:
 
     Args:
         everywhere: those of all layers that `of_shape` does not name.
-        of_shape: those of layers of a shape.
+        of_shape: the products of layers of a shape.
         told: for the log.
     Attributes:
         shapes: of the layers that were built and whose products can be split, each once, in their order.
@@ -123,7 +180,7 @@ class ProductChoice:
     def __init__(
         self,
         everywhere: frozenset[Kind] = frozenset(),
-        of_shape: dict[LayerShape, frozenset[Kind]] | None = None,
+        of_shape: dict[LayerShape, Products] | None = None,
         told: tuple[str, ...] = (),
     ) -> None:
         self._everywhere, self._of_shape, self.told = everywhere, of_shape or {}, told
@@ -135,8 +192,10 @@ class ProductChoice:
 
     def applied(self, products: Chosen, weight: torch.Size, frames: int, space: torch.Size) -> Chosen:
         """A layer's products, with those that are to be split. Args: as the fields of LayerShape."""
+        plain = replace(products, split=frozenset(), at_once=frozenset())
         if not products.exact:
-            return replace(products, split=frozenset())
-        shape = LayerShape(replace(products, split=frozenset()), weight, frames, space)
+            return plain
+        shape = LayerShape(plain, weight, frames, space)
         self._asked[shape] = None
-        return replace(products, split=self._of_shape.get(shape, self._everywhere))
+        taken = self._of_shape.get(shape, replace(plain, split=self._everywhere))
+        return replace(plain, split=taken.split, at_once=taken.at_once)

@@ -15,7 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megasnn.kernels.layout import is_dense
 from megasnn.kernels.tensor_cores import rounding_products
+from megasnn.kernels.triton.available import usable_on
 
 SIGNIFICANT_BITS = 11
 _DROPPED_BITS = 24 - SIGNIFICANT_BITS
@@ -28,6 +30,10 @@ def pieces(values: Tensor, count: int) -> list[Tensor]:
     concerns values below 2^-112. What is not finite does not become finite; a value that rounds to infinity, within
     2^-12 of the largest, does not stay finite.
     """
+    if count == 2 and usable_on(values.device) and is_dense(values):
+        from megasnn.kernels.triton.split import two_pieces
+
+        return two_pieces(values)
     half, kept = 1 << _DROPPED_BITS - 1, -1 << _DROPPED_BITS
     # The first one is rounded, so that the rest has a bit less. Rounded like this, the NaN of GPUs would become a zero:
     # the others are cut off.
@@ -52,10 +58,21 @@ def piece_pairs(a: Tensor, b: Tensor, a_is_exact: bool) -> list[tuple[Tensor, Te
     return [(a_small, large), (a_large, small), (a_large, large)]
 
 
-def split_product(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, a_is_exact: bool) -> Tensor:
-    """`product(a, b)`, which is linear in both."""
+def split_product(
+    product: Callable[[Tensor, Tensor], Tensor],
+    a: Tensor,
+    b: Tensor,
+    a_is_exact: bool,
+    add: Callable[[Tensor, Tensor, Tensor], object] | None = None,
+) -> Tensor:
+    """`product(a, b)`, which is linear in both. Args: add: `add(total, a, b)` adds a product to `total`, if it can do
+    that better than by a sum of tensors."""
     with rounding_products():
-        first, *others = (product(*pair) for pair in piece_pairs(a, b, a_is_exact))
-        for other in others:
-            first += other
-    return first
+        first, *others = piece_pairs(a, b, a_is_exact)
+        total = product(*first)
+        for pair in others:
+            if add is None:
+                total += product(*pair)
+            else:
+                add(total, *pair)
+    return total

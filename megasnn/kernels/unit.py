@@ -53,6 +53,7 @@ def norm_pool_neuron(
     pool: bool = False,
     time_steps: int | None = None,
     backend: str = AUTO,
+    fires: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
@@ -65,6 +66,7 @@ def norm_pool_neuron(
         weight, bias: ``[C]`` or None.
         running_mean, running_var: ``[C]``; without them evaluation normalises with the batch as well.
         pool: needs ``[T, N, C, H, W]``.
+        fires: False where only the graph is wanted: the spikes are then zeros without memory.
 
     Returns:
         Spikes ``[time_steps, N, C, ...]`` in the dtype of ``x``, and the mean and variance ``[C]`` that were used
@@ -78,11 +80,11 @@ def norm_pool_neuron(
     steps = x.shape[0] if time_steps is None else time_steps
     _check_norm(x, weight, bias, training, pool, steps)
     if x.is_meta:
-        space = [(side + 1) // 2 for side in x.shape[3:]] if pool else x.shape[3:]
-        return x.new_empty((steps, *x.shape[1:3], *space)), x.new_empty(x.shape[2:3]), x.new_empty(x.shape[2:3])
+        shape = Unit(spec, eps, pool, steps).shape_of_spikes(x)
+        return x.new_empty(shape), x.new_empty(x.shape[2:3]), x.new_empty(x.shape[2:3])
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
     calls = backend_for(backend, x, spec).unit_calls()
-    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, steps))
+    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, steps), fires)
 
 
 def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.again import once
 from megasnn.comm.codec import Content, encode
 from megasnn.comm.collectives import (
     all_reduce_sum,
@@ -22,7 +23,7 @@ from megasnn.comm.collectives import (
     to_rows,
 )
 from megasnn.comm.group import Group
-from megasnn.kernels.pooling import average_pool, average_pool_gradient, pooled_space
+from megasnn.kernels.pooling import average_pool, average_pool_gradient, average_pool_of_bits, pooled_space
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.weight_gradients import Leave
 
@@ -64,13 +65,20 @@ class Convolve(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.content, bits=bits)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
-        images = average_pool(_as_images(full, x.shape), plan.pool)
-        y = plan.products.output(images, images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
+
+        def output() -> Tensor:
+            images = _pooled_spikes(payloads, plan, x.shape, x.dtype)
+            if images is None:
+                images = average_pool(_as_images(full, x.shape), plan.pool)
+            return plan.products.output(images, images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
+
+        def sums_of_own_channels() -> Tensor:
+            y = output()
+            return from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
+
         ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
         ctx.save_for_backward(weight, *payloads)
-        if plan.scatter and plan.group.size > 1:
-            y = from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
-        return y
+        return once(sums_of_own_channels) if plan.scatter and plan.group.size > 1 else output()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
@@ -96,9 +104,18 @@ class Convolve(torch.autograd.Function):
 def _add_weight_gradient(
     plan: ConvPlan, payloads: list[Tensor], row_shape: torch.Size, input_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
-    images = average_pool(_as_images(rows, input_shape), plan.pool)
+    images = _pooled_spikes(payloads, plan, input_shape, grad.dtype)
+    if images is None:
+        rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
+        images = average_pool(_as_images(rows, input_shape), plan.pool)
     plan.products.add_weight_gradient(images_kernel(total, total.dtype), grad, images)
+
+
+def _pooled_spikes(payloads: list[Tensor], plan: ConvPlan, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """The pooled input, from the bits that are kept, where a kernel can do that. shape: of the input."""
+    if plan.content is not Content.SPIKES or len(payloads) > 1:
+        return None
+    return average_pool_of_bits(payloads[0], torch.Size((shape[0] * shape[1], *shape[2:])), plan.pool, dtype)
 
 
 def images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megasnn.again import once
 from megasnn.comm.codec import Content, encode, fits_tensor_cores
 from megasnn.comm.collectives import (
     all_reduce_sum,
@@ -148,9 +149,11 @@ class _Multiply(torch.autograd.Function):
             full, payloads = gather_columns(rows, plan.group, plan.content)
         else:
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
-        y = plan.products.output(full, weight)
-        if plan.style == "row":
-            y = all_reduce_sum(y, plan.group, "forward")
+
+        def sums() -> Tensor:
+            return all_reduce_sum(plan.products.output(full, weight), plan.group, "forward")
+
+        y = once(sums) if plan.style == "row" and plan.group.size > 1 else plan.products.output(full, weight)
         ctx.plan, ctx.leave, ctx.row_shape = plan, leave, rows.shape
         ctx.save_for_backward(weight, *payloads)
         return y.unflatten(0, x.shape[:-1])

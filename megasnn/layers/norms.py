@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasnn.again import once
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group
 from megasnn.kernels.reference import REDUCED
@@ -186,9 +187,13 @@ class _Normalise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dims: int, count: int, eps: float, group: Group) -> Tensor:
         last = tuple(range(-dims, 0))
         values = x.float() if x.dtype in REDUCED else x
-        mean = all_reduce_sum(values.sum(last, keepdim=True).contiguous(), group, "forward") / count
+
+        def mean_of(each: Tensor) -> Tensor:
+            return all_reduce_sum(each.sum(last, keepdim=True).contiguous(), group, "forward") / count
+
+        mean = once(lambda: mean_of(values))
         centred = values - mean
-        variance = all_reduce_sum(centred.square().sum(last, keepdim=True).contiguous(), group, "forward") / count
+        variance = once(lambda: mean_of(centred.square()))
         scale = (variance + eps).rsqrt()
         y = centred * scale
         ctx.last, ctx.count, ctx.group, ctx.dtype = last, count, group, x.dtype

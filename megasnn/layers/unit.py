@@ -33,6 +33,8 @@ class ConvNormNeuron(nn.Module):
         max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
             none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
         style, whole_input, content, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
+    Attributes:
+        fires: whether a forward gives spikes; not where only its graph is wanted, and zeros do.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class ConvNormNeuron(nn.Module):
         self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
         self.neuron = neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
         self.max_pool = max_pool
+        self.fires = True
 
     def forward(self, x: Tensor) -> Tensor:
         norm, neuron = self.norm, self.neuron
@@ -110,6 +113,7 @@ class ConvNormNeuron(nn.Module):
             pool=self.max_pool,
             time_steps=steps,
             backend=neuron.backend,
+            fires=self.fires,
         )
         if norm.uses_batch_statistics:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
+from megasnn.layers.only_graph import only_graph
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import (
@@ -55,28 +57,44 @@ class PipelineChunk(nn.Module):
 
     Args:
         bounds: the layers of each chunk.
+        index: place among all chunks of the pipeline, from input to loss.
+        layers: its own. weight_gradients: where they leave the second part of their backward.
+        ranks: those that its activations are cut over.
     Attributes:
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
         receives, hands_on: the tensors at its beginning and at its end, in their order.
-        weight_gradients: where its layers leave the second part of their backward.
     """
 
-    def __init__(self, model: ModelDescription, bounds: Sequence[range], index: int, context: BuildContext) -> None:
+    def __init__(
+        self,
+        model: ModelDescription,
+        bounds: Sequence[range],
+        index: int,
+        layers: Sequence[nn.Module],
+        weight_gradients: WeightGradients,
+        ranks: int,
+    ) -> None:
         super().__init__()
-        span = bounds[index]
+        self._model, self._span = model, bounds[index]
+        span = self._span
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(bounds) - 1
         self.names = [model.layers[i].name for i in span]
-        self.weight_gradients = WeightGradients()
-        layers = model.build(replace(context, weight_gradients=self.weight_gradients))
-        self.layers = nn.ModuleList(layers[i] for i in span)
+        self.weight_gradients = weight_gradients
+        self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
         carrying = NeuronLayer, ParallelDropout
         self._carrying = [each for each in self.layers.modules() if isinstance(each, carrying) and each.carries]
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
-        self._input_shape, self._ranks = model.input_shape, context.tensor.size
+        self._input_shape, self._ranks = model.input_shape, ranks
+
+    def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
+        """A chunk of a finer cut, which is within this one and has its layers."""
+        first = self._span.start
+        layers = [self.layers[number - first] for number in bounds[index]]
+        return PipelineChunk(self._model, bounds, index, layers, self.weight_gradients, self._ranks)
 
     def forward(self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False) -> Any:
         """
@@ -153,6 +171,12 @@ class PipelineChunk(nn.Module):
         for layer in self._carrying:
             layer.forget()
 
+    @contextmanager
+    def only_graph(self) -> Iterator[None]:
+        """Inside is a forward that is computed again. Raises ValueError for one that has changed what is kept."""
+        with explained(partial("{}: {}".format, ", ".join(self.names))), only_graph([*self.layers], self.is_last):
+            yield
+
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)
 
@@ -213,7 +237,10 @@ def build_chunk(
     seed: int,
 ) -> PipelineChunk:
     """Builds chunk `index`: of all layers, only its own get memory, and keyed initial values."""
-    chunk = PipelineChunk(model, bounds, index, context)
+    weight_gradients = WeightGradients()
+    layers = model.build(replace(context, weight_gradients=weight_gradients))
+    mine = [layers[number] for number in bounds[index]]
+    chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context.tensor.size)
     materialise(chunk.named_layers(), device, seed)
     return chunk
 

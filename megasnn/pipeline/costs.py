@@ -26,6 +26,9 @@ class LayerCost:
         parameters: bytes of this rank's part of them.
         collectives, exchanged: calls between tensor parallel ranks, forward and backward, and the bytes that this rank
             hands to them.
+        found: bytes that are kept beside its input where the forward is computed again (megasnn/again.py).
+        again: seconds of a forward that is computed again; None: those of the forward.
+        working_again: bytes that it needs, as in `working`; None: those of the forward.
     """
 
     forward: float
@@ -40,6 +43,9 @@ class LayerCost:
     parameters: int = 0
     collectives: int = 0
     exchanged: int = 0
+    found: int = 0
+    again: float | None = None
+    working_again: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -67,12 +73,20 @@ class PipelineCosts:
         """What each chunk keeps of a micro-batch from forward to backward."""
         return [sum(self.layers[i].held for i in span) for span in bounds]
 
+    def entering_bytes(self, bounds: Sequence[range]) -> list[int]:
+        """What each chunk keeps of a micro-batch where its forward is computed again; images stay in the batch."""
+        return [
+            (self.layers[span.start - 1].message if span.start else 0) + sum(self.layers[i].found for i in span)
+            for span in bounds
+        ]
+
     def working_bytes(self, bounds: Sequence[range]) -> list[dict[Kind, int]]:
         """What each chunk's computations need at most, above what is there before them."""
         return [self._working_of(span) for span in bounds]
 
     def _working_of(self, span: range) -> dict[Kind, int]:
-        """A forward keeps its layers' activations one after another, and its input until its end."""
+        """A forward keeps its layers' activations one after another, and its input until its end. One that is computed
+        again may have the gradient of its output waiting."""
         forward, held = 0, 0
         for i in span:
             entering = self.layers[i - 1].gradient if i > span.start else 0
@@ -81,8 +95,10 @@ class PipelineCosts:
         given = self.layers[span.start - 1].gradient if span.start > 0 else 0
         given_back = self.layers[span.stop - 1].gradient if span else 0
         inputs, weights = (max((self.layers[i].working[part] for i in span), default=0) for part in (1, 2))
+        again = self.layers[span.start].working_again if len(span) == 1 else None
         return {
             Kind.FORWARD: given + forward,
+            Kind.RECOMPUTE: given + given_back + (forward if again is None else again),
             Kind.BACKWARD: given_back + max(inputs, weights),
             Kind.INPUT_GRADIENT: given_back + inputs,
             Kind.WEIGHT_GRADIENT: weights,
@@ -101,6 +117,7 @@ class PipelineCosts:
             weight_gradient=weights,
             output=self._transfer(last.message, last.pack, last.unpack),
             gradient=self._transfer(last.gradient, 0.0, 0.0),
+            again=sum(each.forward if each.again is None else each.again for each in layers),
         )
 
     def _transfer(self, size: int, pack: float, unpack: float) -> Transfer:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megasnn.bundle import Bundle
+from megasnn.again import first_forward, second_forward
+from megasnn.bundle import Bundle, map_entries
 from megasnn.device_checks import at
+from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
@@ -70,7 +73,7 @@ class GradientSync(Protocol):
 # (output of the model: logits [T, n, classes], or a bundle with them, labels) -> this micro-batch's share of the global
 # batch's mean loss, a scalar
 LossFunction = Callable[[Bundle, Tensor], Tensor]
-# (output, labels) in evaluation
+# (output without gradient, labels), once for each micro-batch
 OutputConsumer = Callable[[Bundle, Tensor], None]
 # (action, start, end) of every action, as marks of `PipelineExecutor.clock`
 ActionObserver = Callable[[Action, Mark, Mark], None]
@@ -80,10 +83,17 @@ ActionObserver = Callable[[Action, Mark, Mark], None]
 class _Run:
     """The tensors alive during one step, by (chunk, micro-batch).
 
-    Of what a chunk hands on, tensors that require a gradient are given one: `roots` and `gradients` are of those.
+    Of what a chunk hands on, tensors that require a gradient are given one: `roots` and `gradients` are of those, and
+    `learning` is their number.
+
+    Attributes:
+        repeated: the forwards that are computed again. kept: what they do it from.
     """
 
     micro_batches: Sequence[MicroBatchInput]
+    repeated: frozenset[tuple[int, int]] = frozenset()
+    kept: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
+    learning: dict[tuple[int, int], int] = field(default_factory=dict)
     inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     outputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     roots: dict[tuple[int, int], list[Tensor] | list[GradientEdge]] = field(default_factory=dict)
@@ -98,12 +108,14 @@ class PipelineExecutor:
     Args:
         chunks: this rank's chunks by index.
         placement: the pipeline rank of every chunk.
-        loss: for training; called on the rank of the last chunk.
+        loss: for training; called on the rank of the last chunk, in each forward. It is to have no effects.
+        seen: for training; called there as well, but not in a forward that is computed again.
         sync: data parallelism; None where gradients are not reduced.
         observer: called after each action, in training and in evaluation. Nothing waits for it but the host.
         wires: how tensors travel between stages.
         waits: whether the device is waited for after each action, so that an error of a kernel is raised in the action
             that it arose in.
+        wholes: see Transfers.
 
     Attributes:
         observer: may be set and taken away between steps.
@@ -118,21 +130,24 @@ class PipelineExecutor:
         loss: LossFunction | None = None,
         sync: GradientSync | None = None,
         observer: ActionObserver | None = None,
+        seen: OutputConsumer | None = None,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         waits: bool = False,
+        wholes: Sequence[int] | None = None,
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
-        self._loss, self._sync, self.observer = loss, sync, observer
+        self._loss, self._sync, self._seen, self.observer = loss, sync, seen, observer
         self.clock, self._waits = DeviceClock(state.device), waits
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
-        self._transfers = Transfers(self._placement, state, wires)
+        self._transfers = Transfers(self._placement, state, wires, wholes)
         methods: dict[Kind, Callable[[_Run, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
+            Kind.RECOMPUTE: self._forward_again,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECV_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
@@ -169,8 +184,8 @@ class PipelineExecutor:
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
                 f"{len(micro_batches)} on {self._placement}"
             )
-        run = _Run(micro_batches)
         actions = schedule.actions[self._state.pipeline.rank]
+        run = _Run(micro_batches, frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE))
         with torch.no_grad() if forward_only else nullcontext():
             self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
             for position, action in enumerate(actions):
@@ -232,13 +247,29 @@ class PipelineExecutor:
 
     def _forward(self, run: _Run, action: Action) -> None:
         key = _key(action)
-        chunk, micro = self._chunks[action.chunk], run.micro_batches[key[1]]
-        y = chunk(self._entry(run, key), micro.samples, micro.goes_on)
-        if chunk.is_last:
-            assert micro.labels is not None
-            self._finish_forward(run, key, y, micro.labels)
-        else:
-            self._hand_on(run, key, y)
+        if key not in run.repeated:
+            self._hand_on(run, key, self._output(run, key))
+            return
+        chunk = self._chunks[action.chunk]
+        # What the first chunk takes stays in the batch.
+        given, carried = ((), ()) if chunk.is_first else (run.inputs[key], chunk.receives)
+        run.kept[key] = kept = KeptInput(given, carried, self._transfers.content_of)
+        with first_forward(kept.findings):
+            y = self._output(run, key)
+        self._hand_on(run, key, y)
+        del run.roots[key]  # and with it the graph; it has shown what needs a gradient
+
+    def _forward_again(self, run: _Run, action: Action) -> None:
+        key = _key(action)
+        chunk, kept = self._chunks[action.chunk], run.kept.pop(key)
+        if not chunk.is_first:
+            run.inputs[key] = kept.restored()
+        with chunk.only_graph(), second_forward(kept.findings):
+            run.roots[key] = self._roots(run, key, self._output(run, key))
+
+    def _output(self, run: _Run, key: tuple[int, int]) -> Any:
+        micro = run.micro_batches[key[1]]
+        return self._chunks[key[0]](self._entry(run, key), micro.samples, micro.goes_on)
 
     def _entry(self, run: _Run, key: tuple[int, int]) -> Tensor | list[Tensor]:
         chunk, micro_batch = key
@@ -257,27 +288,39 @@ class PipelineExecutor:
 
         entered = Entry.apply(self._anchor, deliver, *(xs[index].detach() for index in learning))
         for index, x in zip(learning, entered, strict=True):
-            xs[index] = x
+            xs[index] = remember_bits(x, bits_of(xs[index]))
         return xs
 
-    def _finish_forward(self, run: _Run, key: tuple[int, int], output: Bundle, labels: Tensor) -> None:
-        if self._consume is not None:
-            self._consume(output, labels)
-            return
-        assert self._loss is not None
-        loss = self._loss(output, labels)
-        run.losses.append(loss.detach())
-        run.roots[key] = [loss]
-
-    def _hand_on(self, run: _Run, key: tuple[int, int], ys: Sequence[Tensor]) -> None:
+    def _hand_on(self, run: _Run, key: tuple[int, int], y: Any) -> None:
+        """What becomes of a chunk's output in its first forward: the loss, or the input of the next chunk."""
         chunk, micro_batch = key
-        # Backward starts from the edges of the graph; the values are needed by the next chunk only.
-        run.roots[key] = [get_gradient_edge(y) for y in ys if y.requires_grad]
-        values = [y.detach().requires_grad_(y.requires_grad) for y in ys]
+        if self._chunks[chunk].is_last and self._consume is not None:
+            self._consume(y, self._labels(run, micro_batch))
+            return
+        run.roots[key] = roots = self._roots(run, key, y)
+        run.learning[key] = len(roots)
+        if self._chunks[chunk].is_last:
+            run.losses += [loss.detach() for loss in roots]
+            if self._seen is not None:
+                self._seen(map_entries(Tensor.detach, y), self._labels(run, micro_batch))
+            return
+        values = [remember_bits(each.detach().requires_grad_(each.requires_grad), bits_of(each)) for each in y]
         if self._placement[chunk + 1] == self._state.pipeline.rank:
             run.inputs[chunk + 1, micro_batch] = values
         else:
             run.outputs[key] = values
+
+    def _roots(self, run: _Run, key: tuple[int, int], y: Any) -> list[Any]:
+        """Where backward starts: the loss, or the edges of the graph; the values are needed by the next chunk only."""
+        if not self._chunks[key[0]].is_last:
+            return [get_gradient_edge(each) for each in y if each.requires_grad]
+        assert self._loss is not None
+        return [self._loss(y, self._labels(run, key[1]))]
+
+    def _labels(self, run: _Run, micro_batch: int) -> Tensor:
+        labels = run.micro_batches[micro_batch].labels
+        assert labels is not None
+        return labels
 
     def _backward(self, run: _Run, action: Action) -> None:
         key = _key(action)
@@ -318,7 +361,7 @@ class PipelineExecutor:
         """The tensors that a receive brings: gradients of what was handed on, once it was."""
         if receive.kind is Kind.RECV_FORWARD:
             return len(self._chunks[receive.chunk].receives)
-        return len(run.roots.get(_key(receive), ()))
+        return run.learning.get(_key(receive), 0)
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -32,12 +32,17 @@ def agreed_costs(
     context: BuildContext,
     state: ParallelState,
     wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
+    repeats: bool = False,
 ) -> PipelineCosts:
-    """The costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank."""
+    """The costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank.
+
+    Args:
+        repeats: whether that of a forward that is computed again is wanted, too.
+    """
     world, stages = state.world, state.pipeline.size
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    layers = measure_layers(model, samples, context, state.device, wires, stages)
+    layers = measure_layers(model, samples, context, state.device, wires, stages, repeats)
     measured = [PipelineCosts(tuple(layers), LinkCost())]
     if world.size > 1:
         dist.barrier(group=world.handle)
@@ -55,6 +60,7 @@ def measure_layers(
     device: torch.device,
     wires: WireOptions,
     stages: int = 1,
+    repeats: bool = False,
 ) -> list[LayerCost]:
     """Medians over a few runs of each layer, on copies of its own: the model in training is not touched.
 
@@ -71,13 +77,13 @@ def measure_layers(
     quiet = True if dist.is_initialized() and dist.get_rank() > 0 else None  # None: only on a terminal
     for first in tqdm(range(0, len(model.layers), each), desc="measuring layers", leave=False, disable=quiet):
         layers = [measured(index) for index in range(first, min(first + each, len(model.layers)))]
-        outputs = _measure(layers, outputs)
+        outputs = _measure(layers, outputs, repeats)
         costs += [layer.cost(wires) for layer in layers]
         outputs = {number: outputs[number] for number in model.needed_from(first + len(layers))}
     return crossing(model, costs)
 
 
-def _measure(layers: Sequence[MeasuredLayer], given: Mapping[int, Bundle]) -> dict[int, Bundle]:
+def _measure(layers: Sequence[MeasuredLayer], given: Mapping[int, Bundle], repeats: bool) -> dict[int, Bundle]:
     """Runs the layers as a stage would.
 
     Args:
@@ -94,6 +100,9 @@ def _measure(layers: Sequence[MeasuredLayer], given: Mapping[int, Bundle]) -> di
                 if number == 0:
                     layer.count_held(inputs)
                 outputs[layer.number] = layer.forward(inputs)
+        if repeats:
+            for layer in layers:
+                layer.repeat([outputs[source] for source in layer.takes])
         for _ in range(IN_FLIGHT):
             gradients: dict[int, Sequence[Tensor]] = {}
             for layer in reversed(layers):

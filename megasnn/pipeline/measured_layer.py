@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from megasnn.again import Findings, first_forward, second_forward
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.comm.statistics import statistics
 from megasnn.device_checks import DeviceChecks
 from megasnn.layers.context import BuildContext
+from megasnn.layers.only_graph import only_graph
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription
@@ -92,7 +95,7 @@ class MeasuredLayer:
         self._layer = layer
         materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._held, self.processor_seconds = 0, 0.0
+        self._held, self._found, self.processor_seconds = 0, 0, 0.0
         self._output: Bundle | None = None
         self._learning: list[Key] = []
         self.clock = _Clock(device)
@@ -126,9 +129,21 @@ class MeasuredLayer:
 
     def count_held(self, inputs: Sequence[Bundle]) -> None:
         """What one forward keeps for backward, once."""
-        with _counting_saved(self._layer) as held:
+        findings: Findings = deque()
+        with _counting_saved(self._layer) as held, first_forward(findings):
             apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
         self._held = held[0]
+        parts = [part for each in findings for part in (each if isinstance(each, list) else [each])]
+        self._found = sum(part.nbytes for part in parts)
+
+    def repeat(self, inputs: Sequence[Bundle]) -> None:
+        """Runs the layer as where its forward is computed again, and drops the graph."""
+        findings: Findings = deque()
+        inputs = inputs if INPUT in self.takes else self._entered(inputs)
+        with first_forward(findings):
+            apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
+        with self.clock("again"), only_graph([self._layer]), second_forward(findings):
+            apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
 
     def backward(self, gradients: Sequence[Tensor] | None = None) -> Sequence[Tensor] | None:
         """Of the oldest micro-batch, from the gradients of the output to those of the inputs; None at the beginning of
@@ -151,13 +166,19 @@ class MeasuredLayer:
             while tasks:
                 tasks.pop()()
 
-    def run_once(self, inputs: Sequence[Bundle]) -> Bundle:
-        """Forward and backward of one micro-batch, with the memory that they take; returns the output."""
+    def run_once(self, inputs: Sequence[Bundle], repeats: bool = False) -> Bundle:
+        """Forward and backward of one micro-batch, with the memory that they take; returns the output.
+
+        Args:
+            repeats: whether the forward is computed again, too.
+        """
         self.count_held(inputs)
         for watched in (False, True):  # the first time pays for compiling and for the gradients' memory
             self.clock.watches_memory = watched
             begun = time.thread_time()
             y = self.forward(inputs)
+            if repeats:
+                self.repeat(inputs)
             self.backward()
             self.add_weight_gradients()
             self.processor_seconds = time.thread_time() - begun
@@ -174,6 +195,9 @@ class MeasuredLayer:
             parameters=sum(each.nbytes for each in self._layer.parameters()),
             collectives=sum(calls for calls, _ in self.clock.traffic.values()),
             exchanged=sum(sent for _, sent in self.clock.traffic.values()),
+            found=self._found,
+            again=median(times["again"]) if times.get("again") else None,
+            working_again=peaks.get("again"),
         )
         return _with_messages(cost, self._output, self._description, wires)
 

@@ -38,6 +38,10 @@ class StepPeak:
     working: int
     messages: int
 
+    @property
+    def total(self) -> int:
+        return self.kept + self.working + self.messages
+
 
 def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts) -> list[StepPeak]:
     """Of each pipeline rank.
@@ -46,9 +50,10 @@ def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts
         bounds: the layers of each chunk.
     """
     held, working = costs.held_bytes(bounds), costs.working_bytes(bounds)
+    entering = costs.entering_bytes(bounds)
     peaks = []
     for rank, actions in enumerate(schedule.actions):
-        before = [0, *map(round, activations_held(schedule, rank, held))]
+        before = [0, *map(round, activations_held(schedule, rank, held, entering))]
         needed = [working[action.chunk].get(action.kind, 0) for action in actions]
         most = max(zip(before, needed, strict=False), key=sum, default=(0, 0))
         peaks.append(StepPeak(*most, _messages(schedule, rank, bounds, costs)))
@@ -78,6 +83,7 @@ def measure_memory(
     wires: WireOptions,
     world: Group | None = None,
     seconds: float = math.inf,
+    repeats: bool = False,
 ) -> PipelineCosts:
     """The bytes that each layer needs for a micro-batch of `samples` samples, on copies of its own; times are 0.
 
@@ -88,6 +94,7 @@ def measure_memory(
         world: the group that takes part; None is this rank alone.
         seconds: no layer is begun when those before it have computed so long on the first rank. What others do on a
             busy machine does not count, nor does the first run of each, which pays for compiling as training would.
+        repeats: whether that of forwards that are computed again is wanted, too.
     Raises:
         NotMeasuredError: on every rank, when time is up, or an error arose. Only in a layer that is cut over tensor
             parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
@@ -108,7 +115,7 @@ def measure_memory(
             error = None
             try:
                 layer = layers(index)
-                y = layer.run_once(inputs)
+                y = layer.run_once(inputs, repeats)
                 computed += layer.processor_seconds
                 without_memory = map_entries(partial(torch.empty_like, device="meta"), y)
                 known[kind] = _for_samples(layer.cost(wires), samples / trial), without_memory
@@ -145,4 +152,6 @@ def _for_samples(cost: LayerCost, factor: float) -> LayerCost:
         parameters=cost.parameters,
         collectives=cost.collectives,
         exchanged=round(factor * cost.exchanged),
+        found=round(factor * cost.found),
+        working_again=None if cost.working_again is None else round(factor * cost.working_again),
     )

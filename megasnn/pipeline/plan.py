@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megasnn.comm.agreement import decided_by_first
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.schedule import ChunkCost, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule.budget import UnitMemory, within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import placed_bounds
+from megasnn.schedule.refine import NEVER
 
 _NAMED_SHOWN = 3  # of the named schedules, the fastest ones
 
@@ -34,6 +37,9 @@ class PipelineRequest:
         micro_batch_size: samples in each micro-batch.
         micro_batches: the numbers of them that replicas have in a step, the largest first.
         predicts: whether costs are wanted even where the plan would not need any.
+        recompute: a name in `RECOMPUTE`.
+        memory_budget: bytes that a step may need on a rank (`StepPeak.total`); forwards are computed again to keep it.
+        costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
     """
 
     schedule: str
@@ -43,6 +49,14 @@ class PipelineRequest:
     micro_batch_size: int
     micro_batches: tuple[int, ...]
     predicts: bool = False
+    recompute: str = NEVER
+    memory_budget: float | None = None
+    costs_kept_as: tuple[str, ...] | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether forwards may be computed again."""
+        return self.recompute != NEVER or self.memory_budget is not None
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,7 @@ class PipelinePlan:
         micro_batches: of a usual step.
         costs: measured; None where nobody needed them.
         named: what the named schedules would take, each on its own cut; empty without costs.
+        memory_budget: as it was asked for.
     """
 
     bounds: tuple[range, ...]
@@ -62,6 +77,12 @@ class PipelinePlan:
     micro_batches: int
     costs: PipelineCosts | None = None
     named: tuple[Forecast, ...] = ()
+    memory_budget: float | None = None
+
+    @property
+    def executed_bounds(self) -> list[range]:
+        """The layers of each unit, which is what a schedule that is executed calls a chunk."""
+        return self.schedules.unit_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
         """What a step of so many micro-batches should take, in seconds; None without costs."""
@@ -83,7 +104,7 @@ class PipelinePlan:
         """
         if self.costs is None:
             raise ValueError("the memory of layers was not measured")
-        peaks = step_peaks(self.schedules.training(micro_batches), self.bounds, self.costs)
+        peaks = step_peaks(self.schedules.training(micro_batches), self.executed_bounds, self.costs)
         return [peak.kept + peak.working for peak in peaks]
 
     def describe(self, asked: str) -> list[str]:
@@ -104,9 +125,43 @@ class PipelinePlan:
             named.append(f"{len(self.named) - _NAMED_SHOWN} slower ones")
         return [*lines, "  named ones: " + (", ".join(named) or "none keeps the limit")]
 
+    def repeated(self) -> list[dict[int, list[int]]]:
+        """Of each pipeline rank: the micro-batches of a usual step whose forwards are computed again, by unit."""
+        found: list[dict[int, list[int]]] = []
+        for row in self.schedules.training(self.micro_batches).actions:
+            of_rank: dict[int, list[int]] = {}
+            for unit, kind, m in row:
+                if kind is Kind.RECOMPUTE and m is not None:
+                    of_rank.setdefault(unit, []).append(m)
+            found.append(dict(sorted(of_rank.items())))
+        return found
+
+    def describe_recompute(self) -> list[str]:
+        """A line that says how many forwards are computed again, and with a budget, what that comes to."""
+        if self.schedules.units is None and self.memory_budget is None:
+            return []
+        repeated, layers = self.repeated(), sum(map(len, self.bounds))
+        count = sum(len(each) for of_rank in repeated for each in of_rank.values())
+        what = f"{count} of a step's {layers * self.micro_batches} forwards of layers are computed again"
+        if self.memory_budget is None or self.costs is None:
+            return [f"--recompute {self.schedules.recompute}: {what}"]
+        costs = self._chunk_costs()
+        seconds = [sum(len(each) * costs[u].time(Kind.RECOMPUTE) for u, each in of.items()) for of in repeated]
+        peaks = ", ".join(f"{1e-6 * each:.0f}" for each in self.step_bytes(self.micro_batches))
+        return [
+            f"--memory-budget {1e-6 * self.memory_budget:g}: {what}, {1e3 * max(seconds):.0f} ms on the rank that does "
+            f"most; predicted for a step, above weights, gradients and optimizer state: {peaks} MB"
+        ]
+
+    def step_bytes(self, micro_batches: int) -> list[int]:
+        """`peak_bytes`, and tensors in transfer."""
+        assert self.costs is not None, "the memory of layers was not measured"
+        peaks = step_peaks(self.schedules.training(micro_batches), self.executed_bounds, self.costs)
+        return [peak.total for peak in peaks]
+
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
-        return self.costs.of_chunks(self.bounds, self.schedules.placement)
+        return self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
 
 
 def _in_short(each: Forecast) -> str:
@@ -131,10 +186,12 @@ def plan_pipeline(
     stages, bounds = state.pipeline.size, request.bounds
     if bounds is None and stages == 1 and request.chunks_per_rank in (1, None):
         bounds = (range(len(model.layers)),)
-    needs_costs = bounds is None or request.predicts or stages > 1 and looks_at_costs(request.schedule)
+    needs_costs = bounds is None or request.predicts or request.memory_budget is not None
+    needs_costs |= stages > 1 and looks_at_costs(request.schedule)
     if needs_costs and costs is None:
-        size = request.micro_batch_size
-        costs = agreed_costs(model, size, context, state, wires)
+        key, size = request.costs_kept_as, request.micro_batch_size
+        measure = partial(agreed_costs, model, size, context, state, wires, request.repeats)
+        costs = measure() if key is None else kept_costs(key, state.world, measure)
     request = replace(request, bounds=bounds)
     return decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs))
 
@@ -147,14 +204,46 @@ def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineC
     cut = None if costs is None else _Cut(request, costs)
     costs_of = None if cut is None else cut.costs_of
     plan = plan_schedule(request.schedule, stages, chunks_per_rank, usual, costs_of, request.memory_limit)
-    decided = tuple(plan.training(count) for count in dict.fromkeys(request.micro_batches))
+    decided = tuple(plan.of_chunks(count) for count in dict.fromkeys(request.micro_batches))
+    bounds = request.bounds if cut is None else cut.bounds_of(plan.placement)
+    assert bounds is not None
     schedules = replace(plan, decided=decided)
+    if request.recompute != NEVER:
+        schedules = schedules.in_units(bounds, request.recompute)
+    if request.memory_budget is not None and costs is not None:
+        schedules = _within_budget(schedules, request, bounds, costs)
     if cut is None:
-        assert request.bounds is not None
-        return PipelinePlan(request.bounds, schedules, usual)
+        return PipelinePlan(bounds, schedules, usual)
     compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
     named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared)
-    return PipelinePlan(cut.bounds_of(plan.placement), schedules, usual, costs, tuple(named))
+    return PipelinePlan(bounds, schedules, usual, costs, tuple(named), request.memory_budget)
+
+
+def _within_budget(
+    plan: SchedulePlan, request: PipelineRequest, bounds: Sequence[range], costs: PipelineCosts
+) -> SchedulePlan:
+    """With forwards that are computed again, in units; as it is where none has to be. Raises ValueError for a budget
+    that cannot be kept."""
+    assert request.memory_budget is not None
+    refined = plan.in_units(bounds, NEVER)
+    units, placement = refined.unit_bounds(bounds), refined.executed_placement
+    memory = [
+        UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE))
+        for held, entering, working, cost in zip(
+            costs.held_bytes(units),
+            costs.entering_bytes(units),
+            costs.working_bytes(units),
+            costs.of_chunks(units, placement),
+            strict=True,
+        )
+    ]
+    chosen = {}
+    for count in dict.fromkeys(request.micro_batches):
+        schedule = refined.training(count)
+        messages = [peak.messages for peak in step_peaks(schedule, units, costs)]
+        chosen[count] = within_budget(schedule, memory, messages, request.memory_budget)
+    # A step of another length, at the end of an epoch, is shorter.
+    return replace(refined, recompute="always", chosen=chosen) if any(chosen.values()) else plan
 
 
 def _possible_counts(request: PipelineRequest, stages: int, layers: int) -> tuple[int, ...]:
@@ -180,4 +269,15 @@ class _Cut:
         return tuple(placed_bounds([layer.seconds for layer in self._costs.layers], placement))
 
     def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-        return self._costs.of_chunks(self.bounds_of(placement), placement)
+        costs = self._costs.of_chunks(self.bounds_of(placement), placement)
+        if self._request.recompute == NEVER:
+            return costs
+        # A forward that is computed again comes right before its backward, as a part of that.
+        return [
+            replace(
+                each,
+                backward=each.backward + each.time(Kind.RECOMPUTE),
+                input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
+            )
+            for each in costs
+        ]

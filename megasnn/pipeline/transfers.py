@@ -15,7 +15,7 @@ from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, SENDS
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
 
 
 class Transfers:
@@ -27,9 +27,17 @@ class Transfers:
 
     Args:
         placement: the pipeline rank of every chunk.
+        wholes: of every chunk, the number of the one that it is a unit of; None where each is one by itself.
     """
 
-    def __init__(self, placement: Sequence[int], state: ParallelState, options: WireOptions) -> None:
+    def __init__(
+        self,
+        placement: Sequence[int],
+        state: ParallelState,
+        options: WireOptions,
+        wholes: Sequence[int] | None = None,
+    ) -> None:
+        self._wholes = range(len(placement)) if wholes is None else wholes
         self._placement, self._rank = placement, state.pipeline.rank
         self._senders: dict[int, Sender] = {}  # by the peer's pipeline rank
         self._receivers: dict[int, Receiver] = {}
@@ -73,9 +81,13 @@ class Transfers:
         direction = "forward" if action.kind is Kind.SEND_FORWARD else "backward"
         for index, tensor in enumerate(tensors):
             name = carried[index].name if carried else f"gradient {index}"
-            content = carried[index].content if carried and name not in self._dense else Content.DENSE
+            content = self.content_of(carried[index]) if carried else Content.DENSE
             with explained(partial("{1}: {0}".format, name), boundary=name):
                 sender.send(self._key(action, index), tensor, content, direction)
+
+    def content_of(self, carried: Carried) -> Content:
+        """The format of a tensor at a boundary."""
+        return Content.DENSE if carried.name in self._dense else carried.content
 
     def go_dense(self, names: Iterable[str]) -> None:
         """From now on these tensors travel dense. To be called on all ranks alike, between steps."""
@@ -87,7 +99,9 @@ class Transfers:
         for index in range(position + 1, len(actions)):
             action = actions[index]
             if action.kind in COMPUTE:
-                return
+                if not self._belong_together(actions[position], action):
+                    return
+                continue
             if action.kind.is_receive and action not in self._early:
                 peer = self._peer(action)
                 first = self._coming[peer][0]
@@ -108,6 +122,13 @@ class Transfers:
         """Until everything sent has left."""
         for sender in self._senders.values():
             sender.wait()
+
+    def _belong_together(self, first: Action, second: Action) -> bool:
+        """Whether two computations are of units of one chunk, and parts of one forward, or of one backward."""
+        kinds = {first.kind, second.kind}
+        same_chunk = self._wholes[first.chunk] == self._wholes[second.chunk]
+        same_pass = len(kinds) == 1 or kinds <= PROPAGATING | {Kind.RECOMPUTE}
+        return same_chunk and same_pass and first.micro_batch == second.micro_batch
 
     def _peer(self, action: Action) -> int:
         return self._placement[action.peer.chunk]

@@ -2,8 +2,9 @@
 
 An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
 of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, or
-in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``0SEND_F2`` sends what chunk
-0 computed from micro-batch 2, ``0SYNC`` reduces the gradients of chunk 0 over the data parallel replicas.
+in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again
+where it left nothing for the backward; ``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces
+the gradients of chunk 0 over the data parallel replicas.
 
 A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
 the loss over the whole pipeline, and `Schedule.placement` says on which pipeline rank each of them lives.
@@ -26,6 +27,7 @@ class Kind(Enum):
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
+    RECOMPUTE = "R"
     SEND_FORWARD = "SEND_F"
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
@@ -39,7 +41,7 @@ class Kind(Enum):
         return self in RECEIVES
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE})
 PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # they give what the chunk before waits for
 FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # after them the chunk lets its activations go
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})

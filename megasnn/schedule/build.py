@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
+from megasnn.schedule.budget import Chosen
 from megasnn.schedule.named import (
     AUTO,
     SCHEDULES,
@@ -19,6 +20,7 @@ from megasnn.schedule.named import (
 )
 from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import insert_transfers
+from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
 from megasnn.schedule.search import find_best
 from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.validate import validate
@@ -74,7 +76,10 @@ class SchedulePlan:
         placement: the pipeline rank of each chunk.
         costs: of each chunk; equal ones when not given.
         memory_limit: activations that a rank may hold, in the unit of the costs (whole stages' micro-batches).
-        decided: schedules that were settled on before, where ranks must not search for themselves.
+        decided: schedules that were settled on before, where ranks must not search for themselves; of chunks.
+        units: how many units each chunk is executed in; None: the chunks as they are.
+        recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
+        chosen: for some numbers of micro-batches, those in its place.
     """
 
     name: str
@@ -82,6 +87,32 @@ class SchedulePlan:
     costs: tuple[ChunkCost, ...] | None = None
     memory_limit: float | None = None
     decided: tuple[Schedule, ...] = ()
+    units: tuple[int, ...] | None = None
+    recompute: str = NEVER
+    chosen: Mapping[int, Chosen] = field(default_factory=dict)
+
+    def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
+        """The same, executed layer by layer.
+
+        Args:
+            bounds: the layers of each chunk. recompute: as the attribute.
+        """
+        return replace(self, units=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
+
+    @property
+    def units_of_chunks(self) -> tuple[int, ...]:
+        """How many units each chunk is executed in."""
+        return self.units or (1,) * len(self.placement)
+
+    @property
+    def executed_placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each unit, which is what the executor takes for a chunk."""
+        counts = zip(self.placement, self.units_of_chunks, strict=True)
+        return tuple(rank for rank, count in counts for _ in range(count))
+
+    def unit_bounds(self, bounds: Sequence[range]) -> list[range]:
+        """The layers of each unit, from those of each chunk: one layer, or what of a chunk is left."""
+        return [part for span, count in zip(bounds, self.units_of_chunks, strict=True) for part in _cut(span, count)]
 
     @property
     def stages(self) -> int:
@@ -92,7 +123,21 @@ class SchedulePlan:
         return len(self.placement) // self.stages
 
     def training(self, micro_batches: int) -> Schedule:
-        """Validated, with transfers and gradient sync. Raises ValueError where it cannot keep the memory limit."""
+        """What is executed, validated, with transfers and gradient sync. Raises ValueError where it cannot keep the
+        memory limit."""
+        schedule = self.of_chunks(micro_batches)
+        if self.units is None:
+            return schedule
+        wanted, chosen = RECOMPUTE[self.recompute], self.chosen.get(micro_batches)
+        refined = insert_recompute(
+            refine(schedule, self.units),
+            lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
+        )
+        validate(refined)
+        return refined
+
+    def of_chunks(self, micro_batches: int) -> Schedule:
+        """The same before chunks are cut into units."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
@@ -103,7 +148,7 @@ class SchedulePlan:
 
     def evaluation(self, micro_batches: int) -> Schedule:
         """Forwards only, validated, with transfers."""
-        schedule = insert_transfers(forward_only(self.placement, micro_batches))
+        schedule = insert_transfers(forward_only(self.executed_placement, micro_batches))
         validate(schedule)
         return schedule
 
@@ -145,7 +190,13 @@ def plan_schedule(
     plan = SchedulePlan(name, placement, tuple(costs_of(placement)), memory_limit, decided)
     if memory_limit is None or decided:
         return plan
-    return replace(plan, decided=(plan.training(micro_batches),))
+    return replace(plan, decided=(plan.of_chunks(micro_batches),))
+
+
+def _cut(span: range, count: int) -> list[range]:
+    """A layer each, and all that is left in the last part."""
+    starts = [span.start + place for place in range(count)]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], span.stop], strict=True)]
 
 
 def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:

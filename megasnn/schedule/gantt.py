@@ -18,12 +18,14 @@ COLOURS = {
     Kind.BACKWARD: ("#a1d99b", "#41ab5d"),
     Kind.INPUT_GRADIENT: ("#a1d99b", "#41ab5d"),
     Kind.WEIGHT_GRADIENT: ("#fdd0a2", "#fd8d3c"),
+    Kind.RECOMPUTE: ("#dadaeb", "#9e9ac8"),
 }
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRADIENT: "input gradient",
     Kind.WEIGHT_GRADIENT: "weight gradient",
+    Kind.RECOMPUTE: "forward again",
 }
 WAITING = "#eeeeee"
 LEFT, HEAD, ROW, BAR, WIDTH, FOOT = 64, 24, 34, 28, 1200, 52

@@ -8,25 +8,33 @@ from collections.abc import Sequence
 from megasnn.schedule.actions import FINISHING, Kind, Schedule
 
 
-def activations_held(schedule: Schedule, rank: int, activation: Sequence[float] | None = None) -> list[float]:
+def activations_held(
+    schedule: Schedule, rank: int, activation: Sequence[float] | None = None, entering: Sequence[float] | None = None
+) -> list[float]:
     """What a rank holds after each of its actions.
 
     Counted is what forwards leave for the backward: from a chunk's forward on a micro-batch until the end of
     its whole backward, or of its weight gradient where the backward is split. An input gradient releases
-    nothing. In evaluation a forward holds its own only while it runs. Not counted: tensors in transfer,
+    nothing. A forward that is computed again leaves its input until then. In evaluation a forward holds its own only
+    while it runs. Not counted: tensors in transfer,
     gradients of activations, weights.
 
     Args:
         activation: of each chunk for one micro-batch; when not given, a rank's chunks are equal parts of one
             stage, so that the figures are whole stages' micro-batches.
+        entering: the input of each chunk as it is kept; nothing when not given.
     """
     shares = activation if activation is not None else stage_shares(schedule.placement)
     if schedule.forward_only:
         return [shares[chunk] if kind is Kind.FORWARD else 0.0 for chunk, kind, _ in schedule.actions[rank]]
+    kept = entering or [0.0] * schedule.chunks
+    again = {(chunk, m) for chunk, kind, m in schedule.actions[rank] if kind is Kind.RECOMPUTE}
     held, result = 0.0, []
-    for chunk, kind, _ in schedule.actions[rank]:
+    for chunk, kind, m in schedule.actions[rank]:
         if kind is Kind.FORWARD:
-            held += shares[chunk]
+            held += kept[chunk] if (chunk, m) in again else shares[chunk]
+        elif kind is Kind.RECOMPUTE:
+            held += shares[chunk] - kept[chunk]
         elif kind in FINISHING:
             held -= shares[chunk]
         result.append(held)

@@ -36,6 +36,7 @@ class ChunkCost:
         transfer: time to move the chunk's output to the next chunk's rank, and that of its gradient back.
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
+        again: time of a forward that is computed again; that of the forward when not given.
     """
 
     forward: float
@@ -46,6 +47,7 @@ class ChunkCost:
     weight_gradient: float | None = None
     output: Transfer | None = None
     gradient: Transfer | None = None
+    again: float | None = None
 
     def time(self, kind: Kind) -> float:
         """Of one computation. Raises KeyError for a kind that is none."""
@@ -59,6 +61,7 @@ class ChunkCost:
             Kind.BACKWARD: self.backward,
             Kind.INPUT_GRADIENT: half if self.input_gradient is None else self.input_gradient,
             Kind.WEIGHT_GRADIENT: half if self.weight_gradient is None else self.weight_gradient,
+            Kind.RECOMPUTE: self.forward if self.again is None else self.again,
         }
 
     @property
@@ -89,6 +92,7 @@ def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[C
                 activation=stage.activation * share,
                 input_gradient=stage.time(Kind.INPUT_GRADIENT) * share,
                 weight_gradient=stage.time(Kind.WEIGHT_GRADIENT) * share,
+                again=stage.time(Kind.RECOMPUTE) * share,
             )
         )
     return costs

@@ -35,8 +35,9 @@ def validate(schedule: Schedule, memory_limit: float | None = None, activation: 
     Every action is there exactly once and on the right rank; everything an action uses is there before it;
     a chunk's forwards and backwards are in ascending order, so that every schedule accumulates alike; receives
     on a link are in the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is
-    either whole (B) or in two parts (I and W). With a `memory_limit`, no rank ever holds more activations than
-    that; see `activations_held` for what is counted, and `activation` for how much each chunk's are.
+    either whole (B) or in two parts (I and W). A forward may be computed again (R) once, before its backward. With a
+    `memory_limit`, no rank ever holds more activations than that; see `activations_held` for what is counted, and
+    `activation` for how much each chunk's are.
     """
     _check_placement(schedule)
     boundaries = Boundaries.of(schedule.placement)
@@ -135,7 +136,7 @@ def _nowhere(schedule: Schedule, boundaries: Boundaries, chunk: int) -> dict[Kin
     kinds += [Kind.RECV_FORWARD] * boundaries.before[chunk] + [Kind.SEND_FORWARD] * boundaries.after[chunk]
     if schedule.forward_only:
         return {kind: [-1] * schedule.micro_batches for kind in kinds}
-    kinds += [Kind.BACKWARD, *PARTS]
+    kinds += [Kind.BACKWARD, *PARTS, Kind.RECOMPUTE]
     kinds += [Kind.RECV_BACKWARD] * boundaries.after[chunk] + [Kind.SEND_BACKWARD] * boundaries.before[chunk]
     return {kind: [-1] * schedule.micro_batches for kind in kinds} | {Kind.SYNC_GRADIENTS: [-1]}
 
@@ -148,7 +149,7 @@ def _wholes_beside_parts(of_chunk: dict[Kind, Indices]) -> list[int]:
 
 def _missing(chunk: int, of_chunk: dict[Kind, Indices]) -> Iterator[Action]:
     for kind, indices in of_chunk.items():
-        if min(indices) >= 0:
+        if min(indices) >= 0 or kind is Kind.RECOMPUTE:
             continue
         for m, index in enumerate(indices):
             if index < 0 and kind is Kind.SYNC_GRADIENTS:
@@ -195,6 +196,10 @@ def _needed_on_rank(
         return
     gradient, finish = _either(mine, Kind.INPUT_GRADIENT), _either(mine, Kind.WEIGHT_GRADIENT)
     yield forward, gradient
+    again = [m for m, index in enumerate(mine[Kind.RECOMPUTE]) if index >= 0]
+    repeated = [mine[Kind.RECOMPUTE][m] for m in again]
+    yield [forward[m] for m in again], repeated
+    yield repeated, [gradient[m] for m in again]
     yield gradient, gradient[1:]
     if boundaries.after[chunk]:
         yield mine[Kind.RECV_BACKWARD], gradient

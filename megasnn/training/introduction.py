@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -91,6 +92,9 @@ def introduce(
         if not config.training.evaluate_only:
             beside = file.with_name("model_summary.md")
             reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{table}\n"))
+        if plan.memory_budget is not None:
+            beside, text = file.with_name("memory_plan.json"), json.dumps(_memory_plan(engine, plan), indent=2)
+            reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{text}\n"))
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
@@ -105,6 +109,20 @@ def _costs(engine: DistributedModel, plan: PipelinePlan) -> dict[str, dict[str, 
     if plan.costs is None:
         return None
     return {layer.name: asdict(cost) for layer, cost in zip(engine.model.layers, plan.costs.layers, strict=True)}
+
+
+def _memory_plan(engine: DistributedModel, plan: PipelinePlan) -> dict[str, Any]:
+    """What is computed again so that a budget is kept: by pipeline rank the layers, and of each the micro-batches."""
+    units = plan.executed_bounds
+    return {
+        "memory_budget_mb": None if plan.memory_budget is None else 1e-6 * plan.memory_budget,
+        "predicted_mb": [1e-6 * each for each in plan.step_bytes(plan.micro_batches)],
+        "micro_batches": plan.micro_batches,
+        "computed_again": [
+            {engine.model.layers[units[unit].start].name: each for unit, each in of_rank.items() if units[unit]}
+            for of_rank in plan.repeated()
+        ],
+    }
 
 
 def print_summary(config: PretrainConfig, state: ParallelState) -> None:
@@ -195,7 +213,7 @@ def _model(
     """What each chunk holds, and the schedule; without a pipeline, what the whole model computes."""
     placement = plan.schedules.placement
     if len(placement) == 1:
-        return [multiply_adds(layers)] if layers else []
+        return [*([multiply_adds(layers)] if layers else []), *plan.describe_recompute()]
     names = [layer.name for layer in engine.model.layers]
     chunks = []
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
@@ -204,4 +222,4 @@ def _model(
         sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
         chunks.append(f"{index} on pipeline rank {rank}: {held}{sizes}")
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks", *(f"  {chunk}" for chunk in chunks)]
-    return lines + plan.describe(config.parallel.pipeline_schedule)
+    return lines + plan.describe(config.parallel.pipeline_schedule) + plan.describe_recompute()

@@ -76,12 +76,19 @@ def forecast_memory(
         wires = wire_options(config.parallel)
         try:
             costs = measure_memory(
-                distributed.model, size, distributed.context, state.device, wires, state.world, TRIAL_SECONDS
+                distributed.model,
+                size,
+                distributed.context,
+                state.device,
+                wires,
+                state.world,
+                TRIAL_SECONDS,
+                plan.schedules.units is not None,
             )
         except NotMeasuredError as reason:
             reporter.line(f"memory is not predicted: {reason}")
             return []
-    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.bounds, costs)[state.pipeline.rank]
+    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.executed_bounds, costs)[state.pipeline.rank]
     parameters = [entry.tensor for entry in distributed.tensors if entry.is_parameter and entry.tensor.requires_grad]
     held = (*distributed.copies, *distributed.tensors)
     times = 1 if config.optimizer.ema_decay is None else 2

@@ -12,8 +12,9 @@ from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers, linked
-from megasnn.schedule import Schedule, plan_schedule
+from megasnn.schedule import Schedule, generate, plan_schedule
 from megasnn.schedule.actions import COMPUTE, SENDS
+from megasnn.schedule.refine import refine
 from tests.distributed.test_random_schedules import random_schedule
 from tests.parity.test_schedules import SCHEDULES
 
@@ -45,11 +46,11 @@ class _Link:
         return torch.empty(0)
 
 
-def _links(schedule: Schedule, rank: int) -> dict[int, _Link]:
+def _links(schedule: Schedule, rank: int, wholes: list[int] | None = None) -> dict[int, _Link]:
     """The links of a rank after a step."""
     group = Group("pipeline", tuple(range(schedule.ranks)), rank)
     state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
-    transfers = Transfers(schedule.placement, state, WireOptions())  # type: ignore[arg-type]
+    transfers = Transfers(schedule.placement, state, WireOptions(), wholes)  # type: ignore[arg-type]
     links = {peer: _Link() for peer in transfers._receivers}
     transfers._receivers = links  # type: ignore[assignment]
     # Every micro-batch has a size of its own, so that it can be told in a key.
@@ -99,3 +100,14 @@ def test_links_are_those_of_the_placement() -> None:
     assert linked((0, 1, 2)) == [(0, 1), (1, 2)]
     assert linked((0, 1, 2, 0, 1, 2)) == [(0, 1), (0, 2), (1, 2)]
     assert linked((0, 1, 1, 0)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p", "interleaved", "zbv"])
+def test_receives_of_units_are_posted_as_early_as_those_of_chunks(name: str) -> None:
+    schedule = generate(name, 2, 4)
+    refined, wholes = refine(schedule, [3] * schedule.chunks), [unit // 3 for unit in range(3 * schedule.chunks)]
+    for rank in range(2):
+        whole, fine = _links(schedule, rank), _links(refined, rank, wholes)
+        assert whole.keys() == fine.keys() and any(any(link.ahead) for link in whole.values())
+        for peer, link in whole.items():
+            assert fine[peer].ahead == [3 * ahead for ahead in link.ahead]

@@ -5,6 +5,7 @@ A CPU rounds no operands: the products of pieces are emulated there, and sums ar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -168,6 +169,16 @@ def test_split_where_it_is_as_exact_and_faster(measured: Comparison, expected: b
     assert choice.told[0].startswith(f"fp32 products: the output is split for tensor cores in {int(expected)} of 2 ")
 
 
+@pytest.mark.parametrize(("error", "seconds", "taken"), [(1.0, 0.1, True), (1.0, 0.6, False), (9.0, 0.1, False)])
+def test_a_kernel_of_its_own_where_that_is_faster_still(error: float, seconds: float, taken: bool) -> None:
+    shape = LayerShape(ConvolutionProducts(True), torch.Size((4, 3, 3, 3)), 2, torch.Size((8, 8)))
+    measured = replace(comparison(), at_once=Measured(2e-6 * error, 2e-7 * error, seconds))
+    choice = chosen({(shape, "output"): measured})
+    products = choice.applied(*shape)
+    assert products.split == {"output"} and products.at_once == ({"output"} if taken else set())
+    assert ("in 1 of them by a kernel" in choice.told[0]) == taken
+
+
 def test_the_log_tells_the_gain() -> None:
     shape = LayerShape(MatrixProducts(True), torch.Size((4, 3)), 2, torch.Size())
     other = shape._replace(frames=3)
@@ -190,3 +201,4 @@ def test_on_tensor_cores(kind: Kind) -> None:
     for shape in shapes("spikformer_cifar10"):
         found = compare(shape, kind, 8, device)
         assert found.split.mean < 2e-5 and found.plain.mean < 2e-5, (shape, found)
+        assert found.at_once is None or found.at_once.mean < 2e-5, (shape, found)

@@ -17,6 +17,7 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
+from megasnn.kernels.convolution import Geometry
 from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
@@ -28,7 +29,7 @@ MATRIX = pytest.mark.matrix  # compiling takes seconds
 CAPABILITIES = (*(pytest.param(each, marks=MATRIX) for each in (80, 86, 89)), 90)
 BACKWARD = ("backward_sums_kernel", "gradient_kernel")
 LANES = 8  # values of bfloat16 in 128 bits
-MANY_STEPS = (16, 8)  # without pooling and with it: as many as take most registers
+MANY_STEPS = 16  # as many as take most registers
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,17 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
     """In it kernels are compiled where they would be started, and nothing is computed."""
     from triton.runtime import driver
 
-    from megasnn.kernels.triton import alone, calls, codec, launch, philox
+    from megasnn.kernels.triton import alone, calls, codec, launch, philox, split
 
     found: list[Code] = []
 
     def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        code = kernel.warmup(*args, **constants, grid=(programs,), **launch.OPTIONS)
+        code = kernel.warmup(*args, **{**launch.OPTIONS, **constants}, grid=(programs,))
         found.append(Code(kernel.fn.__name__, code.asm["ptx"], code.asm["cubin"]))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", AbsentGpu(capability)))
-        for module in (alone, calls, codec, philox):
+        for module in (alone, calls, codec, philox, split):
             stack.enter_context(mock.patch.object(module, "launch", compile_only))
         yield found
 
@@ -130,24 +131,22 @@ def test_a_charge_that_divides_is_exact(capability: int) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "steps"),
-    [(90, (4, MANY_STEPS[True])), *(pytest.param(each, (4, 4), marks=MATRIX) for each in (80, 86, 89, 90))],
+    [(90, MANY_STEPS), *(pytest.param(each, 4, marks=MATRIX) for each in (80, 86, 89, 90))],
     ids=str,
 )
-def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, steps: tuple[int, int]) -> None:
-    """With a tau that is a power of two there is no division, which the machine would do with fused operations.
-
-    Without pooling and with it, a number of steps: a backward that keeps sixteen has room for narrow loads only.
-    """
+def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, steps: int) -> None:
+    """With a tau that is a power of two there is no division, which the machine would do with fused operations."""
     for pool in (False, True):
-        for code in compiled(capability, torch.bfloat16, steps[pool], tau=2.0, pool=pool):
+        for code in compiled(capability, torch.bfloat16, steps, tau=2.0, pool=pool):
             wide = code.count("ld.global.v4.b32")
             if code.kernel == "fire_kernel":
                 assert "FFMA" not in code.sass and "FMUL" in code.sass
-                assert wide == code.count("ld.global.") >= (9 if pool else 4)
-            if code.kernel in ("winners_kernel", "pooled_gradient_kernel"):
+                assert wide == code.count("ld.global.") >= (9 if pool else steps)
+            if code.kernel == "pooled_gradient_kernel":
                 assert wide >= 9
             if code.kernel in BACKWARD:
-                assert wide >= 2 * 4  # input and gradient
+                of_channels = 3 if code.kernel == "backward_sums_kernel" else 0
+                assert wide == code.count("ld.global.") - of_channels >= 2 * steps + (9 if pool else 0)
             if code.kernel == "statistics_kernel":
                 assert wide == code.count("ld.global.") >= 1
 
@@ -155,9 +154,9 @@ def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, steps: tu
 @pytest.mark.parametrize(
     ("capability", "dtype", "steps", "pool"),
     [
-        (90, torch.bfloat16, MANY_STEPS[False], False),
-        (90, torch.bfloat16, MANY_STEPS[True], True),
+        *((90, torch.bfloat16, MANY_STEPS, pool) for pool in (False, True)),
         *(pytest.param(capability, torch.bfloat16, 16, False, marks=MATRIX) for capability in (80, 86, 89)),
+        *(pytest.param(90, torch.bfloat16, steps, True, marks=MATRIX) for steps in (9, 13)),
         pytest.param(90, torch.float32, 16, False, marks=MATRIX),
         pytest.param(90, torch.bfloat16, 10, False, marks=MATRIX),
         pytest.param(80, torch.bfloat16, 16, True, marks=MATRIX),
@@ -213,10 +212,25 @@ def test_codec_and_generator_compile(capability: int, some: tuple[torch.dtype, .
             packed, _ = codec.pack_bits(values, check=True)
             codec.pack_counts(values, check=True)
             codec.unpack_bits_into(packed, values.view(1, -1))
+        codec.average_bits_into(packed, torch.zeros(4, 4, 4, 32).bfloat16(), 8, 8, 2)
         philox.kept_by_kernel(7, [(1, 2)], 2, Runs(1, 2**34, 2**34 - 7, 7), torch.device("cpu"))
-    assert len(found) == 3 * len(types) + 1
+    assert len(found) == 3 * len(types) + 2
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0
+
+
+@pytest.mark.parametrize(("capability", "multiply"), [(90, "wgmma."), pytest.param(80, "mma.sync.", marks=MATRIX)])
+def test_split_convolutions_take_tensor_cores(capability: int, multiply: str) -> None:
+    """And operands come into shared memory while others are multiplied."""
+    from megasnn.kernels.triton import split
+
+    weight, geometry = torch.zeros(96, 48, 3, 3), Geometry((1, 1), (1, 1))
+    with compiling_for(capability) as found:
+        split.split_convolution(torch.zeros(2, 48, 16, 16), weight, geometry, exact=True)
+        split.split_input_gradient(torch.zeros(2, 96, 16, 16), weight, geometry)
+    for code in (each for each in found if each.kernel == "split_convolution_kernel"):
+        assert re.search(rf"{re.escape(multiply)}.*\.tf32\.tf32", code.ptx)
+        assert code.count("cp.async.cg.shared.global") > 0 and not code.count("ld.global.")
 
 
 def test_an_old_gpu_is_refused_with_its_name() -> None:

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
 from megasnn.kernels.codec import pack_bits, pack_counts
+from megasnn.kernels.convolution import Geometry, convolve, input_gradient
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.philox import Runs, kept_by_tensors
+from megasnn.kernels.pooling import average_pool, average_pool_of_bits
+from megasnn.kernels.split import pieces
 from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
 from megasnn.random import philox_key
 from tests.kernels.four_calls import spikes_leave_packed_as_well, two_ranks_equal_one
@@ -255,6 +258,37 @@ def test_spikes_remember_their_bits(interpreted) -> None:
     interpreted(remembered_bits_in_there)
 
 
+def split_convolutions_in_there() -> None:
+    """All pieces of products in one pass: errors as those of float32, and of gradients too. Sums longer than a tile,
+    and ragged everywhere."""
+    from megasnn.kernels.triton.split import split_convolution, split_input_gradient, two_pieces
+
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 5, 7, 2, generator=generator).movedim(-1, 1)
+    assert all(torch.equal(*each) for each in zip(two_pieces(values), pieces(values, 2), strict=True))
+    for stride, padding, dilation in (((1, 1), (1, 1), (1, 1)), ((2, 1), (0, 2), (1, 2))):
+        geometry = Geometry(stride, padding, dilation)
+        x = (torch.rand(2, 40, 9, 8, generator=generator) < 0.3).float()
+        weight = torch.randn(70, 40, 3, 3, generator=generator) / 19
+        expected = convolve(x.double(), weight.double(), geometry)
+        assert_as_exact(split_convolution(x, weight, geometry, True), convolve(x, weight, geometry), expected)
+        if stride == (1, 1):
+            grad = torch.randn(expected.shape, generator=generator)
+            plain = input_gradient(grad, weight, geometry, x.shape[2:])
+            expected = input_gradient(grad.double(), weight.double(), geometry, x.shape[2:])
+            assert_as_exact(split_input_gradient(grad, weight, geometry), plain, expected)
+
+
+def assert_as_exact(split: torch.Tensor, plain: torch.Tensor, expected: torch.Tensor) -> None:
+    assert split.shape == expected.shape
+    errors, allowed = ((each.double() - expected).abs() for each in (split, plain))
+    assert errors.max() <= 1.5 * allowed.max() and errors.mean() <= 1.25 * allowed.mean()
+
+
+def test_split_convolutions(interpreted) -> None:
+    interpreted(split_convolutions_in_there)
+
+
 @given(st.integers(0, 4100), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool]))
 @EXAMPLES
 def codec_in_there(size, dtype) -> None:
@@ -274,6 +308,11 @@ def codec_in_there(size, dtype) -> None:
     out = torch.empty(1, size, dtype=dtype)
     codec.unpack_bits_into(codec.pack_bits(spikes, False)[0], out)
     assert torch.equal(out[0], spikes)
+    for window, dtype in ((2, torch.bfloat16), (3, torch.float32), (3, torch.float64)):
+        images = torch.randint(0, 2, (2, 7, 6, 16), generator=generator).to(dtype).movedim(-1, 1)
+        with mock.patch("megasnn.kernels.pooling.usable_on", return_value=True):
+            pooled = average_pool_of_bits(pack_bits(images), images.shape, window, dtype)
+        assert torch.equal(pooled, average_pool(images, window))
     wide = torch.zeros(size // 7, 10)
     bits = spikes[: 7 * (size // 7)].float()
     codec.unpack_bits_into(pack_bits(bits), wide[:, 2:9])

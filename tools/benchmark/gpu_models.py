@@ -72,16 +72,18 @@ def _compared(setting: Setting, name: str, precision: str, lines: Lines) -> Iter
 
 
 def of_fp32(setting: Setting) -> Iterator[Figure]:
-    """Products of fp32 as they are, and split for tensor cores. On a CPU, where none is split, as they are."""
+    """Products of fp32 as they are, split for tensor cores, and as measured. On a CPU, where none is split, as they
+    are."""
     gpu = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
     for name in models(setting):
-        ways = ("ieee", "split") if gpu else ("ieee",)
+        ways = ("ieee", "split", "auto") if gpu else ("ieee",)
         lines = {way: _measured(setting, name, "fp32", (MEGASNN,), way) for way in ways}
         for way, line in lines.items():
             yield Figure(f"{name} fp32 {way}", line[MEGASNN]["step_ms"]["median"], "ms")
         if gpu:
             least = LEAST_SPLIT if setting.has_targets and DATA_CENTRE.search(gpu) else None
-            yield Figure(f"{name}: fp32 split against IEEE", _gain(lines["split"], lines["ieee"]), "x", least)
+            yield Figure(f"{name}: fp32 split against IEEE", _gain(lines["split"], lines["ieee"]), "x")
+            yield Figure(f"{name}: fp32 auto against IEEE", _gain(lines["auto"], lines["ieee"]), "x", least)
 
 
 def _gain(lines: Lines, other: Lines) -> float:

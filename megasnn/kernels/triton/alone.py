@@ -13,7 +13,7 @@ from megasnn.kernels.layout import memory_order
 from megasnn.kernels.norm_neuron import gradient_of_w
 from megasnn.kernels.spec import NeuronSpec
 from megasnn.kernels.triton.calls import factor
-from megasnn.kernels.triton.launch import NUMBERS, THREADS, compute_type, lanes, launch
+from megasnn.kernels.triton.launch import NUMBERS, THREADS, chunk, compute_type, lanes, launch
 from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
 
@@ -57,7 +57,8 @@ class _Neuron(torch.autograd.Function):
         launch(
             gradient_kernel, programs,
             data, g, g_x, None, first, g_after, g_before, factor(w, number), totals, size, size,
-            T=len(x), REPEATED=False, BATCH=False, N=numbers(ctx.spec), D=NUMBERS[number], BLOCK=block,
+            T=len(x), CHUNK=chunk(x.dtype, len(x)), REPEATED=False, BATCH=False, N=numbers(ctx.spec),
+            D=NUMBERS[number], BLOCK=block,
         )  # fmt: skip
         return (
             order.give(g_x) if need_x else None,

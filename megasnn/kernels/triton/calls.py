@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.norm_neuron import Norm, Unit
-from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, THREADS, TILES, compute_type, lanes, launch
-from megasnn.kernels.triton.pool import pooled_gradient_kernel, winners_kernel
+from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, THREADS, TILES, chunk, compute_type, lanes, launch
+from megasnn.kernels.triton.pool import pooled_gradient_kernel
 from megasnn.kernels.triton.sums import (
     backward_sums_kernel,
     coefficients_kernel,
@@ -44,7 +45,7 @@ def statistics(x: Tensor) -> Tensor:
 
 
 def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-    sizes, number = _sizes(x, unit.pool), compute_type(x.dtype)
+    sizes, number = _sizes(x.shape, unit.pool), compute_type(x.dtype)
     spikes = x.new_empty((unit.time_steps, *sizes.step))
     whole_bytes = packed and sizes.size % 8 == 0
     bits = x.new_empty((unit.time_steps * sizes.size // 8,), dtype=torch.uint8) if whole_bytes else None
@@ -63,35 +64,21 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
 def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    sizes, number = _sizes(x, unit.pool), compute_type(x.dtype)
+    sizes, number = _sizes(x.shape, unit.pool), compute_type(x.dtype)
     coefficients = _coefficients(x, norm, unit.eps)
-    fed, taps = _winners(x, coefficients, sizes) if unit.pool else (x, None)
-    g_pooled = torch.empty_like(fed, dtype=number) if unit.pool else None
+    g_pooled = x.new_empty((len(x), sizes.size)) if unit.pool else None
+    taps = None if g_pooled is None else torch.empty_like(g_pooled, dtype=torch.uint8)
     cut = _cut(sizes.size, sizes.channels, lanes(x.dtype, unit.time_steps))
     partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=number)
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
-        fed, g_spikes, coefficients, factor(w, number), g_pooled, partial,
-        sizes.size, sizes.channels, cut.row, cut.programs, cut.tiles,
-        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, LEARN=learn,
-        N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
+        x, g_spikes, coefficients, factor(w, number), g_pooled, taps, partial,
+        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, cut.row, cut.programs, cut.tiles,
+        T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps, POOL=unit.pool,
+        LEARN=learn, N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
     sums = partial.view(len(partial), -1, sizes.channels).sum(dim=1, dtype=torch.float64)
     return sums, None if g_pooled is None or taps is None else (g_pooled, taps)
-
-
-def _winners(x: Tensor, coefficients: Tensor, sizes: _Sizes) -> tuple[Tensor, Tensor]:
-    """The input values that max pooling takes, `[X, size]`, and their places in the windows."""
-    winners = x.new_empty((len(x), sizes.size))
-    taps = torch.empty_like(winners, dtype=torch.uint8)
-    block = THREADS * lanes(x.dtype)
-    blocks = -(-sizes.size // block)
-    launch(
-        winners_kernel, len(x) * blocks,
-        x, coefficients, winners, taps, sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width,
-        D=NUMBERS[compute_type(x.dtype)], BLOCK=block,
-    )  # fmt: skip
-    return winners, taps
 
 
 def input_gradient(
@@ -104,7 +91,7 @@ def input_gradient(
     count: int,
     carried: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    sizes, number = _sizes(x, unit.pool), compute_type(x.dtype)
+    sizes, number = _sizes(x.shape, unit.pool), compute_type(x.dtype)
     coefficients = _coefficients(x, norm, unit.eps, sums, count)
     g_x = torch.empty_like(x)  # as dense as x, and in its order
     if carried is not None:
@@ -121,8 +108,8 @@ def input_gradient(
     launch(
         gradient_kernel, -(-sizes.size // block),
         x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None, sizes.size, sizes.channels,
-        T=unit.time_steps, REPEATED=len(x) < unit.time_steps, BATCH=sums is not None, N=numbers(unit.spec),
-        D=NUMBERS[number], BLOCK=block,
+        T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps,
+        BATCH=sums is not None, N=numbers(unit.spec), D=NUMBERS[number], BLOCK=block,
     )  # fmt: skip
     return g_x
 
@@ -144,11 +131,12 @@ class _Sizes(NamedTuple):
     step: tuple[int, ...]
 
 
-def _sizes(x: Tensor, pool: bool) -> _Sizes:
-    samples, channels, *space = x.shape[1:]
+@lru_cache(maxsize=1024)
+def _sizes(shape: torch.Size, pool: bool) -> _Sizes:
+    samples, channels, *space = shape[1:]
     height, width = space if pool else (0, 0)
     step = (samples, *((side + 1) // 2 if pool else side for side in space), channels)
-    return _Sizes(math.prod(step), x[0].numel(), channels, height, width, step)
+    return _Sizes(math.prod(step), math.prod(shape[1:]), channels, height, width, step)
 
 
 class _Cut(NamedTuple):
@@ -160,6 +148,7 @@ class _Cut(NamedTuple):
     programs: int
 
 
+@lru_cache(maxsize=1024)
 def _cut(values: int, channels: int, lanes: int) -> _Cut:
     row, rows = math.lcm(channels, COLUMNS), THREADS * lanes // COLUMNS
     tiles = -(-values // (row * rows))

@@ -25,7 +25,7 @@ THREADS = 32 * WARPS
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 16  # that one program sums: few partial sums to fold, and enough programs for a large GPU
-_REGISTERS = 64  # of a thread, for the potentials of all time steps that a backward keeps: more leave too few threads
+_REGISTERS = 48  # of a thread, for the potentials that a backward keeps: with more, compilers run out of them
 _LOAD = 16  # bytes, the widest
 
 NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -36,15 +36,30 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def lanes(dtype: torch.dtype, kept_steps: int = 1) -> int:
-    """Elements of a thread, a power of two: as many as one load brings, or as registers hold.
+def lanes(dtype: torch.dtype, time_steps: int = 1) -> int:
+    """Elements of a thread, a power of two: as many as one load brings.
 
     Args:
-        kept_steps: time steps of each element that a thread keeps a potential of, up to the end of the kernel.
+        time_steps: of a backward. Of many, the potentials at which its chunks begin leave room for fewer elements.
     """
-    words = 4 if dtype == torch.float64 else 1  # two for the number, and as many for its exponential
-    held = max(1, _REGISTERS // (kept_steps * words))
-    return min(_LOAD // dtype.itemsize, 1 << held.bit_length() - 1)
+    held = max(1, _REGISTERS // (_words(dtype) * -(-time_steps // chunk(dtype, time_steps))))
+    return min(_widest(dtype), 1 << held.bit_length() - 1)
+
+
+def chunk(dtype: torch.dtype, time_steps: int) -> int:
+    """Time steps of which a backward keeps the potentials at once; it computes them again, chunk after chunk."""
+    most = _REGISTERS // (_widest(dtype) * _words(dtype))
+    return -(-time_steps // -(-time_steps // most))
+
+
+def _widest(dtype: torch.dtype) -> int:
+    """Elements that one load brings."""
+    return _LOAD // dtype.itemsize
+
+
+def _words(dtype: torch.dtype) -> int:
+    """Registers of a number that is computed: of double precision two, and as many for its exponential."""
+    return 4 if dtype == torch.float64 else 1
 
 
 Kernel = TypeVar("Kernel")
@@ -52,6 +67,7 @@ Kernel = TypeVar("Kernel")
 _LIBRARY = torch.library.Library("megasnn", "FRAGMENT")
 _constants: list[dict[str, Any]] = []  # with which kernels were started: an operator takes the place in this list
 _places: dict[tuple[Any, ...], int] = {}
+_operators: dict[str, Callable[..., None]] = {}
 
 
 def operator(reads: str, writes: str) -> Callable[[Kernel], Kernel]:
@@ -76,6 +92,7 @@ def operator(reads: str, writes: str) -> Callable[[Kernel], Kernel]:
         _LIBRARY.define(f"{name}(int programs, int constants, {', '.join(taken)}) -> ()")
         _LIBRARY.impl(name, start, "CompositeExplicitAutograd")
         torch.library.register_fake(f"megasnn::{name}", lambda *args: None, lib=_LIBRARY)
+        _operators[name] = getattr(torch.ops.megasnn, name).default
         return kernel
 
     return registered
@@ -87,20 +104,20 @@ def _name(kernel: Any) -> str:
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Starts so many programs of a kernel on the device of its first tensor."""
+    """Starts so many programs of a kernel on the device of its first tensor. Args: constants: options among them."""
     key = tuple(constants.items())
     place = _places.get(key)
     if place is None:
         _constants.append(constants)
         place = _places.setdefault(key, len(_constants) - 1)
-    getattr(torch.ops.megasnn, _name(kernel))(programs, place, *args)
+    _operators[_name(kernel)](programs, place, *args)
 
 
 def _start(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     tensor = next(each for each in args if isinstance(each, Tensor))
     on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with on_device:
-        kernel[(programs,)](*args, **constants, **OPTIONS)
+        kernel[(programs,)](*args, **{**OPTIONS, **constants})
 
 
 @operator("", "x")

@@ -1,7 +1,8 @@
 """Max pooling (3 x 3 pixels, stride 2, padding 1) of normalised images.
 
-In the forward pass it is a part of the kernel that fires. A backward first finds again which values have won, goes on
-with those as if there were no pooling, and brings their gradients back to where they came from.
+In the forward pass it is a part of the kernel that fires, and in a backward of the one that sums: that finds again
+which values have won, and goes on with those as if there were no pooling. Another one brings their gradients, rounded
+to the type of the input, back to where they came from.
 
 Images are `[N, H, W, C]` in memory, pooled ones `[N, Ho, Wo, C]`. A place in a window is 0 to 8, row after row.
 """
@@ -67,22 +68,8 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, D: tl.co
             window = ((sample * out_height + window_row) * out_width + window_column) * channels + channel
             mine = 3 * (row - 2 * window_row + 1) + column - 2 * window_column + 1
             won = tl.load(tap + window, mask=there, other=9).to(tl.int32) == mine
-            total += tl.where(won, tl.load(g + window, mask=there, other=0), 0)
+            total += tl.where(won, tl.load(g + window, mask=there, other=0).to(D), 0)
     return total
-
-
-@operator("x norm", "winners taps")
-@triton.jit
-def winners_kernel(x, norm, winners, taps, size, in_size, blocks, channels, height, width,
-                   D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The input values `[X, size]` that have won, and their places in the windows; a program has a block of a step."""
-    step = (tl.program_id(0) // blocks).to(tl.int64)
-    place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
-    _, winner, tap = pooled(x + step * in_size, place, inside, scale, shift, channels, height, width, D)
-    tl.store(winners + step * size + place, winner.to(winners.dtype.element_ty), mask=inside)
-    tl.store(taps + step * size + place, tap.to(tl.uint8), mask=inside)
 
 
 @operator("x g_pooled taps norm", "g_x")

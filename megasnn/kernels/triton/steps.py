@@ -44,18 +44,47 @@ def one_more(row, x):
 
 
 @triton.jit
-def recomputed(x, place, inside, scale, shift, v, q, size,
-               T: tl.constexpr, REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """The potentials before firing, of all steps."""
+def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
+    """That time step of x; of what is repeated the only one."""
+    if not REPEATED:
+        x += tl.full((), t, tl.int64) * size
+    return x
+
+
+@triton.jit
+def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, END: tl.constexpr,
+               REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The potentials before firing of the steps from BEGIN to before END. Args: v: the potential before those."""
     h = ()
-    for t in tl.static_range(T):
-        if t == 0 or not REPEATED:
-            y = fed(x, place, inside, scale, shift, D)
-            x += size
+    for t in tl.static_range(BEGIN, END):
+        if t == BEGIN or not REPEATED:
+            y = fed(at_step(x, t, size, REPEATED), place, inside, scale, shift, D)
         h_t = charge(y, v, q, N)
         v = reset(h_t, N)
         h = one_more(h, h_t)
     return h
+
+
+@triton.jit
+def chunk_starts(x, place, inside, scale, shift, v, q, size, T: tl.constexpr, CHUNK: tl.constexpr,
+                 REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """The potentials before each chunk of CHUNK steps, the last perhaps of fewer."""
+    starts = one_more((), v)
+    for t in tl.static_range((T - 1) // CHUNK * CHUNK):
+        if t == 0 or not REPEATED:
+            y = fed(at_step(x, t, size, REPEATED), place, inside, scale, shift, D)
+        v = reset(charge(y, v, q, N), N)
+        if t % CHUNK == CHUNK - 1:
+            starts = one_more(starts, v)
+    return starts
+
+
+@triton.jit
+def known_after(inside, g):
+    """`inside`, and yet what is loaded by it is loaded after g was computed: no compiler knows that it does not depend
+    on g. Otherwise all time steps would be loaded first, and registers would not suffice."""
+    negative = tl.where(tl.max(tl.abs(g)) < 0, 1, 0)
+    return inside & (tl.zeros(inside.shape, tl.int32) + negative == 0)
 
 
 @triton.jit

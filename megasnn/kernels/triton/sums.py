@@ -13,7 +13,8 @@ import triton.language as tl
 
 from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charging_factor, factor_backward, reset, step_backward
-from megasnn.kernels.triton.steps import first_potential, of_channel, recomputed
+from megasnn.kernels.triton.pool import pooled
+from megasnn.kernels.triton.steps import at_step, chunk_starts, first_potential, known_after, of_channel, recomputed
 
 
 @operator("x", "partial")
@@ -125,13 +126,19 @@ def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels
         tl.store(out + 4 * channels + channel, (gx * inverse * inverse).to(number), mask=inside)
 
 
-@operator("x g_spikes norm q", "g_y partial")
+@operator("x g_spikes norm q", "g_pooled taps partial")
 @triton.jit
-def backward_sums_kernel(x, g_spikes, norm, q, g_y, partial, size, channels, row, programs, tiles,
-                         T: tl.constexpr, REPEATED: tl.constexpr, LEARN: tl.constexpr,
-                         N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
+                         size, in_size, channels, height, width, row, programs, tiles,
+                         T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr,
+                         LEARN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+                         COLUMNS: tl.constexpr):  # fmt: skip
     """`partial [3, programs, row]`: sums of g, the gradient of the normalised input, of g (x - mean), and of what
-    `factor_backward` gives. `g_y`: where g goes, or None.
+    `factor_backward` gives.
+
+    Args:
+        g_pooled, taps: `[X, size]`, with POOL: where g goes, and the places in the windows that have won. A tile's
+            place for g first holds the values that have won, which come back from a cache.
     """
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -140,39 +147,49 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_y, partial, size, channels, row
     scale = of_channel(norm, 0, column, column < row, channels)[None, :]
     shift = of_channel(norm, 1, column, column < row, channels)[None, :]
     mean = of_channel(norm, 2, column, column < row, channels)[None, :]
-    place = (program * (tiles * ROWS) + tl.arange(0, ROWS))[:, None] * row + column[None, :]
+    done = program * (tiles * ROWS) * row
+    place = tl.arange(0, ROWS)[:, None] * row + column[None, :]
     sum_g, sum_gx, total = tl.zeros(place.shape, D), tl.zeros(place.shape, D), tl.zeros(place.shape, D)
-    last = tl.full((), T - 1, tl.int64) * size
     for _ in range(tiles):
-        inside = place < size
+        inside = place < size - done
+        given = (g_pooled if POOL else x) + done  # one value for each neuron
+        g_tile = g_spikes + done
+        if POOL:
+            x_t, g_t, taps_t = x, given, taps + done
+            for _step in range(1 if REPEATED else T):
+                _best, winner, tap = pooled(x_t, done + place, inside, scale, shift, channels, height, width, D)
+                tl.store(g_t + place, winner.to(g_pooled.dtype.element_ty), mask=inside)
+                tl.store(taps_t + place, tap.to(tl.uint8), mask=inside)
+                x_t, g_t, taps_t = x_t + in_size, g_t + size, taps_t + size
+            tl.debug_barrier()  # another thread may read what one has written
         first = first_potential(None, place, inside, N, D)
-        h = recomputed(x, place, inside, scale, shift, first, q, size, T, REPEATED, N, D)
+        starts = chunk_starts(given, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
         g_v = tl.zeros(place.shape, D)
         summed = tl.zeros(place.shape, D)
-        x_t, g_t, g_y_t = x, g_spikes + last, g_y
-        if not REPEATED:
-            x_t += last
-            if g_y is not None:
-                g_y_t += last
-        for i in tl.static_range(T):
-            g_spike = tl.load(g_t + place, mask=inside, other=0).to(D)
-            g, g_v = step_backward(h[T - 1 - i], g_spike, g_v, q, N)
-            if LEARN:
-                before = reset(h[T - 2 - i], N) if i < T - 1 else first
-                total += factor_backward(h[T - 1 - i], before, g, N)
-            if REPEATED:
-                summed += g
-            if i == T - 1 or not REPEATED:
-                g = summed if REPEATED else g
-                value = tl.load(x_t + place, mask=inside, other=0).to(D)
-                sum_g += g  # exactly 0 for places outside
-                sum_gx += g * (value - mean)
-                if g_y is not None:
-                    tl.store(g_y_t + place, g, mask=inside)
-                    g_y_t -= size
-                x_t -= size
-            g_t -= size
-        place += ROWS * row
+        for c in tl.static_range((T - 1) // CHUNK, -1, -1):
+            if CHUNK < T:
+                inside = known_after(inside, sum_g + sum_gx + total + starts[c])
+            h = recomputed(given, place, inside, scale, shift, starts[c], q, size, c * CHUNK,
+                           T if T < c * CHUNK + CHUNK else c * CHUNK + CHUNK, REPEATED, N, D)  # fmt: skip
+            for i in tl.static_range(CHUNK - 1, -1, -1):
+                if c * CHUNK + i < T:
+                    g_spike = tl.load(at_step(g_tile, c * CHUNK + i, size, False) + place, mask=inside, other=0)
+                    g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
+                    if LEARN:
+                        before = reset(h[i - 1], N) if i > 0 else starts[c]
+                        total += factor_backward(h[i], before, g, N)
+                    if REPEATED:
+                        summed += g
+                    if c + i == 0 or not REPEATED:
+                        g = summed if REPEATED else g
+                        given_t = at_step(given, c * CHUNK + i, size, REPEATED) + place
+                        value = tl.load(given_t, mask=inside, other=0).to(D)
+                        sum_g += g  # exactly 0 for places outside
+                        sum_gx += g * (value - mean)
+                        if POOL:
+                            tl.debug_barrier()  # nobody still reads there
+                            tl.store(given_t, g.to(g_pooled.dtype.element_ty), mask=inside)
+        done += ROWS * row
     out = partial + program.to(tl.int64) * row + column
     step = tl.cast(programs, tl.int64) * row
     tl.store(out, tl.sum(sum_g.to(tl.float64), axis=0).to(D))

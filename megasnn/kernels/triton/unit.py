@@ -12,7 +12,15 @@ import triton.language as tl
 from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charge, charging_factor, factor_backward, fires, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
-from megasnn.kernels.triton.steps import fed, first_potential, norm_backward, of_channel, recomputed
+from megasnn.kernels.triton.steps import (
+    at_step,
+    chunk_starts,
+    fed,
+    first_potential,
+    norm_backward,
+    of_channel,
+    recomputed,
+)
 
 
 @operator("x norm v_first q", "spikes bits v_last")
@@ -56,8 +64,8 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
 @operator("x g_spikes norm v_first g_last q", "g_x g_first totals")
 @triton.jit
 def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, size, channels,
-                    T: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-                    BLOCK: tl.constexpr):  # fmt: skip
+                    T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr,
+                    N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The gradient of the input, through the norm or of the neurons alone, without pooling.
 
     Args:
@@ -72,7 +80,7 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     scale, shift, mean, mean_g, mean_gx = None, None, None, None, None
     if norm is not None:
         scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
-    h = recomputed(x, place, inside, scale, shift, first, q, size, T, REPEATED, N, D)
+    starts = chunk_starts(x, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
     if BATCH:
         mean = of_channel(norm, 2, place, inside, channels)
         mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
@@ -81,30 +89,25 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
     summed = tl.zeros(place.shape, D)
     total = tl.zeros(place.shape, D)
-    last = tl.full((), T - 1, tl.int64) * size
-    g_spikes += last
-    if not REPEATED:
-        x += last
-        g_x += last
-    for i in tl.static_range(T):
-        g_spike = tl.load(g_spikes + place, mask=inside, other=0).to(D)
-        g, g_v = step_backward(h[T - 1 - i], g_spike, g_v, q, N)
-        if totals is not None:
-            if i < T - 1:
-                total += factor_backward(h[T - 1 - i], reset(h[T - 2 - i], N), g, N)
-            else:
-                total += factor_backward(h[0], first, g, N)
-        if REPEATED:
-            summed += g
-        if i == T - 1 or not REPEATED:
-            g = summed if REPEATED else g
-            if norm is not None:
-                value = tl.load(x + place, mask=inside, other=0).to(D)
-                g = norm_backward(g, value, scale, mean, mean_g, mean_gx)
-            tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
-            x -= size
-            g_x -= size
-        g_spikes -= size
+    for c in tl.static_range((T - 1) // CHUNK, -1, -1):
+        h = recomputed(x, place, inside, scale, shift, starts[c], q, size, c * CHUNK,
+                       T if T < c * CHUNK + CHUNK else c * CHUNK + CHUNK, REPEATED, N, D)  # fmt: skip
+        for i in tl.static_range(CHUNK - 1, -1, -1):
+            if c * CHUNK + i < T:
+                g_spike = tl.load(at_step(g_spikes, c * CHUNK + i, size, False) + place, mask=inside, other=0)
+                g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
+                if totals is not None:
+                    before = reset(h[i - 1], N) if i > 0 else starts[c]
+                    total += factor_backward(h[i], before, g, N)
+                if REPEATED:
+                    summed += g
+                if c + i == 0 or not REPEATED:
+                    g = summed if REPEATED else g
+                    if norm is not None:
+                        value = tl.load(at_step(x, c * CHUNK + i, size, REPEATED) + place, mask=inside, other=0)
+                        g = norm_backward(g, value.to(D), scale, mean, mean_g, mean_gx)
+                    target = at_step(g_x, c * CHUNK + i, size, REPEATED) + place
+                    tl.store(target, g.to(g_x.dtype.element_ty), mask=inside)
     if g_first is not None:
         tl.store(g_first + place, g_v, mask=inside)
     if totals is not None:

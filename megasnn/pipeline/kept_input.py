@@ -1,0 +1,61 @@
+"""What a chunk keeps of a forward that is computed again: its input, packed, and what its layers found."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from megasnn.again import Findings
+from megasnn.comm.codec import Content
+from megasnn.device_checks import explained
+from megasnn.kernels.layout import is_dense
+from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.models.description import Carried
+from megasnn.pipeline.p2p import TensorDescriptor, message_of
+
+
+class KeptInput:
+    """The tensors that a chunk is given, as they would travel between stages: spikes as bits, counts as bytes.
+
+    Spikes go on knowing their bits, so that layers need not pack them again.
+
+    Args:
+        tensors: of `carried`.
+        content_of: the format of each.
+    Attributes:
+        findings: what the first forward found, for the second one.
+    Raises:
+        ValueError: outside of a step, values that do not fit their format.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], carried: Sequence[Carried], content_of: Callable[[Carried], Content]
+    ) -> None:
+        self.findings: Findings = deque()
+        self._tensors = [
+            _packed(tensor, each.name, content_of(each)) for tensor, each in zip(tensors, carried, strict=True)
+        ]
+
+    def restored(self) -> list[Tensor]:
+        """The tensors, in their memory order; to be called once."""
+        tensors, self._tensors = self._tensors, []
+        return [_with_bits(descriptor.restore(payload), payload, descriptor) for descriptor, payload in tensors]
+
+
+def _packed(tensor: Tensor, name: str, content: Content) -> tuple[TensorDescriptor, Tensor]:
+    descriptor = TensorDescriptor.of(tensor, content)
+    bits = bits_of(tensor) if content is Content.SPIKES and is_dense(tensor) else None
+    if bits is None:
+        with explained(partial("{}: {}".format, name), boundary=name):
+            bits = message_of(descriptor.flatten(tensor.detach()), descriptor)
+    _with_bits(tensor, bits, descriptor)
+    return descriptor, bits
+
+
+def _with_bits(tensor: Tensor, payload: Tensor, descriptor: TensorDescriptor) -> Tensor:
+    """The tensor, which knows its bits where layers would pack it in the same order: with its channels last."""
+    is_spikes = descriptor.content is Content.SPIKES and tensor.ndim > 2
+    return remember_bits(tensor, payload) if is_spikes and tensor.movedim(2, -1).is_contiguous() else tensor

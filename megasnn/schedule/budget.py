@@ -1,0 +1,154 @@
+"""The fewest seconds of forwards that are computed again, so that no pipeline rank needs more memory than it may.
+
+What a rank holds at each of its actions is a sum over the forwards before it, whatever is computed again: a linear
+function of choices between 0 and 1. Which of them keep all these sums within the budget for the least time is a mixed
+integer program, and is solved as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasnn.schedule.actions import FINISHING, Kind, Schedule
+from megasnn.schedule.refine import insert_recompute
+
+SECONDS = 4.0  # for all ranks together
+GAP = 1e-3  # a choice that is this much dearer than the best one is good enough
+MB = 1e-6
+
+Chosen = frozenset[tuple[int, int]]
+"""(unit, micro-batch) of the forwards that are computed again."""
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """What a unit needs for one micro-batch.
+
+    Attributes:
+        held: bytes that its forward keeps. entering: the same where it is computed again.
+        working: bytes that a computation needs at most, above what is there before it.
+        again: seconds to compute the forward again.
+    """
+
+    held: float
+    entering: float
+    working: Mapping[Kind, float]
+    again: float
+
+
+class BudgetError(ValueError):
+    """No choice keeps the budget; the message has the least that one keeps."""
+
+
+def within_budget(schedule: Schedule, units: Sequence[UnitMemory], messages: Sequence[float], budget: float) -> Chosen:
+    """The cheapest choice.
+
+    Args:
+        schedule: of units, complete, in which nothing is computed again.
+        messages: bytes of each rank's tensors on their way.
+        budget: bytes that each rank may need.
+    Raises:
+        BudgetError: none keeps it.
+    """
+    whole = insert_recompute(schedule, lambda unit, m: True)
+    ranks = [_Rank.of(whole, rank, units) for rank in range(schedule.ranks)]
+    chosen: set[tuple[int, int]] = set()
+    short = []
+    for rank, its_messages in zip(ranks, messages, strict=True):
+        found = rank.cheapest(budget - its_messages, SECONDS / len(ranks))
+        if found is None:
+            short.append(rank.least(SECONDS / len(ranks)) + its_messages)
+        else:
+            chosen |= found
+    if short:
+        raise BudgetError(
+            f"--memory-budget {budget * MB:g} cannot be kept, whatever is computed again: the least is "
+            f"--memory-budget {np.ceil(max(short) * MB):g}; or use a smaller --micro-batch-size"
+        )
+    return frozenset(chosen)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank needs at each of its actions: `fixed + slopes @ choice`, in MB.
+
+    Attributes:
+        choices: (unit, micro-batch) that may be computed again. seconds: what that costs.
+    """
+
+    choices: list[tuple[int, int]]
+    seconds: NDArray[np.float64]
+    fixed: NDArray[np.float64]
+    slopes: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> _Rank:
+        """Args: schedule: in which all is computed again that can be."""
+        actions = schedule.actions[rank]
+        choices = [(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE and m is not None]
+        place = {choice: index for index, choice in enumerate(choices)}
+        held, slope = 0.0, np.zeros(len(choices))
+        fixed, slopes = [], []
+        for unit, kind, m in actions:
+            memory, index = units[unit], None if m is None else place.get((unit, m))
+            needs = memory.working.get(kind)
+            if needs is not None:
+                repeats = kind is Kind.RECOMPUTE  # where it is not done it needs nothing
+                fixed.append(held + (0.0 if repeats else needs))
+                slopes.append(slope.copy())
+                if repeats:
+                    slopes[-1][index] += needs
+            if kind is Kind.FORWARD:
+                held += memory.held
+                if index is not None:
+                    slope[index] = memory.entering - memory.held
+            elif kind is Kind.RECOMPUTE:
+                slope[index] = 0.0
+            elif kind in FINISHING:
+                held -= memory.held
+        seconds = np.array([units[unit].again for unit, _ in choices])
+        table = np.array(slopes) if slopes else np.zeros((0, len(choices)))
+        return cls(choices, seconds, np.array(fixed) * MB, table * MB)
+
+    def cheapest(self, budget: float, seconds: float) -> set[tuple[int, int]] | None:
+        """The choice that costs least; None where none keeps the budget, bytes."""
+        room = budget * MB - self.fixed
+        tight = self.fixed + np.maximum(self.slopes, 0).sum(1) > budget * MB
+        if not tight.any():
+            return set()
+        if not self.choices:
+            return None
+        # Among those that take no time, the fewest.
+        found = _solved(self.seconds + 1e-9, self.slopes[tight], room[tight], len(self.choices), seconds)
+        return None if found is None else {each for each, taken in zip(self.choices, found, strict=True) if taken > 0.5}
+
+    def least(self, seconds: float) -> float:
+        """Bytes that are needed at least."""
+        if not self.choices:
+            return float(self.fixed.max(initial=0.0)) / MB
+        count = len(self.choices)
+        # The largest sum is one more variable.
+        table = np.hstack([self.slopes, -np.ones((len(self.slopes), 1))])
+        found = _solved(np.eye(count + 1)[count], table, -self.fixed, count, seconds)
+        choice = np.ones(count) if found is None else found[:count].round()
+        return float((self.fixed + self.slopes @ choice).max()) / MB
+
+
+def _solved(costs: Any, table: Any, most: Any, whole: int, seconds: float) -> NDArray[np.float64] | None:
+    """The cheapest x >= 0 with `table @ x <= most`, of which the first `whole` are 0 or 1; None where none is found."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # only a budget needs it
+
+    integers = np.arange(len(costs)) < whole
+    result = milp(
+        costs,
+        integrality=integers,
+        bounds=Bounds(0, np.where(integers, 1.0, np.inf)),
+        constraints=LinearConstraint(table, -np.inf, most),
+        options={"time_limit": seconds, "mip_rel_gap": GAP},
+    )
+    return None if result.x is None else np.asarray(result.x)

@@ -1,0 +1,250 @@
+"""What is kept where forwards are computed again, and what cannot be."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.comm.codec import Content
+from megasnn.comm.group import alone
+from megasnn.config import ConfigError, parse, validate
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.kernels.packed import bits_of
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.models.building import describe
+from megasnn.models.description import Carried
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model, run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.kept_costs import kept_costs
+from megasnn.pipeline.kept_input import KeptInput
+from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.memory import measure_memory
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelineRequest, plan_pipeline
+from megasnn.schedule import Action, Kind, plan_schedule
+from megasnn.schedule.memory import activations_held
+
+CPU = torch.device("cpu")
+SAMPLES = 2
+
+
+def _engine(model: Model, recompute: str) -> DistributedModel:
+    described = describe(model)
+    bounds = [range(len(described.layers))]
+    plan = plan_schedule("1f1b", 1, 1).in_units(bounds, recompute)
+    return DistributedModel(described, initialize_model_parallel(1, 1), BuildContext(), bounds, plan)
+
+
+def _batches(model: Model) -> list[MicroBatchInput]:
+    x = 2 * torch.randn(SAMPLES, *model.input_shape, generator=torch.Generator().manual_seed(3))
+    labels = torch.arange(SAMPLES) % model.num_classes
+    return [MicroBatchInput(x, labels, SAMPLES, range(SAMPLES))] * 2
+
+
+class _Live:
+    """Bytes that graphs and kept inputs hold, each memory once, and not that of weights."""
+
+    def __init__(self, engine: DistributedModel) -> None:
+        self.after: list[tuple[Action, int]] = []
+        self._holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
+        self._inputs: weakref.WeakSet[KeptInput] = weakref.WeakSet()
+        self._known = {each.tensor.untyped_storage().data_ptr() for each in engine.tensors}
+        engine.executor.observer = lambda action, start, end: self.after.append((action, self._bytes()))
+
+    def pack(self, tensor: Tensor) -> _Holder:
+        self._holders.add(holder := _Holder(tensor))
+        return holder
+
+    def keep(self, made: type[KeptInput], *args: object) -> KeptInput:
+        self._inputs.add(kept := made(*args))  # type: ignore[arg-type]
+        return kept
+
+    def _bytes(self) -> int:
+        found = [each.tensor for each in self._holders]
+        for kept in self._inputs:
+            found += [payload for _, payload in kept._tensors] + list(kept.findings)
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
+        return sum(size for place, size in storages.items() if place not in self._known)
+
+
+class _Holder:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action, int]], list[float]]:
+    """After each action of a step what is held, and what was predicted."""
+    engine, batches = _engine(model, recompute), _batches(model)
+    try:
+        engine.forward_backward(batches, 2 * SAMPLES)  # weights have gradients from now on
+        live = _Live(engine)
+        made = mock.patch("megasnn.pipeline.executor.KeptInput", lambda *args: live.keep(KeptInput, *args))
+        with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
+            engine.forward_backward(batches, 2 * SAMPLES)
+    finally:
+        destroy_model_parallel()
+    costs = measure_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions())
+    units = engine.plan.unit_bounds([range(len(engine.model.layers))])
+    schedule = engine.plan.training(2)
+    assert [action for action, _ in live.after] == list(schedule.actions[0])
+    return live.after, activations_held(schedule, 0, costs.held_bytes(units), costs.entering_bytes(units))
+
+
+def _small_spikformer() -> Spikformer:
+    return Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=4, num_classes=4)
+
+
+def test_what_is_held_falls_as_predicted(ranks) -> None:
+    """After each action within 5 %, and at the fullest moment less than a third."""
+    peaks = {}
+    for mode in ("never", "always"):
+        ((measured, predicted),) = ranks(1, _held_after_actions, _small_spikformer(), mode)
+        peaks[mode] = max(held for _, held in measured)
+        for (action, held), expected in zip(measured, predicted, strict=True):
+            if action.kind is not Kind.SYNC_GRADIENTS:
+                assert held == pytest.approx(expected, rel=0.05), action
+    assert peaks["always"] < peaks["never"] / 3
+
+
+def test_an_input_is_kept_in_its_format() -> None:
+    spikes = (torch.rand(2, 3, 5, 5, 8) < 0.3).float().movedim(-1, 2)
+    counts = torch.randint(0, 9, (2, 3, 8, 5, 5)).double().transpose(3, 4).requires_grad_()
+    whole = torch.arange(6)
+    formats = [Content.SPIKES, Content.COUNTS, Content.DENSE]
+    carried = [Carried(0, None, content, f"tensor {index}") for index, content in enumerate(formats)]
+    kept = KeptInput([spikes, counts, whole], carried, lambda each: each.content)
+    packed = bits_of(spikes)
+    assert packed is not None and packed.nbytes == spikes.numel() // 8, "layers need not pack it again"
+    for given, restored in zip((spikes, counts, whole), kept.restored(), strict=True):
+        assert torch.equal(given, restored) and given.dtype == restored.dtype
+        assert given.stride() == restored.stride() and given.requires_grad == restored.requires_grad
+    assert kept.restored() == []
+    with pytest.raises(ValueError, match="tensor 0: pack_bits takes 0 and 1"):
+        KeptInput([spikes / 2], carried[:1], lambda each: each.content)
+
+
+class _Counts(nn.Module):
+    """Adds up in a buffer how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def reset_parameters(self) -> None:
+        self.calls.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class _Forgets(nn.Module):
+    """Computes something else from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit, self.calls = ConvNormNeuron(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return self.unit(x)
+        self.calls += 1
+        return self.unit(x) if self.calls == 1 else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Between(Model):
+    kind: str = "counts"
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = 4
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 8))
+        yield layer("between", {"counts": _Counts, "forgets": _Forgets}[self.kind]())
+        yield layer("head", MeanLinear(8, 4))
+
+
+def _refusal(kind: str) -> str:
+    model = _Between(kind=kind)
+    try:
+        engine = _engine(model, "always")
+        with pytest.raises(Exception, match="1R0") as caught:
+            engine.forward_backward(_batches(model), 2 * SAMPLES)
+        return str(caught.value)
+    finally:
+        destroy_model_parallel()
+
+
+def test_forwards_that_cannot_be_computed_again_are_an_error_with_the_place(ranks) -> None:
+    (text,) = ranks(1, _refusal, "counts")
+    assert "between: its forward changes the buffer calls" in text and "use --recompute never" in text
+    (text,) = ranks(1, _refusal, "forgets")
+    assert "computed again did something else than the first time" in text and "--recompute never" in text
+
+
+COSTS = PipelineCosts(
+    tuple(
+        LayerCost(0.5, 1, 1, held=held * 10**6, working=(10**6,) * 3, message=10**5, gradient=10**6, again=0.25)
+        for held in (10, 20, 30)
+    ),
+    LinkCost(),
+)
+
+
+def _planned(budget: float) -> tuple[list[dict[int, list[int]]], list[int], list[str]]:
+    state = initialize_model_parallel(1, 1)
+    try:
+        request = PipelineRequest("gpipe", 1, None, (range(3),), SAMPLES, (2,), memory_budget=budget)
+        plan = plan_pipeline(describe(_Between()), request, BuildContext(), state, WireOptions(), COSTS)
+        return plan.repeated(), plan.step_bytes(2), plan.describe_recompute()
+    finally:
+        destroy_model_parallel()
+
+
+def test_a_plan_within_a_budget(ranks) -> None:
+    """Two micro-batches of three layers keep 120 MB. The cheapest way to 95 is the last layer's, once."""
+    ((repeated, (needed,), told),) = ranks(1, _planned, 95e6)
+    assert [*repeated[0]] == [2] and len(repeated[0][2]) == 1 and needed <= 95e6
+    assert told == [
+        "--memory-budget 95: 1 of a step's 6 forwards of layers are computed again, 250 ms on the rank that does most; "
+        f"predicted for a step, above weights, gradients and optimizer state: {needed / 1e6:.0f} MB"
+    ]
+    ((repeated, (needed,), _),) = ranks(1, _planned, 200e6)
+    assert repeated == [{}] and 120e6 < needed < 200e6
+    with pytest.raises(RuntimeError, match="--memory-budget 10 cannot be kept, .*: the least is --memory-budget"):
+        ranks(1, _planned, 10e6)
+
+
+def test_costs_are_kept_for_the_next_run(tmp_path: Path) -> None:
+    measure = mock.Mock(return_value=COSTS)
+    with mock.patch.dict("os.environ", {"MEGASNN_CACHE": str(tmp_path / "cache")}):
+        assert all(kept_costs(("a", "b"), alone("world"), measure) == COSTS for _ in range(2))
+        measure.assert_called_once()
+        assert kept_costs(("a", "c"), alone("world"), measure) == COSTS and measure.call_count == 2
+        for file in (tmp_path / "cache").rglob("*.json"):
+            file.write_text(file.read_text()[:-9])
+        assert kept_costs(("a", "b"), alone("world"), measure) == COSTS and measure.call_count == 3
+
+
+def test_flags_that_do_not_go_together() -> None:
+    flags = ["--train-iters", "1", "--time-steps", "4", "--bptt-steps", "2"]
+    config = run_config(Spikformer)
+    validate(parse(config, flags), 1)
+    with pytest.raises(ConfigError, match=r"--recompute always with --bptt-steps 2: .* leave it out"):
+        validate(parse(config, [*flags, "--recompute", "always"]), 1)
+    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --bptt-steps 2: .* leave it out"):
+        validate(parse(config, [*flags, "--memory-budget", "100"]), 1)
+    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --recompute always: .* leave one of them out"):
+        validate(parse(config, ["--train-iters", "1", "--memory-budget", "100", "--recompute", "always"]), 1)

@@ -1,0 +1,87 @@
+"""The cheapest forwards to compute again for a budget of memory."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import combinations
+
+import pytest
+
+from megasnn.schedule import Kind, Schedule, generate, validate
+from megasnn.schedule.budget import BudgetError, Chosen, UnitMemory, within_budget
+from megasnn.schedule.memory import activations_held
+from megasnn.schedule.named import SCHEDULES
+from megasnn.schedule.refine import insert_recompute, refine
+
+MB = 10**6
+
+
+def units_of(count: int, seed: int) -> list[UnitMemory]:
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        held = draw.randint(2, 20) * MB
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE)
+        working = {kind: held + draw.randint(0, 5) * MB for kind in kinds}
+        found.append(UnitMemory(held, held // 20, working, draw.randint(1, 9)))
+    return found
+
+
+def peak(schedule: Schedule, rank: int, units: list[UnitMemory], chosen: Chosen) -> float:
+    """By the simulation of memory, not by the program that found the choice."""
+    done = insert_recompute(schedule, lambda unit, m: (unit, m) in chosen)
+    validate(done)
+    held = activations_held(done, rank, [each.held for each in units], [each.entering for each in units])
+    actions = done.actions[rank]
+    needed = [units[action.chunk].working.get(action.kind, 0) for action in actions]
+    return max(before + more for before, more in zip([0, *held], needed, strict=False))
+
+
+def seconds(chosen: Chosen, units: list[UnitMemory]) -> float:
+    return sum(units[unit].again for unit, _ in chosen)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_none_is_cheaper(seed: int) -> None:
+    """Against all choices, for every budget that makes a difference."""
+    units = units_of(4, seed)
+    schedule = refine(generate("gpipe", 1, 2), [4])
+    places = [(unit, m) for unit in range(4) for m in range(2)]
+    every = [frozenset(some) for count in range(9) for some in combinations(places, count)]
+    by_peak = sorted((peak(schedule, 0, units, some), seconds(some, units)) for some in every)
+    for budget in sorted({each for each, _ in by_peak})[::5]:
+        found = within_budget(schedule, units, [0], budget + 1)
+        assert peak(schedule, 0, units, found) <= budget + 1
+        assert seconds(found, units) == min(cost for needed, cost in by_peak if needed <= budget)
+    least = by_peak[0][0]
+    with pytest.raises(BudgetError, match=f"the least is --memory-budget {-(-least // MB):g};"):
+        within_budget(schedule, units, [0], least - MB)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_rank_of_every_schedule_keeps_it(name: str) -> None:
+    schedule = generate(name, 4, 8)
+    schedule = refine(schedule, [3] * schedule.chunks)
+    units, messages = units_of(schedule.chunks, 7), [MB, 2 * MB, 0, 0]
+    without = [peak(schedule, rank, units, frozenset()) + messages[rank] for rank in range(4)]
+    everything = frozenset((unit, m) for unit in range(schedule.chunks) for m in range(8))
+    least = [peak(schedule, rank, units, everything) + messages[rank] for rank in range(4)]
+    budget = (max(least) + max(without)) / 2
+    chosen = within_budget(schedule, units, messages, budget)
+    for rank, needed in enumerate(without):
+        assert peak(schedule, rank, units, chosen) + messages[rank] <= budget + 1
+        if needed <= budget:
+            assert not any(schedule.placement[unit] == rank for unit, _ in chosen), "nothing that is not needed"
+    assert within_budget(schedule, units, messages, max(without) + 1) == frozenset()
+
+
+@pytest.mark.slow
+def test_a_large_model_takes_less_than_five_seconds() -> None:
+    schedule = refine(generate("gpipe", 2, 16), [20, 20])
+    units = units_of(40, 3)
+    full = max(peak(schedule, rank, units, frozenset()) for rank in range(2))
+    begun = time.thread_time()
+    chosen = within_budget(schedule, units, [0, 0], full / 2)
+    assert time.thread_time() - begun < 5
+    assert max(peak(schedule, rank, units, chosen) for rank in range(2)) <= full / 2 + 1
