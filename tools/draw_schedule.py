@@ -21,11 +21,11 @@ import tyro
 from megasnn.config.cli import command_line
 from megasnn.config.parallel import RecomputeName, ScheduleName
 from megasnn.process.terminal import keep_going
-from megasnn.schedule import AUTO, ChunkCost, format_actions, generate, per_stage, simulate
+from megasnn.schedule import AUTO, SCHEDULES, ChunkCost, format_actions, generate, per_stage, simulate
 from megasnn.schedule.gantt import draw_grid, write_chart
 from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
 
-MOST = 1 << 16
+MOST = 1 << 13
 MOST_SEARCHED = 128
 
 
@@ -103,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _check(options: Options) -> None:
     if options.units < 1:
         raise ValueError(f"--units must be at least 1, got {options.units}")
-    chunks = options.num_virtual_stages_per_pipeline_rank or 1
+    own = SCHEDULES[options.schedule].chunks if options.schedule in SCHEDULES else 1
+    chunks = options.num_virtual_stages_per_pipeline_rank or own
     if options.stages * options.micro_batches * chunks * options.units > MOST:
         raise ValueError(
             f"--stages {options.stages} x --micro-batches {options.micro_batches} x "

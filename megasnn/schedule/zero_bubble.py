@@ -121,15 +121,14 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[int,
 
 def _repeated(ticks: dict[int, int], stages: int, micro_batches: int) -> Rows:
     """All micro-batches, one period after another: in the n-th, a stream is at micro-batch n less its first period."""
-    rows = []
     placement = v_placement(stages)
-    for rank in range(stages):
-        mine = [(tick % PERIOD, tick // PERIOD, each) for each, tick in ticks.items() if placement[each // 3] == rank]
-        turns = sorted(mine)
-        row = []
-        for period in range(micro_batches + max(first for _, first, _ in turns)):
-            row += [each for _, first, each in turns if first <= period < first + micro_batches]
-        rows.append(row)
+    of_ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(stages)]
+    for each, tick in ticks.items():
+        of_ranks[placement[each // 3]].append((tick // PERIOD, tick % PERIOD, each))
+    rows = []
+    for mine in of_ranks:
+        turns = sorted((first + n, turn, each) for first, turn, each in mine for n in range(micro_batches))
+        rows.append([each for _, _, each in turns])
     return rows
 
 
