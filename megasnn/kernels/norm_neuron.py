@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from megasnn.again import once
 from megasnn.kernels.packed import remember_bits
 from megasnn.kernels.spec import NeuronSpec
-from megasnn.kernels.tensor_cores import on_gpu
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ def norm_pool_neuron_by(
     Args:
         running: mean and variance to normalise with; None to normalise with the batch's.
     """
-    # On a GPU writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
-    packed = on_gpu(x) and torch.is_grad_enabled()
+    # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
+    packed = torch.is_grad_enabled()
     inputs = channels_last(x), weight, bias, w, running, unit, calls, packed, fires
     spikes, mean, variance, bits = _NormPoolNeuron.apply(*inputs)
     return remember_bits(spikes, bits), mean, variance

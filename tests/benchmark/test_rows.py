@@ -13,6 +13,7 @@ from tools.benchmark.layouts_rows import Row, parse_row
     ("name", "row"),
     [
         ("spikingjelly", (1, 1, 1, 1, 1)),
+        ("spikingjelly-compiled@2", (1, 1, 1, 1, 2)),
         ("megasnn@all", (1, 1, 1, 1, 4)),
         ("dp2", (2, 1, 1, 1, 1)),
         ("pp2", (1, 1, 2, 8, 1)),
@@ -22,6 +23,12 @@ from tools.benchmark.layouts_rows import Row, parse_row
 )
 def test_a_name_says_the_layout(name: str, row: tuple[int, ...]) -> None:
     assert parse_row(name, 8, 4) == Row(name, *row)
+
+
+def test_compiling_is_no_neuron_of_spikingjelly() -> None:
+    rows = [parse_row(name, 8, 4) for name in ("spikingjelly", "spikingjelly-compiled@2", "spikingjelly-triton@all")]
+    assert [row.compiled for row in rows] == [False, True, False]
+    assert [list(row.variables.values()) for row in rows] == [[], [], ["triton"]]
 
 
 @pytest.mark.parametrize("name", ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "spikingjelly:4", "pp2@", "pp2@0"])

@@ -12,7 +12,7 @@ from tools.benchmark.harness import Case, Part, rounds, say
 from tools.benchmark.layouts_figures import Measurements, figures, step_times
 from tools.benchmark.layouts_flags import LayoutBenchmark
 from tools.benchmark.layouts_rank import LayoutRank
-from tools.benchmark.layouts_rows import MEGASNN, SPIKINGJELLY, Row
+from tools.benchmark.layouts_rows import COMPILED, MEGASNN, SPIKINGJELLY, Row
 from tools.benchmark.log import Line
 from tools.benchmark.ranks import RankProcesses, start_row
 from tools.benchmark.table import change, table
@@ -40,7 +40,11 @@ x: throughput against the row megasnn (one rank, one thread) or spikingjelly, me
 peak MB: of the largest rank, above its memory before the model was built, everything imported and warmed up
 calls, MB moved: of the busiest rank in one step; what it receives in collectives, and sends in messages
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
-TITLES = {MEGASNN: "one rank", SPIKINGJELLY: "SpikingJelly in one process"}
+TITLES = {
+    MEGASNN: "one rank",
+    SPIKINGJELLY: "SpikingJelly in one process",
+    COMPILED: "SpikingJelly in one process under torch.compile",
+}
 
 
 def measure(flags: LayoutBenchmark) -> Iterator[Part]:
@@ -141,10 +145,9 @@ def brief(lines: Sequence[Line]) -> str:
     """One rank against SpikingJelly, then each layout against one rank: throughput with quartiles, memory."""
     said = []
     for line in lines:
-        reference = SPIKINGJELLY if line["row"] == MEGASNN else MEGASNN
+        references = (SPIKINGJELLY, COMPILED) if line["row"] == MEGASNN else (MEGASNN,)
         same_threads = line["threads"] == 1 and not line["row"].startswith(SPIKINGJELLY)
-        if same_threads and reference in line["throughput_ratio"]:
-            said.append(_comparison(line, reference))
+        said += [_comparison(line, each) for each in references if same_threads and each in line["throughput_ratio"]]
     return "\n".join(said)
 
 

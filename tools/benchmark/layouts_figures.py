@@ -9,9 +9,9 @@ from typing import Any
 
 from tools.benchmark.harness import Figures, ratios, summary
 from tools.benchmark.layouts_flags import LayoutBenchmark
-from tools.benchmark.layouts_rows import MEGASNN, SPIKINGJELLY, Row
+from tools.benchmark.layouts_rows import COMPILED, MEGASNN, SPIKINGJELLY, Row
 
-REFERENCES = (MEGASNN, SPIKINGJELLY)
+REFERENCES = (MEGASNN, SPIKINGJELLY, COMPILED)
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,10 @@ class LayoutBenchmark(Flags):
     """cuda needs a GPU for each rank of a row."""
 
     rows: tuple[str, ...] = ()
-    """spikingjelly, on a GPU also spikingjelly-torch, -triton or -cuda (with its neurons of that name), megasnn (one
-    rank), or layouts like dp2, tp2, pp2, dp2tp2, where :MICRO_BATCHES and then @THREADS or @all may follow; by default
-    spikingjelly megasnn dp2 tp2 pp2 megasnn@all spikingjelly@all, and on a GPU spikingjelly megasnn."""
+    """spikingjelly, spikingjelly-compiled (under torch.compile), on a GPU also spikingjelly-torch, -triton or -cuda
+    (with its neurons of that name), megasnn (one rank), or layouts like dp2, tp2, pp2, dp2tp2, where :MICRO_BATCHES and
+    then @THREADS or @all may follow; by default spikingjelly megasnn dp2 tp2 pp2 megasnn@all spikingjelly@all, and on a
+    GPU spikingjelly megasnn."""
     threads_all: int | None = None
     """Threads that @all stands for; by default all cores."""
     rounds: int = 3

@@ -55,7 +55,7 @@ class LayoutRank:
         flags, row = self._flags, self._row
         model, samples = flags.dimensions(), flags.samples(row)
         if row.library == SPIKINGJELLY:
-            return SpikingJellyStep(model, samples, flags.precision, self._device)
+            return SpikingJellyStep(model, samples, flags.precision, self._device, row.compiled)
         self._join()
         return megasnn_step(
             model,

@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass
 
 SPIKINGJELLY, MEGASNN = "spikingjelly", "megasnn"
+COMPILED = f"{SPIKINGJELLY}-compiled"
 SPIKINGJELLY_NEURONS = "SJ_LIF_CUDA_IMPLEMENTATION"
+WITH_NEURONS = {f"{SPIKINGJELLY}-{name}": name for name in ("torch", "triton", "cuda")}
 CPU_ROWS = (SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all")
 GPU_ROWS = (SPIKINGJELLY, MEGASNN)
 
-_NAME = re.compile(
-    rf"({SPIKINGJELLY}(?:-(?:torch|triton|cuda))?|{MEGASNN}|(?:(?:dp|tp|pp)[1-9]\d*)+)(?::([1-9]\d*))?(?:@(all|[1-9]\d*))?"
-)
+_LIBRARY = "|".join([SPIKINGJELLY, COMPILED, *WITH_NEURONS, MEGASNN])
+_NAME = re.compile(rf"({_LIBRARY}|(?:(?:dp|tp|pp)[1-9]\d*)+)(?::([1-9]\d*))?(?:@(all|[1-9]\d*))?")
 _AXIS = re.compile(r"(dp|tp|pp)(\d+)")
 
 
@@ -21,8 +22,8 @@ class Row:
     """
     Attributes:
         name: as on the command line: "spikingjelly", "spikingjelly-triton" and so on with the neurons of that name,
-            "megasnn" (one rank), "dp2", "tp2pp2", ...; behind it ":8" for the micro-batches of a replica and "@2" or
-            "@all" for the threads of a rank, otherwise 1.
+            "spikingjelly-compiled" with the model under torch.compile, "megasnn" (one rank), "dp2", "tp2pp2", ...;
+            behind it ":8" for the micro-batches of a replica and "@2" or "@all" for the threads of a rank, otherwise 1.
         data, tensor, pipeline: ranks along each axis.
     """
 
@@ -38,10 +39,19 @@ class Row:
         return SPIKINGJELLY if self.name.startswith(SPIKINGJELLY) else MEGASNN
 
     @property
+    def compiled(self) -> bool:
+        """Whether the model is under torch.compile."""
+        return self._without_threads == COMPILED
+
+    @property
     def variables(self) -> dict[str, str]:
         """Of the environment: which of its neurons SpikingJelly takes on a GPU; without them the first that it can."""
-        backend = self.name.split("@")[0].removeprefix(SPIKINGJELLY).removeprefix("-")
-        return {SPIKINGJELLY_NEURONS: backend} if self.library == SPIKINGJELLY and backend else {}
+        neurons = WITH_NEURONS.get(self._without_threads)
+        return {SPIKINGJELLY_NEURONS: neurons} if neurons else {}
+
+    @property
+    def _without_threads(self) -> str:
+        return self.name.split("@")[0]
 
     @property
     def ranks(self) -> int:
@@ -59,7 +69,7 @@ def parse_row(name: str, pipeline_micro_batches: int, all_threads: int) -> Row:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"--rows: {name!r} is no row; rows are {SPIKINGJELLY}, {SPIKINGJELLY}-torch, -triton or -cuda, {MEGASNN} "
+            f"--rows: {name!r} is no row; rows are {', '.join([SPIKINGJELLY, COMPILED, *WITH_NEURONS])}, {MEGASNN} "
             "(one rank) or a layout like dp2, tp2, pp2, dp2tp2, each with :MICRO_BATCHES and then @THREADS or @all "
             "behind it, where there is more than one"
         )

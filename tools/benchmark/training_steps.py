@@ -45,12 +45,19 @@ class TrainingStep(Protocol):
 
 
 class SpikingJellyStep:
-    """As its own training scripts do it: the whole batch in one go, eager, state reset after each step."""
+    """As its own training scripts do it: the whole batch in one go, state reset after each step.
+
+    Args:
+        compiled: the model under torch.compile, and not eager.
+    """
 
     layout = ""
 
-    def __init__(self, model: Dimensions, samples: int, precision: str, device: torch.device) -> None:
+    def __init__(
+        self, model: Dimensions, samples: int, precision: str, device: torch.device, compiled: bool = False
+    ) -> None:
         self.model = spikingjelly_model(model).to(device)
+        self._forward = torch.compile(self.model) if compiled else self.model
         self.images, self.labels = (tensor.to(device) for tensor in _random_batch(describe(model), samples))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay
@@ -61,7 +68,7 @@ class SpikingJellyStep:
     def forward_backward(self) -> float:
         self.optimizer.zero_grad()
         with self._autocast():
-            loss = F.cross_entropy(self.model(self.images).mean(0), self.labels)
+            loss = F.cross_entropy(self._forward(self.images).mean(0), self.labels)
         loss.backward()
         functional.reset_net(self.model)
         return loss.item()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.fused.calls import constants_of, pieces
-from megasnn.kernels.fused.row import backward_through_time, charge_again, fire
+from megasnn.kernels.fused.calls import constants_of, no_bits, pieces
+from megasnn.kernels.fused.row import PIECE, back, fire
 from megasnn.kernels.jit import kernel, part
 from megasnn.kernels.layout import empty_array, memory_order
 from megasnn.kernels.norm_neuron import gradient_of_w
@@ -28,31 +28,23 @@ def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor 
 
 
 @kernel
-def fire_steps(x, v_first, spikes, v_last, p, width, first, last):
-    """`x, spikes [T, M]`; `v_first, v_last [M]`; a unit of work is one block."""
+def fire_steps(x, v_first, spikes, v_last, bits, p, width, first, last):
+    """`x, spikes [T, M]`; `v_first, v_last [1, M]`; `bits` as in `row.fire`; a unit of work is one block."""
+    scratch = np.empty((1, PIECE), x.dtype)
     for block in range(first, last):
-        low, high = block * width, min((block + 1) * width, x.shape[1])
-        v = v_last[low:high]
-        v[:] = v_first[low:high]
-        for t in range(x.shape[0]):
-            fire(x[t, low:high], None, v, spikes[t, low:high], p)
+        low = block * width
+        fire(x, low, None, v_first, v_last, spikes, low, min(width, x.shape[1] - low), bits, p, scratch)
 
 
 @kernel
 def steps_backward(x, v_first, g_spikes, g_v, g_x, totals, p, width, first, last):
-    """`g_v [M]`: gradient of the last potential before, that of the first after; `totals [blocks]`."""
-    steps = x.shape[0]
-    h = np.empty((steps, width), x.dtype)
-    v, total = np.empty(width, x.dtype), np.empty(width, x.dtype)
+    """`g_v [1, M]`: gradient of the last potential before, that of the first after; `totals [blocks]`."""
+    scratch, sums = np.empty((x.shape[0] + 2, PIECE), x.dtype), np.empty((3, width), x.dtype)
     for block in range(first, last):
-        low, high = block * width, min((block + 1) * width, x.shape[1])
-        n = high - low
-        v[:n] = v_first[low:high]
-        for t in range(steps):
-            charge_again(x[t, low:high], None, v[:n], h[t, :n], p)
-        total[:] = p.zero
-        backward_through_time(h, v_first[low:high], g_spikes, low, g_v[low:high], g_x, low, n, None, v, v, total[:n], p)
-        totals[block] = sum_all(total)
+        low = block * width
+        sums[:] = p.zero
+        back(x, low, None, v_first, g_spikes, low, min(width, x.shape[1] - low), g_v, g_x, sums, p, scratch)
+        totals[block] = sum_all(sums[2])
 
 
 @part
@@ -74,7 +66,7 @@ class _Neuron(torch.autograd.Function):
         first = rows.first(v0, spec)
         spikes, last = empty_array(data.shape, data.dtype), np.empty_like(first)
         p = constants_of(spec, data.dtype, w, learn=False)
-        run(fire_steps, pieces(data.shape[1], _BLOCK), data, first, spikes, last, p, _BLOCK)
+        run(fire_steps, pieces(data.shape[1], _BLOCK), data, first, spikes, last, no_bits(), p, _BLOCK)
         return rows.give(spikes).to(x.dtype), rows.give_step(last)
 
     @staticmethod
@@ -111,12 +103,12 @@ class _TimeRows:
         return x.detach().permute(self.order).to(self.dtype).contiguous().view(self.shape[0], -1).numpy()
 
     def take_step(self, v: Tensor) -> np.ndarray:
-        return v.detach().permute(self.step_order).to(self.dtype).contiguous().view(-1).numpy()
+        return v.detach().permute(self.step_order).to(self.dtype).contiguous().view(1, -1).numpy()
 
     def first(self, v0: Tensor | None, spec: NeuronSpec) -> np.ndarray:
         if v0 is not None:
             return self.take_step(v0)
-        return torch.full((math.prod(self.shape[1:]),), spec.rest, dtype=self.dtype).numpy()
+        return torch.full((1, math.prod(self.shape[1:])), spec.rest, dtype=self.dtype).numpy()
 
     def give(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(rows).view(self.shape).permute(_inverse(self.order))

@@ -20,7 +20,7 @@ from megasnn.kernels.spec import NeuronSpec
 
 _ROW = 512  # elements that are summed side by side, rounded up to whole pixels
 _ROWS = 32  # rows of a unit that sums: short enough for float32, long enough that folding costs nothing
-_BLOCK = 8  # rows of a block: longer ones read memory faster, and potentials of all steps have room in the L2 cache
+_BLOCK = 8  # rows of a block of neurons, whose gradients are summed side by side
 
 
 def statistics(x: Tensor) -> Tensor:
@@ -32,11 +32,9 @@ def statistics(x: Tensor) -> Tensor:
     units = pieces(pixels, run_length)
     means, squares = np.empty((units, channels)), np.empty((units, channels))
     run(loops.statistics, units, data.reshape(-1), channels, width, _ROWS, means, squares)
-    counts = np.full((units, 1), run_length, np.float64)
-    counts[-1] = pixels - run_length * (units - 1)
-    mean = (counts * means).sum(axis=0) / pixels
-    variance = (squares + counts * (means - mean) ** 2).sum(axis=0) / pixels
-    return torch.from_numpy(np.stack((mean, variance)))
+    merged = np.empty((2, channels))
+    run(loops.merge, 1, means, squares, run_length, pixels, merged)
+    return torch.from_numpy(merged)
 
 
 def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -48,13 +46,22 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
     flat = out.reshape(unit.time_steps, -1)
     p = constants_of(unit.spec, data.dtype, w, learn=False)
     length = space[1] * channels if unit.pool else _BLOCK * _width(channels)
-    scale, shift, _ = _tiles(norm, unit.eps, length, data.dtype)
+    whole_bytes = packed and length % 8 == 0 and flat.shape[1] % 8 == 0
+    bits = np.empty(flat.size // 8, np.uint8) if whole_bytes else no_bits()
+    coefficients = _coefficients(norm, unit.eps, length, data.dtype)
     if unit.pool:
-        run(pool.fire_pooled, samples * space[0], data, scale, shift, flat, p)
+        run(pool.fire_pooled, samples * space[0], data, coefficients, flat, bits, p)
     else:
-        run(loops.fire_block, pieces(flat.shape[1], length), data.reshape(inputs, -1), scale, shift, flat, p)
+        run(loops.fire_block, pieces(flat.shape[1], length), data.reshape(inputs, -1), coefficients, flat, bits, p)
     spikes = _tensor(out, x)
-    return spikes, pack_bits(spikes) if packed else None
+    if not packed:
+        return spikes, None
+    return spikes, torch.from_numpy(bits) if whole_bytes else pack_bits(spikes)
+
+
+def no_bits() -> np.ndarray:
+    """For `row.fire`, where spikes are not wanted as bits."""
+    return np.empty(0, np.uint8)
 
 
 def backward_sums(
@@ -68,13 +75,13 @@ def backward_sums(
     p = constants_of(unit.spec, data.dtype, w, learn)
     width = _width(channels)
     length = upstream.shape[3] * channels if unit.pool else _BLOCK * width
-    tiles = _tiles(norm, unit.eps, length, data.dtype)
+    coefficients = _coefficients(norm, unit.eps, length, data.dtype)
     if unit.pool:
         sums = np.empty((data.shape[1], 3, channels))
-        run(pool.pooled_backward, len(sums), data, flat, *tiles, g, sums, p)
+        run(pool.pooled_backward, len(sums), data, flat, coefficients, g, sums, p)
     else:
         sums = np.empty((pieces(flat.shape[1], width * _ROWS), 3, channels))
-        rows = data.reshape(inputs, -1), flat, *tiles, g.reshape(inputs, -1)
+        rows = data.reshape(inputs, -1), flat, coefficients, g.reshape(inputs, -1)
         run(loops.block_backward, len(sums), *rows, sums, channels, _ROWS // _BLOCK, p)
     return torch.from_numpy(sums.sum(axis=0)), g
 
@@ -91,13 +98,13 @@ def input_gradient(
 ) -> Tensor:
     data = _pixels(x)
     channels = data.shape[-1]
-    length = _BLOCK * _width(channels)
-    scale, _, mean = _tiles(norm, unit.eps, length, data.dtype)
+    width = _width(channels)
+    scale, _, mean = _coefficients(norm, unit.eps, channels, data.dtype)
     sum_g, sum_gx = np.zeros((2, channels)) if sums is None else sums[:2].numpy()
-    mean_g = _tile(sum_g / count, length, data.dtype)
-    mean_gx = _tile(sum_gx * _inverse_deviation(norm, unit.eps) ** 2 / count, length, data.dtype)
-    flat, g = data.reshape(-1), carried.reshape(-1)
-    run(loops.input_gradient, pieces(flat.size, length), flat, g, scale, mean, mean_g, mean_gx)
+    of_deviations = sum_gx * _inverse_deviation(norm, unit.eps) ** 2
+    coefficients = _tiles(width, data.dtype, scale, mean, sum_g / count, of_deviations / count)
+    rows = data.reshape(1, -1), carried.reshape(1, -1), coefficients
+    run(loops.input_gradient, pieces(data.size, _ROWS * width), *rows, _ROWS * width)
     return _tensor(carried, x)
 
 
@@ -118,19 +125,20 @@ def _inverse_deviation(norm: Norm, eps: float) -> np.ndarray:
     return 1.0 / np.sqrt(_double(norm.variance) + eps)
 
 
-def _tiles(norm: Norm, eps: float, length: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The normalised input is scale x + shift: scale, shift and mean, repeated to a row of that length."""
+def _coefficients(norm: Norm, eps: float, length: int, dtype: np.dtype) -> np.ndarray:
+    """Scale, shift and mean, `[3, length]`: the normalised input is scale x + shift."""
     mean, inverse = _double(norm.mean), _inverse_deviation(norm, eps)
     scale = inverse if norm.weight is None else inverse * _double(norm.weight)
     shift = -mean * scale if norm.bias is None else _double(norm.bias) - mean * scale
-    return _tile(scale, length, dtype), _tile(shift, length, dtype), _tile(mean, length, dtype)
+    return _tiles(length, dtype, scale, shift, mean)
 
 
-def _tile(values: np.ndarray, length: int, dtype: np.dtype) -> np.ndarray:
-    """`values [C]` repeated, as `np.tile` gives it, which takes several times longer for so few."""
-    tiled = np.empty((length // len(values), len(values)), dtype)
-    tiled[:] = values
-    return tiled.reshape(-1)
+def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
+    """Each of `values [C]` repeated, as `np.tile` gives it, which takes several times longer for so few."""
+    channels = len(values[0])
+    tiled = np.empty((len(values), length // channels, channels), dtype)
+    tiled[:] = np.stack(values)[:, None]
+    return tiled.reshape(len(values), length)
 
 
 def _pixels(x: Tensor) -> np.ndarray:

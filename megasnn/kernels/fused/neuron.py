@@ -1,4 +1,4 @@
-"""One neuron at one time step: charge, fire, reset, and the gradients of the three.
+"""Neurons at one time step: charge, fire, reset, and the gradients of the three, of lanes.
 
 What differs between neurons is told by the types of their numbers, so that numba compiles a loop for each neuron that
 is used, without a branch in it.
@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numba.extending import overload
 
 from megasnn.kernels.fused.exponential import exp_negative
+from megasnn.kernels.fused.lanes import where
 from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.spec import NeuronSpec
 
@@ -170,7 +170,7 @@ def of_potential(g_v, h, threshold, zero, reset):
 @scalar(of_potential)
 def _of_potential(g_v, h, threshold, zero, reset):
     def hard(g_v, h, threshold, zero, reset):
-        return zero if h >= threshold else g_v
+        return where(h >= threshold, zero, g_v)
 
     return hard if reset.instance_class is Hard else lambda g_v, h, threshold, zero, reset: g_v
 
@@ -215,31 +215,3 @@ def _of_factor(h, v, g_x, charge):
     if charge.instance_class is DecayScaled:
         return lambda h, v, g_x, charge: g_x * (h - v)
     return lambda h, v, g_x, charge: -(g_x * (v - charge.rest))
-
-
-def fed(x, norm, j):
-    """The input of neuron j: normalised by scale and shift, or as it is where there is no norm."""
-
-
-@scalar(fed)
-def _fed(x, norm, j):
-    if isinstance(norm, types.NoneType):
-        return lambda x, norm, j: x[j]
-    return lambda x, norm, j: x[j] * norm[0][j] + norm[1][j]
-
-
-def sum_up(g_x, sums, j):
-    """Adds to the sums over g and g (x - mean) of neuron j, where there is a norm."""
-
-
-@scalar(sum_up)
-def _sum_up(g_x, sums, j):
-    def add(g_x, sums, j):
-        x, mean, sum_g, sum_gx = sums
-        sum_g[j] += g_x
-        sum_gx[j] += g_x * (x[j] - mean[j])
-
-    def nothing(g_x, sums, j):
-        pass
-
-    return nothing if isinstance(sums, types.NoneType) else add

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.fused.row import backward_through_time, charge_again, fire
+from megasnn.kernels.fused.row import PIECE, back, fire
 from megasnn.kernels.fused.unit import fold
 from megasnn.kernels.jit import kernel, part
 
@@ -67,53 +67,44 @@ def pool_row(image, row, scale, shift, columns, y):
 
 
 @part
-def contest(x, number, wins_ties, scale, shift, winner, tap):
-    """Replaces winners, and the number of their place in the window, where `x` has the larger normalised value."""
+def contest(x, number, scale, shift, winner, tap):
+    """Replaces winners, and the number of their place in the window, where `x` has the larger normalised value.
+
+    Of equal values the first one wins, as in PyTorch, if the contests of places 0 to 3 come in descending order, and
+    those of places 5 to 8 in ascending order: the former win ties with all places seen, the latter with none.
+    """
     number = np.int32(number)
-    if wins_ties:
-        for j in range(x.size):
-            wins = x[j] * scale[j] + shift[j] >= winner[j] * scale[j] + shift[j]
-            winner[j] = x[j] if wins else winner[j]
-            tap[j] = number if wins else tap[j]
-    else:
-        for j in range(x.size):
-            wins = x[j] * scale[j] + shift[j] > winner[j] * scale[j] + shift[j]
-            winner[j] = x[j] if wins else winner[j]
-            tap[j] = number if wins else tap[j]
+    wins_ties = number < 4
+    for j in range(x.size):
+        mine, best = x[j] * scale[j] + shift[j], winner[j] * scale[j] + shift[j]
+        wins = (mine > best) | (wins_ties & (mine == best))
+        winner[j] = x[j] if wins else winner[j]
+        tap[j] = number if wins else tap[j]
 
 
 @part
 def pool_row_winners(image, row, scale, shift, columns, winner, tap):
-    """Input value and place (0 to 8) of each maximum of `pool_row`; the first of equal ones, as in PyTorch.
-
-    Begins in the centre, which is always inside the image; then whatever precedes all places seen wins ties.
-    """
+    """Input value and place (0 to 8) of each maximum of `pool_row`; begins in the centre, which is inside the image."""
     height, width, channels = image.shape
     even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
-    odd_size = (width // 2) * channels
+    size = winner.size
     for offset in (0, -1, 1):
         line = 2 * row + offset
         if line < 0 or line >= height:
             continue
         split_columns(image[line], columns[0], columns[1])
-        first = 3 * (offset + 1)
-        before, after = odd[: winner.size - channels], odd[:odd_size]
         if offset == 0:
             winner[:] = even
             tap[:] = 4
-            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-            contest(after, first + 2, False, scale, shift, winner, tap)
-            continue
-        # The line above precedes all that has been seen: from right to left, each place wins ties with those before.
-        # The line below follows: from left to right, none does.
-        if offset < 0:
-            contest(after, first + 2, True, scale, shift, winner, tap)
-            contest(even, first + 1, True, scale, shift, winner, tap)
-            contest(before, first, True, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-        else:
-            contest(before, first, False, scale[channels:], shift[channels:], winner[channels:], tap[channels:])
-            contest(even, first + 1, False, scale, shift, winner, tap)
-            contest(after, first + 2, False, scale, shift, winner, tap)
+        for k in range(3):
+            column = 2 - k if offset < 0 else k
+            if offset == 0 and column == 1:
+                continue
+            start = channels if column == 0 else 0
+            count = (size - channels, size, (width // 2) * channels)[column]
+            values = even[:count] if column == 1 else odd[:count]
+            number = 3 * (offset + 1) + column
+            contest(values, number, scale[start:], shift[start:], winner[start:], tap[start:])
 
 
 @part
@@ -149,49 +140,40 @@ def pool_row_backward(g, tap, row, columns, g_image):
 
 
 @kernel
-def fire_pooled(x, scale, shift, spikes, p, first, last):
-    """`x [X, N, H, W, C]`, `spikes [T, N * Ho * Wo * C]`, `scale, shift [Wo * C]`.
+def fire_pooled(x, norm, spikes, bits, p, first, last):
+    """`x [X, N, H, W, C]`, `norm [3, Wo * C]`, `spikes [T, N * Ho * Wo * C]`, `bits` as in `row.fire`.
 
     A unit of work is one output row of one sample.
     """
-    steps, width, rows = spikes.shape[0], scale.size, (x.shape[2] + 1) // 2
-    v, y = np.empty(width, x.dtype), np.empty(width, x.dtype)
-    columns = np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
+    inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] + 1) // 2
+    scratch = np.empty((1, PIECE), x.dtype)
+    y, columns = np.empty((inputs, width), x.dtype), np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
     for unit in range(first, last):
         sample, row = unit // rows, unit % rows
-        v[:] = p.rest
-        for t in range(steps):
-            if t < x.shape[0]:
-                pool_row(x[t, sample], row, scale, shift, columns, y)
-            fire(y, None, v, spikes[t, unit * width : (unit + 1) * width], p)
+        for t in range(inputs):
+            pool_row(x[t, sample], row, norm[0], norm[1], columns, y[t])
+        fire(y, 0, None, None, None, spikes, unit * width, width, bits, p, scratch)
 
 
 @kernel
-def pooled_backward(x, g_spikes, scale, shift, mean, g_y, sums, p, first, last):
+def pooled_backward(x, g_spikes, norm, g_y, sums, p, first, last):
     """As `unit.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`.
 
     A unit of work is one sample, because the windows of neighbouring output rows share inputs.
     """
-    steps, width, rows = g_spikes.shape[0], scale.size, (x.shape[2] + 1) // 2
     inputs, channels = x.shape[0], x.shape[4]
-    h, g_pooled = np.empty((steps, width), x.dtype), np.empty((inputs, width), x.dtype)
+    width, rows = norm.shape[1], (x.shape[2] + 1) // 2
+    scratch, g_pooled = np.empty((g_spikes.shape[0] + 2, PIECE), x.dtype), np.empty((inputs, width), x.dtype)
     winner, tap = np.empty((inputs, width), x.dtype), np.empty((inputs, width), np.int32)
-    v, scratch, g_v = np.empty(width, x.dtype), np.empty(width, x.dtype), np.empty(width, x.dtype)
-    rest = np.full(width, p.rest)
     columns = np.empty((2, width // channels, channels), x.dtype)
     wide = np.empty((3, width), x.dtype)
     for sample in range(first, last):
         wide[:] = 0
         for row in range(rows):
-            v[:] = p.rest
-            g_v[:] = p.zero
-            for t in range(steps):
-                if t < inputs:
-                    pool_row_winners(x[t, sample], row, scale, shift, columns, winner[t], tap[t])
-                charge_again(winner[min(t, inputs - 1)], (scale, shift), v, h[t], p)
+            for t in range(inputs):
+                pool_row_winners(x[t, sample], row, norm[0], norm[1], columns, winner[t], tap[t])
             low = (sample * rows + row) * width
-            norm = (winner, mean, wide[0], wide[1])
-            backward_through_time(h, rest, g_spikes, low, g_v, g_pooled, 0, width, norm, scratch, v, wide[2], p)
+            back(winner, 0, norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
             for t in range(inputs):
                 pool_row_backward(g_pooled[t], tap[t], row, columns, g_y[t, sample])
         for k in range(3):

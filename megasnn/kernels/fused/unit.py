@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.fused.row import backward_through_time, charge_again, fire
+from megasnn.kernels.fused.lanes import count_of, lane_of, lanes_of, load, store
+from megasnn.kernels.fused.row import PIECE, back, fire
 from megasnn.kernels.jit import kernel, part
 
 
@@ -65,7 +66,7 @@ def add_squares(x, centre, wide):
 def statistics(x, channels, width, rows, means, squares, first, last):
     """Mean and sum of squared deviations of each channel, for each unit of work: `rows` rows of the flat `x`.
 
-    Two passes over a unit while it is in the cache; the caller merges `means, squares [units, C]` exactly.
+    Two passes over a unit while it is in the cache; `merge` merges `means, squares [units, C]` exactly.
     """
     wide, centre = np.empty(width, x.dtype), np.empty(width, x.dtype)
     for unit in range(first, last):
@@ -85,52 +86,72 @@ def statistics(x, channels, width, rows, means, squares, first, last):
 
 
 @kernel
-def fire_block(x, scale, shift, spikes, p, first, last):
-    """Spikes `[T, M]`; a unit of work is one block, as long as `scale` and `shift`."""
-    width = scale.size
-    v = np.empty(width, x.dtype)
-    for block in range(first, last):
-        low, high = block * width, min((block + 1) * width, x.shape[1])
-        n = high - low
-        v[:] = p.rest
-        for t in range(spikes.shape[0]):
-            step = x[min(t, x.shape[0] - 1), low:high]
-            fire(step, (scale[:n], shift[:n]), v[:n], spikes[t, low:high], p)
+def merge(means, squares, length, pixels, merged, first, last):
+    """Mean and variance of each channel, `merged [2, C]`, of units of `length` pixels, `pixels` in all."""
+    units, channels = means.shape
+    mean, variance = merged[0], merged[1]
+    merged[:] = 0.0
+    for unit in range(units):
+        count = min(length, pixels - unit * length)
+        for c in range(channels):
+            mean[c] += count * means[unit, c]
+    for c in range(channels):
+        mean[c] /= pixels
+    for unit in range(units):
+        count = min(length, pixels - unit * length)
+        for c in range(channels):
+            deviation = means[unit, c] - mean[c]
+            variance[c] += squares[unit, c] + count * (deviation * deviation)
+    for c in range(channels):
+        variance[c] /= pixels
 
 
 @kernel
-def block_backward(x, g_spikes, scale, shift, mean, g_y, sums, channels, blocks, p, first, last):
+def fire_block(x, norm, spikes, bits, p, first, last):
+    """Spikes `[T, M]`, and `bits` as in `row.fire`; a unit of work is one block, as long as `norm [3, ...]`."""
+    length, scratch = norm.shape[1], np.empty((1, PIECE), x.dtype)
+    for block in range(first, last):
+        low = block * length
+        fire(x, low, norm, None, None, spikes, low, min(length, spikes.shape[1] - low), bits, p, scratch)
+
+
+@kernel
+def block_backward(x, g_spikes, norm, g_y, sums, channels, blocks, p, first, last):
     """The gradient `g_y [X, M]` of the normalised input from `g_spikes [T, M]`.
 
-    Each unit of `blocks` blocks fills one of `sums [units, 3, C]`: of g_y, of g_y (x - mean), and what `of_factor`
-    gives. `scale`, `shift` and `mean` are as long as a block.
+    Each unit of `blocks` blocks, which are as long as `norm [3, ...]`, fills one of `sums [units, 3, C]`: of g_y, of
+    g_y (x - mean), and what `of_factor` gives.
     """
-    steps, inputs, length = g_spikes.shape[0], x.shape[0], scale.size
-    h = np.empty((steps, length), x.dtype)
-    v, row, g_v = np.empty(length, x.dtype), np.empty(length, x.dtype), np.empty(length, x.dtype)
-    rest, wide = np.full(length, p.rest), np.empty((3, length), x.dtype)
+    length, size = norm.shape[1], x.shape[1]
+    scratch, wide = np.empty((g_spikes.shape[0] + 2, PIECE), x.dtype), np.empty((3, length), x.dtype)
     for unit in range(first, last):
         wide[:] = 0
-        for low in range(unit * blocks * length, min((unit + 1) * blocks * length, x.shape[1]), length):
-            high = min(low + length, x.shape[1])
-            n = high - low
-            v[:] = p.rest
-            g_v[:] = p.zero
-            for t in range(steps):
-                step = x[min(t, inputs - 1), low:high]
-                charge_again(step, (scale[:n], shift[:n]), v[:n], h[t, :n], p)
-            norm = (x, mean, wide[0], wide[1])
-            backward_through_time(h, rest[:n], g_spikes, low, g_v[:n], g_y, low, n, norm, row, v, wide[2, :n], p)
+        for low in range(unit * blocks * length, min((unit + 1) * blocks * length, size), length):
+            back(x, low, norm, None, g_spikes, low, min(length, size - low), None, g_y, wide, p, scratch)
         for k in range(3):
             fold(wide[k], channels, sums[unit, k])
 
 
 @kernel
-def input_gradient(x, g, scale, mean, mean_g, mean_gx, first, last):
-    """Batch norm's input gradient, in place of `g`; `x, g` flat, the rest as long as a block, which is a unit."""
-    width = scale.size
-    for block in range(first, last):
-        low, high = block * width, min((block + 1) * width, x.size)
-        row, target = x[low:high], g[low:high]
-        for j in range(row.size):
-            target[j] = scale[j] * (target[j] - mean_g[j] - (row[j] - mean[j]) * mean_gx[j])
+def input_gradient(x, g, coefficients, width, first, last):
+    """Batch norm's input gradient, in place of `g`; `x, g [1, size]`, and a unit of work is `width` of them.
+
+    `coefficients [4, n]`: scale, mean, and of a channel's gradients the mean, and the mean per deviation of the input.
+    """
+    many, one = lanes_of(x[0, 0]), lane_of(x[0, 0])
+    period = coefficients.shape[1]
+    for unit in range(first, last):
+        for low in range(unit * width, min((unit + 1) * width, x.shape[1]), period):
+            n = min(period, x.shape[1] - low)
+            whole = n - n % count_of(many)
+            normalise_back(many, 0, whole, x, g, low, coefficients)
+            normalise_back(one, whole, n, x, g, low, coefficients)
+
+
+@part
+def normalise_back(like, first, last, x, g, low, coefficients):
+    for j in range(first, last, count_of(like)):
+        deviation = load(x, 0, low + j, like) - load(coefficients, 1, j, like)
+        centred = load(g, 0, low + j, like) - load(coefficients, 2, j, like)
+        centred = centred - deviation * load(coefficients, 3, j, like)
+        store(g, 0, low + j, load(coefficients, 0, j, like) * centred)

@@ -1,0 +1,233 @@
+"""Several neighbouring numbers as one value, which the processor adds or compares at once.
+
+A loop over single elements that has many arrays is vectorised only after comparing all of their places, in code of its
+own. With lanes it is vectorised as it is written, compiles sooner, and what a comparison gives are packed bits already.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+_BYTES = 128  # of a value: two of the widest registers, so that one is computed while the other waits for a result
+_LINE = 64  # bytes that come into a cache together
+_L2 = 2  # as the instruction names that cache
+
+
+class Lanes(types.Type):
+    """Numbers of one type, side by side."""
+
+    def __init__(self, element: Any, count: int) -> None:
+        self.element, self.count = element, count
+        super().__init__(name=f"Lanes({element} x {count})")
+
+
+class Flags(types.Type):
+    """What a comparison of lanes gives."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        super().__init__(name=f"Flags({count})")
+
+
+@register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Lanes) -> None:
+        element = dmm.lookup(fe_type.element).get_value_type()
+        super().__init__(dmm, fe_type, ir.VectorType(element, fe_type.count))
+
+
+@register_model(Flags)
+class _FlagsModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: Flags) -> None:
+        super().__init__(dmm, fe_type, ir.VectorType(ir.IntType(1), fe_type.count))
+
+
+def repeated(builder: Any, value: Any, count: int) -> Any:
+    """A number in each of so many lanes."""
+    one = ir.VectorType(value.type, 1)
+    first = builder.insert_element(ir.Constant(one, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), count), [0] * count))
+
+
+def constant(vector: Any, value: float) -> Any:
+    """A number that is known in each lane of an LLVM vector type."""
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def _as_lanes(builder: Any, value: Any, kind: Any, count: int) -> Any:
+    return value if isinstance(kind, Lanes) else repeated(builder, value, count)
+
+
+# --- making them, loading and storing
+
+
+def _lanes_of(context, number):
+    """A number in each of as many lanes as are computed at once."""
+    lanes = Lanes(number, _BYTES * 8 // number.bitwidth)
+    return lanes(number), lambda context, builder, signature, args: repeated(builder, args[0], lanes.count)
+
+
+def _lane_of(context, number):
+    """A number in a single lane, for what is left at the end."""
+    return Lanes(number, 1)(number), lambda context, builder, signature, args: repeated(builder, args[0], 1)
+
+
+def _filled(context, number, like):
+    """A number in each of as many lanes as in `like`."""
+    return like(number, like), lambda context, builder, signature, args: repeated(builder, args[0], like.count)
+
+
+def _count_of(context, lanes):
+    """How many there are."""
+    return types.int64(lanes), lambda context, builder, signature, args: ir.IntType(64)(lanes.count)
+
+
+def _place(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
+    """Where lanes begin, as the address of such a vector; from the array on, what an intrinsic was called with."""
+    if kind.ndim != 2 or kind.layout != "C":
+        raise TypeError(f"lanes are loaded from contiguous arrays of two dimensions, not from {kind}")
+    struct = context.make_array(kind)(context, builder, array)
+    line = builder.mul(row, cgutils.unpack_tuple(builder, struct.shape)[1])
+    return builder.bitcast(builder.gep(struct.data, [builder.add(line, column)]), vector.as_pointer())
+
+
+def _load(context, array, row, column, like):
+    """Lanes as in `like`, which begin at ``array[row, column]``."""
+
+    def generate(context, builder, signature, args):
+        vector = context.get_value_type(like)
+        place = _place(context, builder, array, vector, *args)
+        return builder.load(place, align=array.dtype.bitwidth // 8)
+
+    return like(array, types.intp, types.intp, like), generate
+
+
+def _store(context, array, row, column, lanes):
+    """Lanes, to where they begin in ``array[row, column]``."""
+
+    def generate(context, builder, signature, args):
+        place = _place(context, builder, array, args[3].type, *args)
+        builder.store(args[3], place, align=array.dtype.bitwidth // 8)
+
+    return types.void(array, types.intp, types.intp, lanes), generate
+
+
+def _prefetch(context, array, row, column, like, write):
+    """Asks for lanes that are loaded soon, or stored; not for a single one. Behind an array's end nothing happens."""
+
+    def generate(context, builder, signature, args):
+        if like.count == 1:
+            return
+        place = _place(context, builder, array, ir.IntType(8), *args)
+        function = ir.FunctionType(ir.VoidType(), [place.type, *[ir.IntType(32)] * 3])
+        prefetch = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+        size = like.count * like.element.bitwidth // 8
+        for start in range(0, size, _LINE):
+            line = builder.gep(place, [ir.IntType(64)(start)])
+            builder.call(prefetch, [line, *map(ir.IntType(32), (int(write.literal_value), _L2, 1))])
+
+    return types.void(array, types.intp, types.intp, like, write), generate
+
+
+def _store_bits(context, array, index, flags):
+    """Flags as bits from byte ``array[index]`` on, the first one lowest; nothing where they fill no whole bytes."""
+
+    def generate(context, builder, signature, args):
+        if flags.count % 8:
+            return
+        number = builder.bitcast(args[2], ir.IntType(flags.count))
+        struct = context.make_array(array)(context, builder, args[0])
+        place = builder.gep(struct.data, [args[1]])
+        builder.store(number, builder.bitcast(place, number.type.as_pointer()), align=1)
+
+    return types.void(array, types.intp, flags), generate
+
+
+# --- computing with them
+
+
+def _where(context, flags, a, b):
+    """Of each lane `a` where its flag is set, otherwise `b`; both are lanes, or a number for all."""
+    kind = a if isinstance(a, Lanes) else b if isinstance(b, Lanes) else Lanes(a, flags.count)
+
+    def generate(context, builder, signature, args):
+        choices = [_as_lanes(builder, each, of, kind.count) for each, of in zip(args[1:], (a, b), strict=True)]
+        return builder.select(args[0], *choices)
+
+    return kind(flags, a, b), generate
+
+
+def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
+    """What a function of LLVM's gives for vectors of a type."""
+    kind = vectors[0].type
+    function = ir.FunctionType(kind, [kind] * len(vectors))
+    mangled = f"{name}.v{kind.count}{kind.element.intrinsic_name}"
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, mangled), vectors)
+
+
+def _multiply_add(context, a, b, c):
+    """a * b + c, rounded once; each is lanes, or a number for all."""
+    kinds = a, b, c
+    kind = next(each for each in kinds if isinstance(each, Lanes))
+
+    def generate(context, builder, signature, args):
+        lanes = [_as_lanes(builder, each, of, kind.count) for each, of in zip(args, kinds, strict=True)]
+        return of_lanes(builder, "llvm.fma", *lanes)
+
+    return kind(a, b, c), generate
+
+
+lanes_of: Any = intrinsic(_lanes_of)
+lane_of: Any = intrinsic(_lane_of)
+filled: Any = intrinsic(_filled)
+count_of: Any = intrinsic(_count_of)
+load: Any = intrinsic(_load)
+store: Any = intrinsic(_store)
+prefetch: Any = intrinsic(prefer_literal=True)(_prefetch)
+store_bits: Any = intrinsic(_store_bits)
+where: Any = intrinsic(_where)
+multiply_add: Any = intrinsic(_multiply_add)
+
+
+def _define(operation: Any, arity: int, result: Any, generate: Any) -> None:
+    """An operator of lanes, or of lanes and a number for all."""
+
+    class Template(AbstractTemplate):
+        def generic(self, args: Any, kws: Any) -> Any:
+            lanes = next((each for each in args if isinstance(each, Lanes)), None)
+            if lanes is None or len(args) != arity or any(each not in (lanes, lanes.element) for each in args):
+                return None
+            return signature(result(lanes), *args)
+
+    def lower(context, builder, sig, args):
+        count = next(each.count for each in sig.args if isinstance(each, Lanes))
+        return generate(builder, *(_as_lanes(builder, *each, count) for each in zip(args, sig.args, strict=True)))
+
+    infer_global(operation)(Template)
+    for kinds in ((Lanes,),) if arity == 1 else ((Lanes, Lanes), (Lanes, types.Float), (types.Float, Lanes)):
+        lower_builtin(operation, *kinds)(lower)
+
+
+def _same(lanes: Lanes) -> Lanes:
+    return lanes
+
+
+def _flags(lanes: Lanes) -> Flags:
+    return Flags(lanes.count)
+
+
+_define(operator.add, 2, _same, ir.IRBuilder.fadd)
+_define(operator.sub, 2, _same, ir.IRBuilder.fsub)
+_define(operator.mul, 2, _same, ir.IRBuilder.fmul)
+_define(operator.truediv, 2, _same, ir.IRBuilder.fdiv)
+_define(operator.neg, 1, _same, ir.IRBuilder.fneg)
+_define(abs, 1, _same, lambda builder, a: of_lanes(builder, "llvm.fabs", a))
+_define(operator.ge, 2, _flags, lambda builder, a, b: builder.fcmp_ordered(">=", a, b))
+_define(operator.lt, 2, _flags, lambda builder, a, b: builder.fcmp_ordered("<", a, b))
