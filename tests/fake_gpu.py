@@ -38,7 +38,6 @@ _ON_GPU = {
     "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
     "megasnn.layers.attention.on_gpu": lambda values: True,
     "megasnn.layers.cast_weights.on_gpu": lambda values: True,
-    "megasnn.kernels.norm_neuron.on_gpu": lambda values: True,
     "megasnn.kernels.codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
         tuple(shape), tuple(strides), dtype=dtype, device=device
     ),

@@ -141,6 +141,5 @@ def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGr
         for module in ("codec", "philox"):
             stack.enter_context(mock.patch(f"megasnn.kernels.{module}._loops", lambda: None))
         stack.enter_context(mock.patch("megasnn.device_checks.runs_ahead", lambda device: True))
-        stack.enter_context(mock.patch("megasnn.kernels.norm_neuron.on_gpu", lambda values: True))
         stack.enter_context(mock.patch("megasnn.engine.setup.capture_on", lambda device: graphs))
         yield graphs

@@ -240,13 +240,12 @@ def test_spikes_leave_packed_as_well(interpreted) -> None:
 
 
 def remembered_bits_in_there() -> None:
-    """In training on a GPU, until somebody changes the spikes."""
+    """In training, until somebody changes the spikes."""
     x = channels_last(3, 2, 8, 4, 5).requires_grad_()
     options: dict[str, Any] = {"spec": NeuronSpec(), "training": True, "backend": "triton"}
-    with mock.patch("megasnn.kernels.norm_neuron.on_gpu", lambda values: True):
-        spikes, *_ = norm_pool_neuron(x, None, None, **options)
-        with torch.no_grad():
-            untrained, *_ = norm_pool_neuron(x, None, None, **options)
+    spikes, *_ = norm_pool_neuron(x, None, None, **options)
+    with torch.no_grad():
+        untrained, *_ = norm_pool_neuron(x, None, None, **options)
     assert torch.equal(bits_of(spikes), pack_bits(spikes)) and bits_of(untrained) is None
     assert bits_of(spikes + 0) is None and bits_of(spikes.view_as(spikes)) is None
     with torch.no_grad():

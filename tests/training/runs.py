@@ -73,8 +73,13 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     try:
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run = TrainingRun(config, state, callbacks=callbacks)
-        if not only_load:
-            run.train()
+        try:
+            if not only_load:
+                run.train()
+        except Exception:
+            if world == 1:  # as the program does: of several, the others still work on it
+                run.close()
+            raise
         run.close()
         return Outcome(run.iteration, run.consumed_samples, pieces_of(run))
     finally:
