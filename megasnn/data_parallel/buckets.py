@@ -6,6 +6,7 @@ sum too and uneven shares need no weights.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from weakref import WeakMethod
@@ -27,7 +28,8 @@ class _Bucket:
 
     Attributes:
         due: how many gradients are still to be added to each parameter that is not complete.
-        finish: waits for the sum over the replicas; None where none is on its way. is_complete: whether it would wait.
+        finish: waits for the sum over the replicas; None where none is on its way.
+        is_complete: whether that would end at once.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
     """
 
@@ -49,6 +51,12 @@ class _Bucket:
             self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
             offset += place
         self.owned = None if owners is None else OwnedRows(parameters, self.views, owners)
+
+    def end(self) -> None:
+        """Waits for the sum over the replicas, where one is on its way."""
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
 
     def attach(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -155,9 +163,7 @@ class BucketedDataParallel:
     def wait(self) -> None:
         """Until everything that could be reduced is."""
         for bucket in self._buckets:
-            if bucket.finish is not None:
-                bucket.finish()
-                bucket.finish = None
+            bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
         """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
@@ -182,12 +188,14 @@ class BucketedDataParallel:
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing
         where rows have no owners."""
-        finish: Callable[[], object] = lambda: None  # noqa: E731
+        under_way = deque[Callable[[], object]]()
         for bucket in self._buckets:
             if bucket.owned is not None:
-                under_way, finish = finish, bucket.owned.start_sharing()
-                under_way()  # two at a time, which bounds the memory
-        finish()
+                under_way.append(bucket.owned.start_sharing())
+                if len(under_way) > 1:  # two at a time, which bounds the memory
+                    under_way.popleft()()
+        while under_way:
+            under_way.popleft()()
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].due:
@@ -207,9 +215,8 @@ class BucketedDataParallel:
     def _finish_complete(self) -> None:
         """Frees the memory of what has come already."""
         for bucket in self._buckets:
-            if bucket.finish is not None and bucket.is_complete():
-                bucket.finish()
-                bucket.finish = None
+            if bucket.is_complete():
+                bucket.end()
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

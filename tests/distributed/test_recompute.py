@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -66,8 +67,8 @@ class _Live:
         self._holders.add(holder := _Holder(tensor))
         return holder
 
-    def keep(self, made: type[KeptInput], *args: object) -> KeptInput:
-        self._inputs.add(kept := made(*args))  # type: ignore[arg-type]
+    def keep(self, made: type[KeptInput], *args: Any) -> KeptInput:
+        self._inputs.add(kept := made(*args))
         return kept
 
     def _bytes(self) -> int:

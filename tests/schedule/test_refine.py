@@ -71,12 +71,10 @@ def test_time_and_memory_by_hand() -> None:
     assert held == [1, 21, 1, 10, 0, 1, 21, 1, 10, 0, 0, 0]
 
 
-def _moved(
-    row: list[Action], action: Action, before: Action | None = None, behind: Action | None = None
-) -> list[Action]:
-    """The row with an action at another place."""
+def _moved(row: list[Action], action: Action, other: Action, behind: bool) -> list[Action]:
+    """The row with an action right before another one, or right behind it."""
     rest = [each for each in row if each != action]
-    at = rest.index(before) if before is not None else rest.index(behind) + 1  # type: ignore[arg-type]
+    at = rest.index(other) + behind
     return [*rest[:at], action, *rest[at:]]
 
 
@@ -91,8 +89,8 @@ def test_mutations_are_refused(name: str) -> None:
         (backward,) = (each for each in row if each.kind in PROPAGATING and each[::2] == (unit, m))
         forward = Action(unit, Kind.FORWARD, m)
         mutants = {
-            rf"{backward} needs {repeated} before it": _moved(row, repeated, behind=backward),
-            rf"{repeated} needs {forward} before it": _moved(row, repeated, before=forward),
+            rf"{backward} needs {repeated} before it": _moved(row, repeated, backward, behind=True),
+            rf"{repeated} needs {forward} before it": _moved(row, repeated, forward, behind=False),
             rf"{repeated} is there twice": [*row, repeated],
         }
         for problem, mutant in mutants.items():

@@ -37,8 +37,8 @@ def cache(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
-def rmsprop(groups: object, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(groups, lr=lr)  # type: ignore[arg-type]
+def rmsprop(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(groups, lr=lr)
 
 
 OWN = {
