@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megasnn.telemetry.allocations import count_array
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator does it
 
@@ -55,27 +55,6 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An uninitialised numpy array that starts at a multiple of 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
-    if _watchers:
-        _tell(raw.nbytes)
-        weakref.finalize(raw, _tell, -raw.nbytes)
+    count_array(raw)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-_watchers: list[Callable[[int], None]] = []
-
-
-@contextmanager
-def watching_arrays(watcher: Callable[[int], None]) -> Iterator[None]:
-    """Inside, the watcher is told how many bytes an `empty_array` takes and, as a negative number, gives back; nothing
-    of those that nobody watched when they were made."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-
-
-def _tell(size: int) -> None:
-    for watcher in _watchers:
-        watcher(size)

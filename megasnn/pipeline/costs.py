@@ -98,12 +98,13 @@ class PipelineCosts:
 
     def unit_memory(self, bounds: Sequence[range], placement: Sequence[int]) -> list[UnitMemory]:
         """All that is known of the memory of each chunk, for `moments`."""
-        times = [cost.time(Kind.RECOMPUTE) for cost in self.of_chunks(bounds, placement)]
-        parts = self.held_bytes(bounds), self.entering_bytes(bounds), self.working_bytes(bounds), times
-        return [
-            UnitMemory(*found, sum(map(_deferred, self.layers[span.start : span.stop])), *self._crossing(span.stop))
-            for span, *found in zip(bounds, *parts, strict=True)
-        ]
+        parts = self.held_bytes(bounds), self.entering_bytes(bounds), self.working_bytes(bounds)
+        found = []
+        for span, cost, held, entering, working in zip(bounds, self.of_chunks(bounds, placement), *parts, strict=True):
+            deferred = sum(map(_deferred, self.layers[span.start : span.stop]))
+            crossing = self._crossing(span.stop)
+            found.append(UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE), deferred, *crossing))
+        return found
 
     def _crossing(self, number: int) -> tuple[int, int, int]:
         """The boundary in front of a layer: bytes of what waits there, of the messages and of the gradients."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,6 +63,7 @@ class CountedLayer:
         held = counter.held
         with counter.counting():
             backward()
+        self._layer.taken_gradients()
         return held, forward, counter.peak - held - self._gradient
 
     def _parts_of_backward(self) -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ class CountedLayer:
         with self._layer.only_graph(), second_forward(findings):
             return found, self._forward()[1]
 
-    def _forward(self) -> tuple[AllocationCounter, int, partial[None]]:
+    def _forward(self) -> tuple[AllocationCounter, int, Callable[[], None]]:
         """A forward, at whose end nothing is left but what it keeps; what it has needed, and its backward."""
         counter, given = AllocationCounter(self._device), list[Bundle]()
         comes_in = INPUT not in self._layer.takes  # images lie in the batch
@@ -112,11 +112,11 @@ class CountedLayer:
         """Bytes of the gradient of the output."""
         return sum(each.nbytes for each in self._learning)
 
-    def _backward_of(self, y: Bundle) -> partial[None]:
+    def _backward_of(self, y: Bundle) -> Callable[[], None]:
         """From ones; nothing without anything to learn up to here."""
         learning = [each for each in entries_of(y).values() if each.requires_grad]
         if not learning:
-            return partial(_nothing)
+            return _nothing
         return backward_of(learning, self._ones)
 
     def _ones(self) -> list[Tensor]:

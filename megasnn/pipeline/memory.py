@@ -13,7 +13,7 @@ from megasnn.bundle import Bundle, entries_of
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.layers.context import BuildContext
-from megasnn.models.description import INPUT, ModelDescription, frames_of
+from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
 from megasnn.pipeline.counted_layer import CountedLayer, LayerMemory
 from megasnn.pipeline.link import LinkCost

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.arrivals import known_arrivals
 
 
 def activations_held(
@@ -107,7 +108,8 @@ def moments(
     row, last = schedule.actions[rank], schedule.chunks - 1
     again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
     kept, waiting = 0.0 * one, 0.0 * one
-    sent: dict[tuple[Kind, int], float] = {}
+    arrivals = known_arrivals(schedule, rank)
+    sent: dict[int, list[float]] = {peer: [] for peer in range(schedule.ranks)}
     for index, action in enumerate(row):
         unit, kind, m = action
         memory, mine = units[unit], one * 0.0 if m is None else again.get((unit, m), 0.0 * one)
@@ -122,7 +124,7 @@ def moments(
             coming = sum(_size(units, each) for each in _received_next(row, index))
             # Where a forward is not computed again, that needs nothing.
             needs = (mine if kind is Kind.RECOMPUTE else one) * memory.working[kind]
-            yield Moment(action, kept, needs, waiting + one * (coming + sum(sent.values())))
+            yield Moment(action, kept, needs, waiting + one * (coming + sum(map(sum, sent.values()))))
         if kind is Kind.FORWARD:
             kept = kept + (one - mine) * memory.held
             waiting = waiting + one * (memory.output if unit < last else 0.0)
@@ -134,12 +136,12 @@ def moments(
         elif kind is Kind.WEIGHT_GRADIENT:
             kept = kept - one * deferred
         elif kind in SENDS:
-            sent[kind, schedule.placement[action.peer.chunk]] = _size(units, action)
+            sent[schedule.placement[action.peer.chunk]].append(_size(units, action))
             waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else before)
-        elif kind is Kind.RECV_FORWARD:
-            waiting = waiting + one * before
-        elif kind is Kind.RECV_BACKWARD:
-            waiting = waiting + one * memory.output
+        elif kind in RECEIVES:
+            waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.output)
+            of_peer, count = sent[schedule.placement[action.peer.chunk]], arrivals[action]
+            of_peer[:count] = [0.0] * count
 
 
 def _received_next(row: Sequence[Action], index: int) -> Iterator[Action]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 
+import numpy as np
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.autograd import _disable_profiler_legacy, _enable_profiler_legacy
 from torch.profiler import record_function
-
-from megasnn.kernels.layout import watching_arrays
 
 _ARRAY = "bytes of arrays:"
 
@@ -20,7 +21,7 @@ class AllocationCounter:
     """Counts bytes of tensors on a device, while it is told to.
 
     On a CPU that is what torch takes, and the large arrays of compiled kernels; what another thread gives back is not
-    seen. On a GPU it is what torch's allocator counts.
+    seen (`let_others_go`). On a GPU it is what torch's allocator counts.
 
     Attributes:
         held: more than at the beginning. peak: the most, of those inside the last `counting`.
@@ -42,10 +43,11 @@ class AllocationCounter:
             return
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         _enable_profiler_legacy(config)
+        _counting.append(self)
         try:
-            with watching_arrays(_mark):
-                yield
+            yield
         finally:
+            _counting.remove(self)
             events = _disable_profiler_legacy()
         self.peak = self.held
         for event in chain.from_iterable(events):
@@ -56,7 +58,26 @@ class AllocationCounter:
             self.peak = max(self.peak, self.held)
 
 
+_counting: list[AllocationCounter] = []  # on a CPU
+_LONG_ENOUGH = 1e-3  # seconds
+
+
+def let_others_go() -> None:
+    """To be called when a collective is over: where memory is counted, its thread is to let its tensors go first, so
+    that they are given back by this one."""
+    if _counting:
+        time.sleep(_LONG_ENOUGH)
+
+
+def count_array(array: np.ndarray) -> None:
+    """To be called for an array that has memory of its own, which torch does not see."""
+    if _counting:
+        _mark(array.nbytes)
+        weakref.finalize(array, _mark, -array.nbytes)
+
+
 def _mark(size: int) -> None:
     """Among the events of torch, so that the order is known."""
-    with record_function(f"{_ARRAY}{size}"):
-        pass
+    if _counting:
+        with record_function(f"{_ARRAY}{size}"):
+            pass

@@ -22,7 +22,7 @@ MODELS: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4),
     "vgg": VggDvs(channels="16,32,P,64,P,64,P", image_size=32, time_steps=5),
 }
-MICRO_BATCH = 4
+MICRO_BATCH, STEPS = 4, 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "never": (1, {}),
     "always": (1, {"recompute": "always"}),
@@ -53,17 +53,21 @@ def predicted_and_counted(model: Model, parallel: dict[str, Any], micro_batches:
 
 
 def _counted(engine: Engine, samples: int) -> int:
-    """In a step behind one that has paid for what is taken once."""
+    """The least of some steps, since what threads of the transport give back is not seen, behind one that has paid for
+    what is taken once."""
     model = engine.distributed.model
     images = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
     micro_batches = engine.batches.inputs(engine.batches.share(images, labels, samples, 0))
     engine.distributed.forward_backward(micro_batches, samples)
     gc.collect()
-    counter = AllocationCounter(engine.distributed.state.device)
-    with counter.counting():
-        engine.distributed.forward_backward(micro_batches, samples)
-    return counter.peak
+    peaks = []
+    for _ in range(STEPS):
+        counter = AllocationCounter(engine.distributed.state.device)
+        with counter.counting():
+            engine.distributed.forward_backward(micro_batches, samples)
+        peaks.append(counter.peak)
+    return min(peaks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
