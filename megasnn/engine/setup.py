@@ -172,6 +172,7 @@ def plan_of(
         predicts=predicts,
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
+        offloads=parallel.offload_activations,
         costs_kept_as=costs_kept_as,
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))

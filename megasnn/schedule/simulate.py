@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megasnn.schedule.actions import COMPUTE, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.validate import runs
 
@@ -37,6 +37,7 @@ class ChunkCost:
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
+        moved: time to move what it is computed from to the host's memory, or back.
     """
 
     forward: float
@@ -48,6 +49,7 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
+    moved: float = 0.0
 
     def time(self, kind: Kind) -> float:
         """Of one computation. Raises KeyError for a kind that is none."""
@@ -130,7 +132,8 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
 
     On each link one receive is posted ahead: the first at the beginning, the next when the one before it is over.
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
-    meanwhile; the receiver waits for its end, the sender does not. Gradient sync takes no time.
+    meanwhile; the receiver waits for its end, the sender does not. Gradient sync takes no time. A rank moves tensors to
+    its host's memory and back one after another beside what it computes; a forward waits for what it is computed from.
 
     Args:
         costs: one for each chunk.
@@ -181,16 +184,22 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[float
     ways = _ways(costs)
     sent_at: dict[tuple[int, Kind, int | None], float] = {}  # by the action that receives it
     posted_at = _posting(schedule)
+    moves_end = [0.0] * schedule.ranks
+    there_at: dict[tuple[int, int | None], float] = {}  # inputs that were moved back, by chunk and micro-batch
     for rank, run in runs(schedule):
         now, append = clock[rank], ends[rank].append
         for action in schedule.actions[rank][run.start : run.stop]:
-            chunk, kind, _ = action
+            chunk, kind, m = action
             if kind in computing:
+                if kind is Kind.RECOMPUTE:
+                    now = max(now, there_at.get((chunk, m), 0.0))
                 now += computing[kind][chunk]
             elif kind in SENDS:
                 now += ways[kind][chunk].send
                 sent_at[action.peer] = now
-            elif kind is not Kind.SYNC_GRADIENTS:
+            elif kind in MOVES:
+                there_at[chunk, m] = moves_end[rank] = max(now, moves_end[rank]) + costs[chunk].moved
+            elif kind in RECEIVES:
                 way, posted = ways[kind][chunk], posted_at[kind][chunk]
                 now = max(now, max(sent_at[action], posted[0]) + way.time) + way.receive
                 posted[0] = now

@@ -1,8 +1,8 @@
 """What a training step takes in memory, counted allocation by allocation, beside what was predicted, and its time.
 
 SpikingJelly with and without its own memory optimisation, and MegaSNN with forwards that are computed again. Counted is
-what is there at the peak above parameters, gradients and optimizer state. Counting takes time: the steps that are counted
-are not those that are timed.
+what is there at the peak above parameters, gradients and optimizer state. Counting takes time: the steps that are
+counted are not those that are timed.
 """
 
 from __future__ import annotations
