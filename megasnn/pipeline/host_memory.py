@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Of one device. On a GPU the memory is pinned, and a stream of its own moves, so that neither host nor device waits;
-    on a CPU it is another buffer.
+    """Of one device. On a GPU the memory is pinned, and a stream of its own moves, so that neither host nor device
+    waits; on a CPU it is another buffer.
 
     Attributes:
         held: bytes that are there now. peak: the most that were.
