@@ -30,7 +30,10 @@ HEADINGS = (
     "row", "counted\nMB", "of Spiking-\nJelly's", "predicted\nMB", "predicted /\ncounted", "step\nms", "x never",
     "quartiles", "change",
 )  # fmt: skip
-NOTES = "of several ranks: the one that takes most; x never: median of the rounds; change: of what is counted"
+NOTES = """\
+step: on a CPU, the time of the processor
+of several ranks: memory of the one that takes most, time of the first; x never: median of the rounds
+change: of what is counted"""
 
 
 @dataclass(frozen=True)
