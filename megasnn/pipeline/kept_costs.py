@@ -35,7 +35,7 @@ def kept_costs(key: tuple[str, ...], world: Group, measure: Callable[[], Pipelin
 
 
 def _file(key: tuple[str, ...]) -> Path:
-    return cache_folder("costs") / name_in_cache("layers", ".json", *key)
+    return cache_folder("costs") / name_in_cache("costs-of-layers", ".json", *key)
 
 
 def _read(key: tuple[str, ...]) -> PipelineCosts | None:
