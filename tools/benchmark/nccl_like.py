@@ -12,6 +12,10 @@ Modelled is torch's ProcessGroupNCCL, for groups that are not bound to a device 
 
 The host stands for the stream that computes: what waits for an operation is held up there. A GPU's host runs ahead of
 that stream; so whatever hangs on a GPU for one of these reasons hangs here.
+
+Over `Links` (links.py) an operation takes its time, too: it begins when all its ranks have come to it and the ones
+before it in its queue have ended, and ends as much later as the links say. So the messages from one rank to another
+follow each other. What Gloo needs is a part of that time, as long as it is less.
 """
 
 from __future__ import annotations
@@ -21,26 +25,77 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from tools.benchmark.links import Links
 
 NAME = "waiting"  # torch.distributed and megasnn take a name with "nccl" in it for GPUs
 LIMIT = 60.0  # seconds that a wait may take
-COLLECTIVES = {  # by the name that torch.distributed calls, the name in Gloo
-    "allgather": "allgather",
-    "allreduce": "allreduce",
-    "all_to_all_single": "alltoall_base",
-    "alltoall_base": "alltoall_base",  # before torch 2.13
-    "barrier": "barrier",
-    "broadcast": "broadcast",
+MEETING = 1  # tag of the messages by which two ranks tell each other that they have come
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """
+    Attributes:
+        gloo: the name of Gloo's method.
+        seconds: what it takes over links: of these, the number of ranks, this one's place and the arguments.
+    """
+
+    gloo: str
+    seconds: Callable[..., float]
+
+
+def _all_to_all(
+    links: Links, ranks: int, rank: int, taken: Tensor, given: Tensor, takes: list[int], gives: list[int], *_: Any
+) -> float:
+    def of_others(tensor: Tensor, parts: list[int]) -> float:
+        return tensor.nbytes * (1 - (parts[rank] / max(sum(parts), 1) if parts else 1 / ranks))
+
+    return links.all_to_all(ranks, of_others(given, gives), of_others(taken, takes))
+
+
+_ALL_TO_ALL = _Collective("alltoall_base", _all_to_all)
+COLLECTIVES = {  # by the name that torch.distributed calls
+    "allgather": _Collective(
+        "allgather", lambda links, ranks, _, into, mine, *__: links.all_gather(ranks, mine[0].nbytes)
+    ),
+    "allreduce": _Collective(
+        "allreduce", lambda links, ranks, _, tensors, *__: links.all_reduce(ranks, tensors[0].nbytes)
+    ),
+    "all_to_all_single": _ALL_TO_ALL,
+    "alltoall_base": _ALL_TO_ALL,  # before torch 2.13
+    "barrier": _Collective("barrier", lambda links, ranks, *_: links.barrier(ranks)),
+    "broadcast": _Collective(
+        "broadcast", lambda links, ranks, _, tensors, *__: links.broadcast(ranks, tensors[0].nbytes)
+    ),
 }
 
 
 class HangError(RuntimeError):
     """Ranks wait for each other; says which of them for what."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An operation that links took their time for.
+
+    Attributes:
+        what: "send", "receive", or the name of the collective. group: what its group is for.
+        begin, end: in seconds of `time.perf_counter`, which the processes of a host share.
+    """
+
+    what: str
+    group: str
+    begin: float
+    end: float
 
 
 class _Operation:
@@ -92,12 +147,19 @@ class Device:
     Args:
         store: of the world. rank: of this process in it.
         limit: seconds that a wait may take.
+        links: what operations take their time from; None: they end when Gloo has done them.
+
+    Attributes:
+        communicators: those that were started, in order.
+        moved: over links, what has ended, in the order in which it did.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, limit: float) -> None:
-        self._store, self.rank, self._ranks, self.limit = store, rank, ranks, limit
+    def __init__(self, store: dist.Store, rank: int, ranks: int, limit: float, links: Links | None = None) -> None:
+        self._store, self.rank, self._ranks, self.limit, self.links = store, rank, ranks, limit, links
         self._queues: dict[str, _Queue] = {}
-        self.communicators: list[str] = []  # in the order in which they were started
+        self._free: dict[str, float] = {}  # by queue, when the last operation ended
+        self.communicators: list[str] = []
+        self.moved: list[Moved] = []
 
     def put(self, line: str, text: str, run: Callable[[], None]) -> _Operation:
         operation = _Operation(text, run, self)
@@ -105,6 +167,27 @@ class Device:
             self._queues[line] = _Queue()
         self._queues[line].put(operation)
         return operation
+
+    def taking_time(
+        self, line: str, what: str, group: str, meet: Callable[[float], float], run: Callable[[], None], seconds: float
+    ) -> Callable[[], None]:
+        """What runs an operation that is queued now, over links.
+
+        Args:
+            meet: (when this rank was ready) -> when all ranks of the operation were, which it waits for.
+            seconds: that it takes from then on.
+        """
+        asked = time.perf_counter()
+
+        def run_for_so_long() -> None:
+            begin = meet(max(asked, self._free.get(line, asked)))
+            run()
+            end = max(begin + seconds, time.perf_counter())
+            wait_until(end)
+            self._free[line] = end
+            self.moved.append(Moved(what, group, begin, end))
+
+        return run_for_so_long
 
     def synchronize(self, *_: object) -> None:
         """In place of torch.cuda.synchronize."""
@@ -144,14 +227,17 @@ class Device:
         raise HangError("; ".join(told))
 
 
-class _Group(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # an operation may be any object that waits; torch's types say its own
+
+
+class _Group(_ProcessGroup):
     def __init__(self, device: Device, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
         self._device, self._id = device, options.group_id
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         store = dist.PrefixStore("gloo", options.store)
         patience = timedelta(seconds=10 * device.limit)  # the limit of the waits comes first
-        self._gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, patience)
+        self._gloo: Any = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, patience)
         self._started: set[str] = set()
 
     @property
@@ -159,21 +245,61 @@ class _Group(dist.ProcessGroup):
         """What torch.distributed frees a group by; torch's own finds none for a group written in Python."""
         return self._id
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> _Operation:
-        return self._between("send to", to, lambda: self._gloo.send(tensors, to, tag).wait())
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> _Operation:
+        return self._between("send", "to", to, tensors, lambda: self._gloo.send(tensors, to, tag).wait())
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> _Operation:
-        return self._between("receive from", source, lambda: self._gloo.recv(tensors, source, tag).wait())
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Operation:
+        return self._between("receive", "from", source, tensors, lambda: self._gloo.recv(tensors, source, tag).wait())
 
-    def _between(self, what: str, peer: int, run: Callable[[], Any]) -> _Operation:
-        pair = sorted((self._ranks[self.rank()], self._ranks[peer]))
-        communicator = self._start(pair)
-        return self._device.put(communicator, f"{what} rank {self._ranks[peer]} over {communicator}", run)
+    def _between(self, what: str, way: str, peer: int, tensors: list[Tensor], run: Callable[[], Any]) -> _Operation:
+        communicator = self._start(sorted((self._ranks[self.rank()], self._ranks[peer])))
+        size = sum(tensor.nbytes for tensor in tensors)
+        text = f"{what} {way} rank {self._ranks[peer]} over {communicator}"
+        meet = partial(self._meet_one, peer)
+        return self._queued(communicator, what, text, run, meet, lambda links: links.message(size))
 
     def _collective(self, name: str, *arguments: Any, **options: Any) -> _Operation:
-        communicator = self._start(self._ranks)
-        run = getattr(self._gloo, COLLECTIVES[name])
-        return self._device.put("collectives", f"{name} over {communicator}", lambda: run(*arguments, **options).wait())
+        text = f"{name} over {self._start(self._ranks)}"
+        collective = COLLECTIVES[name]
+        method = getattr(self._gloo, collective.gloo)
+        return self._queued(
+            "collectives",
+            name,
+            text,
+            lambda: method(*arguments, **options).wait(),
+            self._meet_all,
+            lambda links: collective.seconds(links, self.size(), self.rank(), *arguments),
+        )
+
+    def _queued(
+        self,
+        line: str,
+        what: str,
+        text: str,
+        run: Callable[[], Any],
+        meet: Callable[[float], float],
+        seconds: Callable[[Links], float],
+    ) -> _Operation:
+        """Queues an operation. meet, seconds: as Device.taking_time wants them; only over links."""
+        if (links := self._device.links) is not None:
+            run = self._device.taking_time(line, what, self.group_desc, meet, run, seconds(links))
+        return self._device.put(line, text, run)
+
+    def _meet_one(self, peer: int, ready: float) -> float:
+        """When both this rank and another one were ready. Waits for it."""
+        mine, theirs = torch.tensor([ready], dtype=torch.float64), torch.empty(1, dtype=torch.float64)
+        sent = self._gloo.send([mine], peer, MEETING)
+        self._gloo.recv([theirs], peer, MEETING).wait()
+        sent.wait()
+        return max(ready, theirs.item())
+
+    def _meet_all(self, ready: float) -> float:
+        """The same of all ranks of the group."""
+        latest = torch.tensor([ready], dtype=torch.float64)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._gloo.allreduce([latest], options).wait()
+        return latest.item()
 
     def _start(self, ranks: Sequence[int]) -> str:
         """The communicator of some ranks; collectives of two have another than messages between them."""
@@ -200,14 +326,24 @@ for _name in COLLECTIVES:
     _add_collective(_name)
 
 
+def wait_until(end: float) -> None:
+    """Sleeps until `time.perf_counter()` is there."""
+    while (left := end - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
 @contextmanager
-def nccl_like(limit: float = LIMIT) -> Iterator[Device]:
-    """Inside, the world is one of this transport; to be entered in a world of Gloo, which is gone then."""
+def nccl_like(limit: float = LIMIT, links: Links | None = None) -> Iterator[Device]:
+    """Inside, the world is one of this transport; to be entered in a world of Gloo, which is gone then.
+
+    Args:
+        links, limit: see Device.
+    """
     store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     dist.barrier()  # those that still connect would find it gone
     dist.destroy_process_group()
     store = dist.PrefixStore(NAME, store)
-    device = Device(store, rank, ranks, limit)
+    device = Device(store, rank, ranks, limit, links)
     dist.Backend.register_backend(NAME, lambda options, _: _Group(device, options), extended_api=True, devices="cpu")
     dist.init_process_group(NAME, store=store, rank=rank, world_size=ranks)
     yield device
