@@ -15,7 +15,9 @@ that stream; so whatever hangs on a GPU for one of these reasons hangs here.
 
 Over `Links` (links.py) an operation takes its time, too: it begins when all its ranks have come to it and the ones
 before it in its queue have ended, and ends as much later as the links say. So the messages from one rank to another
-follow each other. What Gloo needs is a part of that time, as long as it is less.
+follow each other. Computing is sleeping then (`Device.compute`), and times are those of the stream: each computation
+begins right when the one before it and what was waited for have ended. What the host does between them, what Gloo
+needs, and a sleep that ended late are made up for by sleeping less, as far as there is something to sleep.
 """
 
 from __future__ import annotations
@@ -98,17 +100,37 @@ class Moved:
     end: float
 
 
+@dataclass(frozen=True)
+class _Timing:
+    """How an operation takes its time over links.
+
+    Attributes:
+        what, group: as in Moved.
+        meet: (when this rank was ready) -> when all ranks of the operation were, which it waits for.
+        seconds: that it takes from then on.
+    """
+
+    what: str
+    group: str
+    meet: Callable[[float], float]
+    seconds: float
+
+
 class _Operation:
     """Something queued on a device, as torch's Work."""
 
-    def __init__(self, text: str, run: Callable[[], None], device: Device) -> None:
-        self.text, self._run, self._device = text, run, device
+    def __init__(self, line: str, text: str, run: Callable[[], Any], device: Device, timing: _Timing | None) -> None:
+        self._line, self.text, self._run, self._device, self._timing = line, text, run, device, timing
+        self._asked = self._end = device.reached
         self._error: BaseException | None = None
         self.ended = threading.Event()
 
     def __call__(self) -> None:
         try:
-            self._run()
+            if self._timing is None:
+                self._run()
+            else:
+                self._end = self._device.take_time(self._line, self._timing, self._asked, self._run)
         except BaseException as error:  # it is the host's, which waits for this
             self._error = error
         self.ended.set()
@@ -118,6 +140,7 @@ class _Operation:
             self._device.hang(f"waits until it can {self.text}{self._device.behind(self)}")
         if self._error is not None:
             raise self._error
+        self._device.reached = max(self._device.reached, self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -150,6 +173,7 @@ class Device:
         links: what operations take their time from; None: they end when Gloo has done them.
 
     Attributes:
+        reached: over links, the time that the stream which computes has come to, in seconds of `time.perf_counter`.
         communicators: those that were started, in order.
         moved: over links, what has ended, in the order in which it did.
     """
@@ -158,36 +182,34 @@ class Device:
         self._store, self.rank, self._ranks, self.limit, self.links = store, rank, ranks, limit, links
         self._queues: dict[str, _Queue] = {}
         self._free: dict[str, float] = {}  # by queue, when the last operation ended
+        self.reached = time.perf_counter()
         self.communicators: list[str] = []
         self.moved: list[Moved] = []
 
-    def put(self, line: str, text: str, run: Callable[[], None]) -> _Operation:
-        operation = _Operation(text, run, self)
+    def put(self, line: str, text: str, run: Callable[[], Any], timing: _Timing | None = None) -> _Operation:
+        operation = _Operation(line, text, run, self, timing)
         if line not in self._queues:
             self._queues[line] = _Queue()
         self._queues[line].put(operation)
         return operation
 
-    def taking_time(
-        self, line: str, what: str, group: str, meet: Callable[[float], float], run: Callable[[], None], seconds: float
-    ) -> Callable[[], None]:
-        """What runs an operation that is queued now, over links.
+    def compute(self, seconds: float) -> None:
+        """Sleeps in place of computing, which begins when what came before it has ended."""
+        self.reached += seconds
+        wait_until(self.reached)
+
+    def take_time(self, line: str, timing: _Timing, asked: float, run: Callable[[], Any]) -> float:
+        """Runs an operation over links, and returns when it ended.
 
         Args:
-            meet: (when this rank was ready) -> when all ranks of the operation were, which it waits for.
-            seconds: that it takes from then on.
+            asked: when it was queued.
         """
-        asked = time.perf_counter()
-
-        def run_for_so_long() -> None:
-            begin = meet(max(asked, self._free.get(line, asked)))
-            run()
-            end = max(begin + seconds, time.perf_counter())
-            wait_until(end)
-            self._free[line] = end
-            self.moved.append(Moved(what, group, begin, end))
-
-        return run_for_so_long
+        begin = timing.meet(max(asked, self._free.get(line, asked)))
+        run()
+        self._free[line] = end = begin + timing.seconds
+        wait_until(end)
+        self.moved.append(Moved(timing.what, timing.group, begin, end))
+        return end
 
     def synchronize(self, *_: object) -> None:
         """In place of torch.cuda.synchronize."""
@@ -280,10 +302,10 @@ class _Group(_ProcessGroup):
         meet: Callable[[float], float],
         seconds: Callable[[Links], float],
     ) -> _Operation:
-        """Queues an operation. meet, seconds: as Device.taking_time wants them; only over links."""
-        if (links := self._device.links) is not None:
-            run = self._device.taking_time(line, what, self.group_desc, meet, run, seconds(links))
-        return self._device.put(line, text, run)
+        """Queues an operation. meet, seconds: see _Timing; over links only."""
+        links = self._device.links
+        timing = None if links is None else _Timing(what, self.group_desc, meet, seconds(links))
+        return self._device.put(line, text, run, timing)
 
     def _meet_one(self, peer: int, ready: float) -> float:
         """When both this rank and another one were ready. Waits for it."""

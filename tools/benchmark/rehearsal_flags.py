@@ -107,7 +107,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step on one rank: start and end of each action, and what its links have moved."""
+    """A step on one rank.
 
-    actions: list[tuple[float, float]]
+    Attributes:
+        stream: start and end of each action in the time of the stream that computes. clock: by the clock.
+        moved: by its links.
+    """
+
+    stream: list[tuple[float, float]]
+    clock: list[tuple[float, float]]
     moved: list[Moved]

@@ -49,7 +49,7 @@ class Rehearsal:
 
     def prepare(self, name: str, layers: Sequence[SleepingLayer]) -> Prepared:
         """Collective over all ranks, as everything here."""
-        flags, model = self._flags, sleeping_model(layers)
+        flags, model = self._flags, sleeping_model(layers, self._device.compute)
         links = flags.links
         costs = PipelineCosts(tuple(each.cost() for each in layers), LinkCost(links.latency, links.per_byte))
         count = flags.micro_batches
@@ -79,19 +79,29 @@ class Rehearsal:
             MicroBatchInput(image if model.takes_images else None, label if model.gives_logits else None, 1, range(1))
         ] * flags.micro_batches
         marks: list[tuple[Mark, Mark]] = []
+        reached: list[float] = []
 
         def observe(action: Action, start: Mark, end: Mark) -> None:
             marks.append((start, end))
+            reached.append(self._device.reached)
 
         model.executor.observer = observe
-        _begin_together()
+        begin = self._begin_together()
         self._device.moved.clear()
         model.forward_backward(micro_batches, flags.micro_batches * flags.replicas)
         model.data_parallel.share_rows()
         self._device.synchronize()
         self._require_all_added(model)
         seconds = model.executor.clock.seconds
-        return RankStep([(seconds(start), seconds(end)) for start, end in marks], list(self._device.moved))
+        clock = [(seconds(start), seconds(end)) for start, end in marks]
+        return RankStep(list(zip([begin, *reached], reached, strict=False)), clock, list(self._device.moved))
+
+    def _begin_together(self) -> float:
+        begin = torch.tensor([time.perf_counter() + HEAD_START], dtype=torch.float64)
+        dist.all_reduce(begin, dist.ReduceOp.MAX)
+        self._device.reached = begin.item()
+        wait_until(self._device.reached)
+        return self._device.reached
 
     def _require_all_added(self, model: DistributedModel) -> None:
         """Raises ValueError where a gradient is not the sum over all micro-batches of all replicas."""
@@ -118,9 +128,3 @@ class RehearsalRank(Rehearsal):
         context, device = build_context(self._state, "fp32", "auto"), torch.device("cpu")
         costs = measure_layers(describe(dimensions_of(model)), samples, context, device, WireOptions(), repeats=True)
         return [SleepingLayer.like(cost) for cost in costs]
-
-
-def _begin_together() -> None:
-    begin = torch.tensor([time.perf_counter() + HEAD_START], dtype=torch.float64)
-    dist.all_reduce(begin, dist.ReduceOp.MAX)
-    wait_until(begin.item())

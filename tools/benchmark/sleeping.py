@@ -7,10 +7,8 @@ each other, and what a schedule, its transfers and its reductions take is seen o
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +22,11 @@ from megasnn.layers.weight_gradients import Leave
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.pipeline.costs import LayerCost
 from megasnn.sharding import declare_parameter
-from tools.benchmark.nccl_like import wait_until
 
 CLASSES = 2
 FLOAT = 4  # bytes
 ROW = 256  # values in a row of a parameter
+Sleep = Callable[[float], None]  # seconds
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,13 @@ class SleepingLayer:
         )
 
 
-def sleeping_model(layers: Sequence[SleepingLayer]) -> ModelDescription:
+def sleeping_model(layers: Sequence[SleepingLayer], sleep: Sleep) -> ModelDescription:
     """A chain of them; the last one gives logits."""
     last = len(layers) - 1
 
     def build(context: BuildContext) -> list[nn.Module]:
         sizes = [each.values for each in layers[:-1]] + [CLASSES]
-        return [_Sleeper(each, size, context) for each, size in zip(layers, sizes, strict=True)]
+        return [_Sleeper(each, size, sleep, context) for each, size in zip(layers, sizes, strict=True)]
 
     described = [
         LayerDescription(f"sleeper.{number}", f"sleeper.{number}", Content.DENSE if number == last else each.content)
@@ -96,40 +94,36 @@ def sleeping_model(layers: Sequence[SleepingLayer]) -> ModelDescription:
 class _Sleeper(nn.Module):
     weight: Tensor
 
-    def __init__(self, cost: SleepingLayer, values: int, context: BuildContext) -> None:
+    def __init__(self, cost: SleepingLayer, values: int, sleep: Sleep, context: BuildContext) -> None:
         super().__init__()
-        self.cost, self.values, self.weight_gradients = cost, values, context.weight_gradients
+        self.cost, self.values, self.sleep, self.weight_gradients = cost, values, sleep, context.weight_gradients
         rows = max(1, cost.parameters // (FLOAT * ROW))
         declare_parameter(self, "weight", context.shard((rows, ROW), initialise=zeros), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         is_first = list[bool]()
         once(lambda: is_first.append(True))
-        sleep(self.cost.forward if is_first else self.cost.again)
-        y: Tensor = _Sleep.apply(x, *self.weight_gradients.of(self.weight), self.cost, self.values)
+        self.sleep(self.cost.forward if is_first else self.cost.again)
+        y: Tensor = _Sleep.apply(x, *self.weight_gradients.of(self.weight), self)
         return y
+
+    def add_weight_gradient(self, total: Tensor) -> None:
+        """One into the first value of each row: one sees whether every micro-batch of every replica was added."""
+        self.sleep(self.cost.weight_gradient)
+        total[:, 0] += 1
 
 
 class _Sleep(torch.autograd.Function):
     """The forward has slept already; here are the two parts of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, leave: Leave, cost: SleepingLayer, values: int) -> Tensor:
-        ctx.shape, ctx.leave, ctx.cost = x.shape, leave, cost
-        return x.new_zeros(1, x.shape[1], values)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, leave: Leave, layer: _Sleeper) -> Tensor:
+        ctx.shape, ctx.leave, ctx.layer = x.shape, leave, layer
+        return x.new_zeros(1, x.shape[1], layer.values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sleep(ctx.cost.input_gradient)
-        ctx.leave(partial(_add, ctx.cost.weight_gradient))
-        return gradient.new_zeros(ctx.shape), None, None, None, None
-
-
-def _add(seconds: float, total: Tensor) -> None:
-    """One into the first value of each row, so that one sees whether every micro-batch of every replica was added."""
-    sleep(seconds)
-    total[:, 0] += 1
-
-
-def sleep(seconds: float) -> None:
-    wait_until(time.perf_counter() + seconds)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        layer: _Sleeper = ctx.layer
+        layer.sleep(layer.cost.input_gradient)
+        ctx.leave(layer.add_weight_gradient)
+        return gradient.new_zeros(ctx.shape), None, None, None
