@@ -96,6 +96,12 @@ def test_so_do_forwards_that_are_computed_again(ranks) -> None:
     _assert_as_simulated(ranks, replace(FLAGS, recompute="always", schedules=("1f1b", "zbv")))
 
 
+def test_so_do_schedules_whose_transfers_take_longer_than_computing(ranks) -> None:
+    """15.25 ms, beside layers' parts of 5: receives wait for each other, and a link has messages of both directions."""
+    slow = replace(FLAGS, gradient_kb=1500, schedules=("1f1b", "interleaved", "zbv"), micro_batches=6, steps=1)
+    _assert_as_simulated(ranks, slow)
+
+
 ON_TWO_STAGES = replace(FLAGS, stages=2, layers=4, gradient_kb=800, schedules=("gpipe",), steps=1)
 
 
