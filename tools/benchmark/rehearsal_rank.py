@@ -94,6 +94,7 @@ class Rehearsal:
         self._require_all_added(model)
         seconds = model.executor.clock.seconds
         clock = [(seconds(start), seconds(end)) for start, end in marks]
+        clock[0] = begin, clock[0][1]  # a rank that woke up late has begun late
         return RankStep(list(zip([begin, *reached], reached, strict=False)), clock, list(self._device.moved))
 
     def _begin_together(self) -> float:
