@@ -90,13 +90,13 @@ class PipelinePlan:
         """What a step of so many micro-batches should take, in seconds; None without costs."""
         if self.costs is None:
             return None
-        return simulate(self.schedules.training(micro_batches), self._chunk_costs())
+        return simulate(self.schedules.training(micro_batches), self._chunk_costs(), self.schedules.wholes)
 
     def forecast(self, micro_batches: int) -> Forecast | None:
         """`simulation` in short."""
         if self.costs is None:
             return None
-        return forecast(self.schedules.training(micro_batches), self._chunk_costs())
+        return forecast(self.schedules.training(micro_batches), self._chunk_costs(), self.schedules.wholes)
 
     def peak_bytes(self, micro_batches: int) -> list[int]:
         """The most that a step needs at once on each pipeline rank, above weights, gradients and optimizer state.
