@@ -133,8 +133,8 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[in
 
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
     meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
-    `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside what
-    it computes; a forward waits for what it is computed from.
+    `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside
+    what it computes; a forward waits for what it is computed from.
 
     Args:
         costs: one for each chunk.
