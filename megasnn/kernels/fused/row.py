@@ -123,7 +123,8 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
             store(scratch, t, 0, h)
             v = after(h, p)
         for t in range(steps):
-            store(scratch, steps + t, 0, surrogate_gradient(load(scratch, t, 0, like) - p.threshold, p.surrogate, p.one))
+            above = load(scratch, t, 0, like) - p.threshold
+            store(scratch, steps + t, 0, surrogate_gradient(above, p.surrogate, p.one))
         of_v, totals = potential(g_v, at_x + j, filled(p.zero, like)), begin_sums(norm, sums, j, like)
         for t in range(steps - 1, -1, -1):
             row, h = min(t, inputs - 1), load(scratch, t, 0, like)
