@@ -61,10 +61,11 @@ def within_budget(schedule: Schedule, units: Sequence[UnitMemory], messages: Seq
     short = []
     for rank, its_messages in zip(ranks, messages, strict=True):
         found = rank.cheapest(budget - its_messages, SECONDS / len(ranks))
-        if found is None:
-            short.append(rank.least(SECONDS / len(ranks)) + its_messages)
-        else:
-            chosen |= found
+        if found is None:  # there is none, or it was not found in time
+            found, least = rank.least(SECONDS / len(ranks))
+            if least + its_messages > budget:
+                short.append(least + its_messages)
+        chosen |= found
     if short:
         raise BudgetError(
             f"--memory-budget {budget * MB:g} cannot be kept, whatever is computed again: the least is "
@@ -116,7 +117,7 @@ class _Rank:
         return cls(choices, seconds, np.array(fixed) * MB, table * MB)
 
     def cheapest(self, budget: float, seconds: float) -> set[tuple[int, int]] | None:
-        """The choice that costs least; None where none keeps the budget, bytes."""
+        """The choice that costs least; None where none is found that keeps the budget, bytes."""
         room = budget * MB - self.fixed
         tight = self.fixed + np.maximum(self.slopes, 0).sum(1) > budget * MB
         if not tight.any():
@@ -125,18 +126,21 @@ class _Rank:
             return None
         # Among those that take no time, the fewest.
         found = _solved(self.seconds + 1e-9, self.slopes[tight], room[tight], len(self.choices), seconds)
-        return None if found is None else {each for each, taken in zip(self.choices, found, strict=True) if taken > 0.5}
+        return None if found is None else self._taken(found)
 
-    def least(self, seconds: float) -> float:
-        """Bytes that are needed at least."""
+    def least(self, seconds: float) -> tuple[set[tuple[int, int]], float]:
+        """The choice that needs least, and its bytes."""
         if not self.choices:
-            return float(self.fixed.max(initial=0.0)) / MB
+            return set(), float(self.fixed.max(initial=0.0)) / MB
         count = len(self.choices)
         # The largest sum is one more variable.
         table = np.hstack([self.slopes, -np.ones((len(self.slopes), 1))])
         found = _solved(np.eye(count + 1)[count], table, -self.fixed, count, seconds)
         choice = np.ones(count) if found is None else found[:count].round()
-        return float((self.fixed + self.slopes @ choice).max()) / MB
+        return self._taken(choice), float((self.fixed + self.slopes @ choice).max()) / MB
+
+    def _taken(self, choice: NDArray[np.float64]) -> set[tuple[int, int]]:
+        return {each for each, taken in zip(self.choices, choice, strict=True) if taken > 0.5}
 
 
 def _solved(costs: Any, table: Any, most: Any, whole: int, seconds: float) -> NDArray[np.float64] | None:

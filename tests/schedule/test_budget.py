@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from itertools import combinations
+from unittest import mock
 
 import pytest
 
-from megasnn.schedule import Kind, Schedule, generate, validate
+from megasnn.schedule import Kind, Schedule, budget, generate, validate
 from megasnn.schedule.budget import BudgetError, Chosen, UnitMemory, within_budget
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.named import SCHEDULES
@@ -50,10 +51,10 @@ def test_none_is_cheaper(seed: int) -> None:
     places = [(unit, m) for unit in range(4) for m in range(2)]
     every = [frozenset(some) for count in range(9) for some in combinations(places, count)]
     by_peak = sorted((peak(schedule, 0, units, some), seconds(some, units)) for some in every)
-    for budget in sorted({each for each, _ in by_peak})[::5]:
-        found = within_budget(schedule, units, [0], budget + 1)
-        assert peak(schedule, 0, units, found) <= budget + 1
-        assert seconds(found, units) == min(cost for needed, cost in by_peak if needed <= budget)
+    for most in sorted({each for each, _ in by_peak})[::5]:
+        found = within_budget(schedule, units, [0], most + 1)
+        assert peak(schedule, 0, units, found) <= most + 1
+        assert seconds(found, units) == min(cost for needed, cost in by_peak if needed <= most)
     least = by_peak[0][0]
     with pytest.raises(BudgetError, match=f"the least is --memory-budget {-(-least // MB):g};"):
         within_budget(schedule, units, [0], least - MB)
@@ -67,13 +68,25 @@ def test_every_rank_of_every_schedule_keeps_it(name: str) -> None:
     without = [peak(schedule, rank, units, frozenset()) + messages[rank] for rank in range(4)]
     everything = frozenset((unit, m) for unit in range(schedule.chunks) for m in range(8))
     least = [peak(schedule, rank, units, everything) + messages[rank] for rank in range(4)]
-    budget = (max(least) + max(without)) / 2
-    chosen = within_budget(schedule, units, messages, budget)
+    most = (max(least) + max(without)) / 2
+    chosen = within_budget(schedule, units, messages, most)
     for rank, needed in enumerate(without):
-        assert peak(schedule, rank, units, chosen) + messages[rank] <= budget + 1
-        if needed <= budget:
+        assert peak(schedule, rank, units, chosen) + messages[rank] <= most + 1
+        if needed <= most:
             assert not any(schedule.placement[unit] == rank for unit, _ in chosen), "nothing that is not needed"
     assert within_budget(schedule, units, messages, max(without) + 1) == frozenset()
+
+
+def test_no_time_to_look_for_the_cheapest_is_no_budget_that_cannot_be_kept() -> None:
+    """With many ranks each has little time; what is known to keep the budget is taken then."""
+    schedule, units = refine(generate("gpipe", 1, 2), [4]), units_of(4, 0)
+    everything = frozenset((unit, m) for unit in range(4) for m in range(2))
+    least = peak(schedule, 0, units, everything)
+    with mock.patch.object(budget, "_solved", lambda *args: None):
+        chosen = within_budget(schedule, units, [0], least + 1)
+        with pytest.raises(BudgetError):
+            within_budget(schedule, units, [0], least - MB)
+    assert peak(schedule, 0, units, chosen) <= least + 1
 
 
 @pytest.mark.slow
