@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = RECOMPUTE[options.recompute]
         schedule = refine(schedule, [options.units] * schedule.chunks)
         schedule = insert_recompute(schedule, lambda unit, m: wanted(m, options.micro_batches))
-    result = simulate(schedule, costs_of(schedule.placement))
+    wholes = [unit // options.units for unit in range(schedule.chunks)]
+    result = simulate(schedule, costs_of(schedule.placement), wholes)
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
     print(f"makespan {result.makespan:g}")
     for rank in range(schedule.ranks):

@@ -48,7 +48,7 @@ def code_of(things: Iterable[object]) -> tuple[str, ...] | None:
 
 
 def _file(key: tuple[str, ...]) -> Path:
-    return cache_folder("costs") / name_in_cache("layers", ".json", *key)
+    return cache_folder("costs") / name_in_cache("costs-of-layers", ".json", *key)
 
 
 def _read(key: tuple[str, ...]) -> PipelineCosts | None:

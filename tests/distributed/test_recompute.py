@@ -56,13 +56,14 @@ def _batches(model: Model) -> list[MicroBatchInput]:
 
 
 class _Live:
-    """Bytes that graphs and kept inputs hold, each memory once, and not that of weights."""
+    """Bytes that graphs and kept inputs hold, each memory once, and not that of weights and of the batch."""
 
-    def __init__(self, engine: DistributedModel) -> None:
+    def __init__(self, engine: DistributedModel, batches: Iterable[MicroBatchInput]) -> None:
         self.after: list[tuple[Action, int]] = []
         self._holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[KeptInput] = weakref.WeakSet()
-        self._known = {each.tensor.untyped_storage().data_ptr() for each in engine.tensors}
+        known = [each.tensor for each in engine.tensors] + [each.images for each in batches if each.images is not None]
+        self._known = {each.untyped_storage().data_ptr() for each in known}
         engine.executor.observer = lambda action, start, end: self.after.append((action, self._bytes()))
 
     def pack(self, tensor: Tensor) -> _Holder:
@@ -91,13 +92,13 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     engine, batches = _engine(model, recompute), _batches(model)
     try:
         engine.forward_backward(batches, 2 * SAMPLES)  # weights have gradients from now on
-        live = _Live(engine)
+        live = _Live(engine, batches)
         made = mock.patch("megasnn.pipeline.executor.KeptInput", lambda *args: live.keep(KeptInput, *args))
         with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
             engine.forward_backward(batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = measure_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions())
+    costs = measure_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions(), repeats=True)
     units = engine.plan.unit_bounds([range(len(engine.model.layers))])
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
