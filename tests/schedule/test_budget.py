@@ -23,8 +23,9 @@ def units_of(count: int, seed: int) -> list[UnitMemory]:
     found = []
     for _ in range(count):
         held = draw.randint(2, 20) * MB
-        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE)
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
         working = {kind: held + draw.randint(0, 5) * MB for kind in kinds}
+        working[Kind.RECOMPUTE] = held + draw.randint(0, 30) * MB  # of some units more than anything else
         found.append(UnitMemory(held, held // 20, working, draw.randint(1, 9)))
     return found
 
