@@ -42,7 +42,8 @@ def two_ranks_equal_one(backend: str) -> None:
 
 def spikes_leave_packed_as_well(backend: str) -> None:
     calls = BACKENDS[backend].unit_calls()
-    for channels, pool in ((16, False), (16, True), (3, False)):
+    # Of 24 channels some neurons are left over, whole bytes of them, when many are computed at once.
+    for channels, pool in ((16, False), (24, False), (24, True), (3, False)):
         x = channels_last(4, 1, channels, 5, 5) * 2
         norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
         spikes, bits = calls.fire(x, norm, None, Unit(NeuronSpec(), 1e-5, pool, 4), packed=True)

@@ -260,7 +260,8 @@ def test_spikes_remember_their_bits(interpreted) -> None:
 def split_convolutions_in_there() -> None:
     """All pieces of products in one pass: errors as those of float32, and of gradients too. Sums longer than a tile,
     and ragged everywhere."""
-    from megasnn.kernels.triton.split import split_convolution, split_input_gradient, two_pieces
+    from megasnn.kernels.triton.available import MOST_VALUES
+    from megasnn.kernels.triton.split import split_convolution, split_input_gradient, takes, two_pieces
 
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 5, 7, 2, generator=generator).movedim(-1, 1)
@@ -271,11 +272,16 @@ def split_convolutions_in_there() -> None:
         weight = torch.randn(70, 40, 3, 3, generator=generator) / 19
         expected = convolve(x.double(), weight.double(), geometry)
         assert_as_exact(split_convolution(x, weight, geometry, True), convolve(x, weight, geometry), expected)
+        grad = torch.randn(expected.shape, generator=generator)
+        assert takes(x, weight, geometry, gradient=False)
+        assert takes(grad, weight, geometry, gradient=True) == (stride == (1, 1))
         if stride == (1, 1):
-            grad = torch.randn(expected.shape, generator=generator)
             plain = input_gradient(grad, weight, geometry, x.shape[2:])
             expected = input_gradient(grad.double(), weight.double(), geometry, x.shape[2:])
             assert_as_exact(split_input_gradient(grad, weight, geometry), plain, expected)
+    assert not takes(x, weight[:, :20], Geometry(groups=2), gradient=False)
+    many = torch.empty(MOST_VALUES // weight[0].numel(), *x.shape[1:], device="meta")
+    assert not takes(many, weight, Geometry(), gradient=False), "more values than the kernel can count"
 
 
 def assert_as_exact(split: torch.Tensor, plain: torch.Tensor, expected: torch.Tensor) -> None:
