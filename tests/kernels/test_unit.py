@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from megasnn.kernels import NeuronSpec
+from megasnn.kernels import BACKENDS, NeuronSpec
+from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.norm_neuron import channels_last as in_order
 from megasnn.kernels.reference import batch_norm
 from megasnn.kernels.unit import norm_pool_neuron
 from tests.kernels.four_calls import spikes_leave_packed_as_well, two_ranks_equal_one
@@ -265,6 +267,21 @@ def test_refuses(arguments, message):
     x = torch.zeros(2, 3, 4, 5, 6)
     with pytest.raises(ValueError, match=message):
         norm_pool_neuron(**{"x": x, "weight": None, "bias": None, "spec": NeuronSpec(), "training": True, **arguments})
+
+
+@pytest.mark.parametrize("channels", [33, 48], ids=["rows begin anywhere", "rows begin with a line"])
+def test_large_results_equal_those_of_their_samples(channels):
+    """Results of 4 MiB and more are written past the caches, those of a single sample are not."""
+    calls, unit = BACKENDS["fused"].unit_calls(), Unit(NeuronSpec(), 1e-5, False, 4)
+    x, g = channels_last(4, 6, channels, 29, 25), channels_last(4, 6, channels, 29, 25, seed=3)
+    assert x.nbytes >= 4 * 2**20 > x.nbytes / 6
+    norm = Norm(*calls.statistics(x), None, None)
+    samples = [(in_order(x[:, n : n + 1]), in_order(g[:, n : n + 1])) for n in range(6)]
+    spikes = torch.cat([calls.fire(part, norm, None, unit)[0] for part, _ in samples], dim=1)
+    assert torch.equal(calls.fire(x, norm, None, unit)[0], spikes)
+    carried = [calls.backward_sums(*each, norm, None, unit, False)[1] for each in samples]
+    whole = calls.backward_sums(x, g, norm, None, unit, False)[1]
+    assert torch.equal(torch.from_numpy(whole), torch.cat([torch.from_numpy(each) for each in carried], dim=1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "fused"])
