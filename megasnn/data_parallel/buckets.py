@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
 from megasnn.comm.group import Group
+from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
 from megasnn.sharding import ShardedTensor
 
@@ -30,10 +31,19 @@ class _Bucket:
         due: how many gradients are still to be added to each parameter that is not complete.
         finish: waits for the sum over the replicas; None where none is on its way.
         is_complete: whether that would end at once.
+        kept: the rows that this rank keeps, where it keeps no others. sum: of this rank's gradients, and then of those
+            of all ranks that it is reduced over.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
     """
 
-    def __init__(self, chunk: int, parameters: list[Tensor], partial: bool, owners: Group | None) -> None:
+    def __init__(
+        self,
+        chunk: int,
+        parameters: list[Tensor],
+        partial: bool,
+        owners: Group | None,
+        weights: GatheredWeights | None,
+    ) -> None:
         self.chunk, self.parameters, self.partial = chunk, parameters, partial
         first = parameters[0]
         # A product of matrices may sum in another order at another alignment, and a parameter's neighbours in a bucket
@@ -50,7 +60,13 @@ class _Bucket:
             # In the memory order of the parameter, as the optimizer wants it.
             self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
             offset += place
-        self.owned = None if owners is None else OwnedRows(parameters, self.views, owners)
+        self.kept, self.sum = None, self.flat
+        held, gradients = parameters, self.views
+        if weights is not None:
+            rows = [weights.rows(each) for each in parameters]
+            self.kept = OwnedRows(parameters, self.views, weights.group, rows)
+            held, gradients, self.sum = [*rows], self.kept.sums, self.kept.sum
+        self.owned = None if owners is None else OwnedRows(held, gradients, owners)
 
     def end(self) -> None:
         """Waits for the sum over the replicas, where one is on its way."""
@@ -61,8 +77,17 @@ class _Bucket:
     def attach(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
-        if self.owned is not None:
-            self.owned.attach()
+        for rows in (self.kept, self.owned):
+            if rows is not None:
+                rows.attach()
+
+    def final(self) -> dict[Tensor, Tensor]:
+        """By parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient."""
+        owned = self.owned or self.kept
+        if owned is None:
+            return {}
+        of_kept = {} if self.kept is None else dict(zip(self.kept.rows, owned.rows, strict=True))
+        return dict(zip(self.parameters, owned.rows, strict=True)) | of_kept
 
 
 class BucketedDataParallel:
@@ -75,14 +100,16 @@ class BucketedDataParallel:
     `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
 
     Where rows have owners, a replica gets the sums of its own rows only; what the gradients of parameters hold behind
-    that is the replica's own part.
+    that is the replica's own part. Where weights are kept by rows, gradients go to those who keep the rows first, and are
+    then reduced over the ranks that keep the same.
 
     Args:
         tensors: (chunk index, that chunk's tensors).
-        data, tensor: the groups.
+        data, tensor: the groups. Of the replicas, those that hold the same of the weights.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: whether each row of a parameter belongs to one of the replicas.
+        weights: where parameters are kept by rows.
     """
 
     def __init__(
@@ -93,6 +120,7 @@ class BucketedDataParallel:
         bucket_bytes: int | None = None,
         additions: Mapping[Tensor, int] | None = None,
         rows_have_owners: bool = False,
+        weights: GatheredWeights | None = None,
     ) -> None:
         owners = data if rows_have_owners and data.size > 1 else None
         self._data, self._tensor, self._additions = data, tensor, additions or {}
@@ -105,15 +133,10 @@ class BucketedDataParallel:
             partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
             if whole:
                 most = bucket_bytes or exchange_bytes(data, whole[0].device, BUCKET_BYTES)
-                self._buckets += [_Bucket(chunk, group, False, owners) for group in _packed(whole, most)]
+                self._buckets += [_Bucket(chunk, group, False, owners, weights) for group in _packed(whole, most)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
-            self._buckets += [_Bucket(chunk, partial, True, owners)] if partial else []
-        self._rows = {
-            parameter: rows
-            for bucket in self._buckets
-            if bucket.owned is not None
-            for parameter, rows in zip(bucket.parameters, bucket.owned.rows, strict=True)
-        }
+            self._buckets += [_Bucket(chunk, partial, True, owners, weights)] if partial else []
+        self._rows = {parameter: rows for bucket in self._buckets for parameter, rows in bucket.final().items()}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.
         accumulated = WeakMethod(self.accumulated)
@@ -164,6 +187,10 @@ class BucketedDataParallel:
         """Until everything that could be reduced is."""
         for bucket in self._buckets:
             bucket.end()
+            if bucket.kept is not None:
+                self._reduce_over_data(bucket)
+        for bucket in self._buckets:
+            bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
         """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
@@ -172,7 +199,7 @@ class BucketedDataParallel:
             ValueError: the tensor's description does not know of the replicas.
         """
         rows = self._rows.get(entry.tensor)
-        if rows is None:
+        if rows is None or rows is entry.tensor:
             return entry
         shard = entry.shard.by_rows("data")
         if shard.local_shape != rows.shape:
@@ -205,12 +232,21 @@ class BucketedDataParallel:
     def _reduce(self, bucket: _Bucket) -> None:
         if bucket.partial:
             all_reduce_sum(bucket.flat, self._tensor, "backward")
+        if bucket.kept is not None:  # over the data axis when all of these are done, in one order on all ranks
+            self._scatter(bucket, bucket.kept)
+        else:
+            self._reduce_over_data(bucket)
+
+    def _reduce_over_data(self, bucket: _Bucket) -> None:
         if bucket.owned is not None:
-            self._finish_complete()
-            exchange, bucket.finish = bucket.owned.start_sum("backward")
-            bucket.is_complete = lambda: exchange.is_complete
-        elif self._data.size > 1:
-            bucket.finish = start_all_reduce_sum(bucket.flat, self._data, "backward")
+            self._scatter(bucket, bucket.owned)
+        elif self._data.size > 1 and bucket.sum.numel():
+            bucket.finish = start_all_reduce_sum(bucket.sum, self._data, "backward")
+
+    def _scatter(self, bucket: _Bucket, to: OwnedRows) -> None:
+        self._finish_complete()
+        exchange, bucket.finish = to.start_sum("backward")
+        bucket.is_complete = lambda: exchange.is_complete
 
     def _finish_complete(self) -> None:
         """Frees the memory of what has come already."""

@@ -125,7 +125,9 @@ def build_context(
     """
     types = PRECISIONS[precision]
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
-    return BuildContext(state.tensor, weights, products, neuron_backend, seed, data=state.data, carries=carries)
+    return BuildContext(
+        state.tensor, weights, products, neuron_backend, seed, data=state.data, weight=state.weight, carries=carries
+    )
 
 
 def require_kernels(config: PretrainConfig, device: torch.device) -> None:
@@ -367,11 +369,13 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     """
     global _membership
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    weight = parallel.weight_parallel_size
     if model_parallel_is_initialized():
         state = get_parallel_state()
-        if (state.grid.tensor, state.grid.pipeline) != (tensor, pipeline):
+        if (state.grid.tensor, state.grid.pipeline, state.grid.weight) != (tensor, pipeline, weight):
+            also = f", with --weight-parallel-size {weight}," if (weight, state.grid.weight) != (1, 1) else ""
             raise ValueError(
-                f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} are asked "
+                f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline}{also} are asked "
                 f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
             )
         if _membership is None:
@@ -381,6 +385,6 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     was_joined = dist.is_initialized()
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    state = initialize_model_parallel(tensor, pipeline, device)
+    state = initialize_model_parallel(tensor, pipeline, device, weight)
     _membership = _Membership(state, dist.is_initialized() and not was_joined)
     return state, _membership.leave

@@ -23,7 +23,7 @@ from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS
 from megasnn.telemetry.ranges import is_traced, named
 from megasnn.telemetry.timers import DeviceClock, Mark
 
@@ -51,6 +51,7 @@ class MicroBatchInput:
         samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
         goes_on: whether this is a later window of the samples of the micro-batch before: neurons go on from the state
             that it left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
+        is_padding: whether it only keeps this replica in step with others, in evaluation; nobody is told of its output.
     """
 
     images: Tensor | None
@@ -58,6 +59,7 @@ class MicroBatchInput:
     size: int
     samples: range | None = None
     goes_on: bool = False
+    is_padding: bool = False
 
 
 class GradientSync(Protocol):
@@ -68,6 +70,19 @@ class GradientSync(Protocol):
 
     def wait(self) -> None:
         """Returns when all gradients are reduced."""
+
+
+class WeightStore(Protocol):
+    """What the executor asks of weights that are gathered when they are used. A unit is what it calls a chunk."""
+
+    def gather(self, unit: int) -> None:
+        """Starts gathering a unit's weights; does not wait."""
+
+    def ready(self, unit: int) -> None:
+        """Returns when a unit's weights are here. Raises ValueError where they were not gathered."""
+
+    def free(self, unit: int) -> None:
+        """The gathered weights go."""
 
 
 # (output of the model: logits [T, n, classes], or a bundle with them, labels) -> this micro-batch's share of the global
@@ -111,6 +126,7 @@ class PipelineExecutor:
         loss: for training; called on the rank of the last chunk, in each forward. It is to have no effects.
         seen: for training; called there as well, but not in a forward that is computed again.
         sync: data parallelism; None where gradients are not reduced.
+        weights: where they are gathered when they are used; None where they are always there.
         observer: called after each action, in training and in evaluation. Nothing waits for it but the host.
         wires: how tensors travel between stages.
         waits: whether the device is waited for after each action, so that an error of a kernel is raised in the action
@@ -134,10 +150,11 @@ class PipelineExecutor:
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         waits: bool = False,
         wholes: Sequence[int] | None = None,
+        weights: WeightStore | None = None,
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync, self._seen, self.observer = loss, sync, seen, observer
-        self.clock, self._waits = DeviceClock(state.device), waits
+        self.clock, self._waits, self._weights = DeviceClock(state.device), waits, weights
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
@@ -153,6 +170,8 @@ class PipelineExecutor:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
             Kind.SYNC_GRADIENTS: self._sync_gradients,
+            Kind.GATHER_WEIGHTS: self._gather_weights,
+            Kind.FREE_WEIGHTS: self._free_weights,
         }
         self._methods = {kind: self._named(method) for kind, method in methods.items()}
 
@@ -198,6 +217,8 @@ class PipelineExecutor:
                     if action.kind in COMPUTE:
                         self._transfers.announce(actions, position)
                     with at(partial(self._place, action)):
+                        if self._weights is not None and action.kind in USES_WEIGHTS:
+                            self._weights.ready(action.chunk)
                         self._methods[action.kind](run, action)
                     if self._waits:
                         self.clock.wait()
@@ -301,7 +322,8 @@ class PipelineExecutor:
         """What becomes of a chunk's output in its first forward: the loss, or the input of the next chunk."""
         chunk, micro_batch = key
         if self._chunks[chunk].is_last and self._consume is not None:
-            self._consume(y, self._labels(run, micro_batch))
+            if not run.micro_batches[micro_batch].is_padding:
+                self._consume(y, self._labels(run, micro_batch))
             return
         run.roots[key] = roots = self._roots(run, key, y)
         run.learning[key] = len(roots)
@@ -359,6 +381,14 @@ class PipelineExecutor:
     def _sync_gradients(self, run: _Run, action: Action) -> None:
         if self._sync is not None:
             self._sync.finish(action.chunk)
+
+    def _gather_weights(self, run: _Run, action: Action) -> None:
+        if self._weights is not None:
+            self._weights.gather(action.chunk)
+
+    def _free_weights(self, run: _Run, action: Action) -> None:
+        if self._weights is not None:
+            self._weights.free(action.chunk)
 
     # --- transfers
 

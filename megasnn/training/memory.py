@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megasnn.config import PretrainConfig
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count, wire_options
+from megasnn.grid import REPLICA_AXES
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, measure_memory, step_peaks
@@ -103,7 +104,7 @@ def forecast_memory(
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save
-    written = [entry for entry in owned if entry.shard.is_primary(["data"])]
+    written = [entry for entry in owned if entry.shard.is_primary(REPLICA_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
     release_free_memory()
     mine = MemoryForecast(
