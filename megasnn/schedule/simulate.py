@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megasnn.schedule.actions import COMPUTE, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.validate import runs
 
@@ -190,7 +190,7 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[float
             elif kind in SENDS:
                 now += ways[kind][chunk].send
                 sent_at[action.peer] = now
-            elif kind is not Kind.SYNC_GRADIENTS:
+            elif kind in RECEIVES:
                 way, posted = ways[kind][chunk], posted_at[kind][chunk]
                 now = max(now, max(sent_at[action], posted[0]) + way.time) + way.receive
                 posted[0] = now
