@@ -5,8 +5,8 @@ tensor parallel group, then come the data parallel replicas, and the pipeline st
 because that is also how much they talk to each other. With tensor 2, data 4 and pipeline 2 over 16 ranks,
 [0, 1] is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
 
-With weight parallelism, replicas are along two axes: neighbours along "weight" share one copy of the weights by rows, and
-"data" is what is left, along which ranks hold the same. Both together have the samples of a step between them.
+With weight parallelism, replicas are along two axes: neighbours along "weight" share one copy of the weights by rows,
+and "data" is what is left, along which ranks hold the same. The data group has the ranks along both.
 
 An axis has its name in `Axis`, a field in `Coordinates` and in `Grid`, and its flag; nothing else here names one.
 """

@@ -86,8 +86,10 @@ class _Bucket:
         owned = self.owned or self.kept
         if owned is None:
             return {}
-        of_kept = {} if self.kept is None else dict(zip(self.kept.rows, owned.rows, strict=True))
-        return dict(zip(self.parameters, owned.rows, strict=True)) | of_kept
+        final: dict[Tensor, Tensor] = dict(zip(self.parameters, owned.rows, strict=True))
+        if self.kept is not None:
+            final.update(zip(self.kept.rows, owned.rows, strict=True))
+        return final
 
 
 class BucketedDataParallel:

@@ -163,8 +163,13 @@ def _without_memory(parameter: Tensor) -> Tensor:
 
 def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
     """The weights that `CastWeights` gives to their layers, and the types these compute in."""
-    parts = (module for layer in layers for module in layer.modules())
-    return {each.weight: each.compute_dtype for each in parts if type(each) in (ParallelConv, ParallelLinear, MeanLinear)}
+    return {
+        module.weight: module.compute_dtype
+        for layer in layers
+        for module in layer.modules()
+        if isinstance(module, (ParallelConv, ParallelLinear))
+        and type(module) in (ParallelConv, ParallelLinear, MeanLinear)
+    }
 
 
 def gathered_bytes(layers: Sequence[nn.Module]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -100,11 +100,11 @@ class DistributedModel:
         self.plan = _planned(schedule, state.pipeline.size, len(bounds))
         placement, units = self.plan.placement, self.plan.unit_bounds(bounds)
         self._weights = _weights(self.plan, state, context)
-        parts = {} if self._weights is None else {"parts": units, "keep": self._weights.keep}
+        build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
+        if self._weights is not None:
+            build = partial(build, parts=units, keep=self._weights.keep)
         self.chunks: dict[int, PipelineChunk] = {
-            index: build_chunk(model, bounds, index, context, state.device, seed, **parts)
-            for index, home in enumerate(placement)
-            if home == state.pipeline.rank
+            index: build(index) for index, home in enumerate(placement) if home == state.pipeline.rank
         }
         kept = self._kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]

@@ -242,6 +242,9 @@ def _keys(entries: Mapping[Key, Any]) -> str:
     return "a tensor" if None in entries else f"the entries {list(entries)}"
 
 
+Keep = Callable[[int, Sequence[nn.Module]], None]
+
+
 def build_chunk(
     model: ModelDescription,
     bounds: Sequence[range],
@@ -250,7 +253,7 @@ def build_chunk(
     device: torch.device,
     seed: int,
     parts: Sequence[range] = (),
-    keep: Callable[[int, Sequence[nn.Module]], None] = lambda part, layers: None,
+    keep: Keep = lambda part, layers: None,
 ) -> PipelineChunk:
     """Builds chunk `index`: of all layers, only its own get memory, and keyed initial values.
 
@@ -266,7 +269,9 @@ def build_chunk(
     span = bounds[index]
     for number, part in enumerate(parts or bounds):
         if part and part.start in span:
-            within = [name_and_layer for at, name_and_layer in zip(span, chunk.named_layers(), strict=True) if at in part]
+            within = [
+                name_and_layer for at, name_and_layer in zip(span, chunk.named_layers(), strict=True) if at in part
+            ]
             materialise(within, device, seed)
             keep(number, [layer for _, layer in within])
     return chunk

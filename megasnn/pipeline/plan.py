@@ -15,6 +15,7 @@ from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.budget import UnitMemory, within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
@@ -40,6 +41,8 @@ class PipelineRequest:
         recompute: a name in `RECOMPUTE`.
         memory_budget: bytes that a step may need on a rank (`StepPeak.total`); forwards are computed again to keep it.
         costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
+        weight_limit: bytes of gathered weights that a rank may hold, where replicas share weights; None: as few as let
+            the next ones be gathered while others are used.
     """
 
     schedule: str
@@ -52,6 +55,7 @@ class PipelineRequest:
     recompute: str = NEVER
     memory_budget: float | None = None
     costs_kept_as: tuple[str, ...] | None = None
+    weight_limit: float | None = None
 
     @property
     def repeats(self) -> bool:
@@ -138,7 +142,7 @@ class PipelinePlan:
 
     def describe_recompute(self) -> list[str]:
         """A line that says how many forwards are computed again, and with a budget, what that comes to."""
-        if self.schedules.units is None and self.memory_budget is None:
+        if self.schedules.recompute == NEVER and self.memory_budget is None:
             return []
         repeated, layers = self.repeated(), sum(map(len, self.bounds))
         count = sum(len(each) for of_rank in repeated for each in of_rank.values())
@@ -192,12 +196,22 @@ def plan_pipeline(
         key, size = request.costs_kept_as, request.micro_batch_size
         measure = partial(agreed_costs, model, size, context, state, wires, request.repeats)
         costs = measure() if key is None else kept_costs(key, state.world, measure)
-    request = replace(request, bounds=bounds)
-    return decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs))
+    request, shares = replace(request, bounds=bounds), context.weight.size > 1
+    plan = decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs, shares))
+    if not shares:
+        return plan
+    weights = shared_weights(model, plan.executed_bounds, context, request.weight_limit)
+    return replace(plan, schedules=plan.schedules.sharing(weights, request.micro_batches))
 
 
-def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineCosts | None) -> PipelinePlan:
-    """The one search of a run, for every number of micro-batches that a replica may have."""
+def _decide(
+    request: PipelineRequest, stages: int, layers: int, costs: PipelineCosts | None, in_units: bool
+) -> PipelinePlan:
+    """The one search of a run, for every number of micro-batches that a replica may have.
+
+    Args:
+        in_units: whether layers are executed one by one in any case.
+    """
     usual = request.micro_batches[0]
     counts = _possible_counts(request, stages, layers)
     chunks_per_rank = counts[0] if len(counts) == 1 else request.chunks_per_rank
@@ -208,7 +222,7 @@ def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineC
     bounds = request.bounds if cut is None else cut.bounds_of(plan.placement)
     assert bounds is not None
     schedules = replace(plan, decided=decided)
-    if request.recompute != NEVER:
+    if request.recompute != NEVER or in_units:
         schedules = schedules.in_units(bounds, request.recompute)
     if request.memory_budget is not None and costs is not None:
         schedules = _within_budget(schedules, request, bounds, costs)

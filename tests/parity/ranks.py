@@ -22,6 +22,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.sharding import Shard
@@ -35,6 +36,7 @@ class Layout:
     pipeline: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None  # per pipeline rank; by default what the schedule stands for
+    weight: int = 1  # replicas that share one copy of the weights
 
     @property
     def world_size(self) -> int:
@@ -85,10 +87,34 @@ def build_engine(
     rows_have_owners: bool = False,
 ) -> DistributedModel:
     model = _described(spec or NeuronSpec())
-    context = BuildContext(state.tensor, dtype, dtype, backend, data=state.data)
+    context = BuildContext(state.tensor, dtype, dtype, backend, data=state.data, weight=state.weight)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+    plan = gathering(plan, model, bounds, context)
     return DistributedModel(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
+
+
+def join(layout: Layout) -> ParallelState:
+    """The grid of a layout over an initialised world."""
+    return initialize_model_parallel(layout.tensor, layout.pipeline, weight_parallel_size=layout.weight)
+
+
+def gathering(
+    plan: SchedulePlan,
+    model: ModelDescription,
+    bounds: list[range],
+    context: BuildContext,
+    limit: float | None = None,
+) -> SchedulePlan:
+    """The plan; layer by layer and with gathers, where replicas share weights.
+
+    Args:
+        limit: bytes of gathered weights.
+    """
+    if context.weight.size == 1:
+        return plan
+    plan = plan.in_units(bounds, plan.recompute)
+    return plan.sharing(shared_weights(model, plan.unit_bounds(bounds), context, limit), [])
 
 
 def one_step(
@@ -103,7 +129,7 @@ def one_step(
     bounds: list[range] | None = None,
 ) -> RankStep:
     """Runs on every rank of an initialised world. Without `weights`, keeps the initial values."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = join(layout)
     try:
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         engine = build_engine(state, plan, dtype, backend, spec, bounds)
@@ -156,8 +182,8 @@ def record_step(
         hook.remove()
     engine.merge_statistics(most)
     place = state.coordinates
-    result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.norm, logits, sum(fired))
-    for entry in engine.tensors:
+    result = RankStep((place.pipeline, state.data.rank, place.tensor), loss, engine.norm, logits, sum(fired))
+    for entry in engine.tensors if state.weight.size == 1 else engine.owned:
         if entry.is_parameter and not entry.tensor.requires_grad:
             assert entry.tensor.grad is None
         elif entry.is_parameter:

@@ -14,9 +14,9 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import build_optimizer
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, assemble, build_engine, record_step
+from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, record_step
 from tests.parity.test_layouts import SIZES, TOLERANCE, error, name_of
 
 STEPS = 3
@@ -87,12 +87,12 @@ def train(
     rows_have_owners: bool = False,
 ) -> list[RankStep]:
     """On every rank: what each step came to, with the parameters after it in the place of gradients."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = join(layout)
     try:
         engine = build_engine(state, layout.schedule, torch.float64, rows_have_owners=rows_have_owners)
         load_globals_into(engine.tensors, from_spikingjelly(weights, reference.DIMS["depths"]), state.world.handle)
         groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-        optimizer, steps = build_optimizer(engine.owned, options, groups), []
+        optimizer, steps = build_optimizer(engine.owned, options, groups, engine.owners), []
         for _ in range(STEPS):
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
