@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,9 @@ class Shard:
             if axis in self.partial_gradient:
                 raise ValueError("partial_gradient is for parameters that every rank along the axis holds whole")
             shape = self._shape_behind(shape, axis, cut)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
+        return self  # with a copy of a module, not of whatever initialises it
 
     @property
     def _shape_of_rows(self) -> tuple[int, ...]:

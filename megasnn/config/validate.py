@@ -81,8 +81,8 @@ def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
     asked, count, wrong = f"--weight-parallel-size {grid.weight}", config.training.micro_batches, []
     if count % grid.replicas:
         wrong.append(
-            f"{asked} with {count} micro-batches on {grid.replicas} data parallel replicas, which gather weights together "
-            "and need equally many; change --global-batch-size or --micro-batch-size"
+            f"{asked} with {count} micro-batches on {grid.replicas} data parallel replicas, which gather weights "
+            "together and need equally many; change --global-batch-size or --micro-batch-size"
         )
     if config.data.last_batch == "keep":
         wrong.append(f"{asked} with --last-batch keep, where replicas may have unequally many micro-batches; use drop")

@@ -1,8 +1,8 @@
 """Weights that replicas keep by rows, and the whole of a unit while it is used (FSDP, arXiv 2304.11277).
 
-A parameter stays the same object for its layer, of its full shape, but its memory comes and goes: all parameters of a unit
-are places in one piece of memory, which is resized to nothing when they are freed. What autograd has saved of them is a
-place in the same memory, and finds the values there when they are gathered again.
+A parameter stays the same object for its layer, of its full shape, but its memory comes and goes: all parameters of a
+unit are places in one piece of memory, which is resized to nothing when they are freed. What autograd has saved of them
+is a place in the same memory, and finds the values there when they are gathered again.
 """
 
 from __future__ import annotations

@@ -58,10 +58,7 @@ class OwnedRows:
     def start_sum(self, direction: str) -> tuple[Exchange, Callable[[], None]]:
         """Starts sending gradients to their owners; the returned function waits for those of this rank's rows, and sums
         them up in rank order."""
-        rank = self._data.rank
-        outgoing = joined(list(chain(*without(self._gradients, rank))), self.sum)
-        mine = [0 if other == rank else self._counts[rank] for other in range(self._data.size)]
-        exchange = start_exchange(outgoing, self._counts, mine, self._data, direction)
+        rank, exchange = self._data.rank, self._start(direction)
 
         def finish() -> None:
             parts = exchange.wait()
@@ -69,6 +66,23 @@ class OwnedRows:
             self.sum.copy_(sum_in_rank_order(parts))
 
         return exchange, finish
+
+    def start_adding(self, direction: str) -> Callable[[], None]:
+        """`start_sum` of gradients whose memory may go at once; the returned function adds the sum to the last one."""
+        exchange, own = self._start(direction), joined(self._gradients[self._data.rank], self.sum)
+
+        def finish() -> None:
+            parts = exchange.wait()
+            parts[self._data.rank] = own
+            self.sum.add_(sum_in_rank_order(parts))
+
+        return finish
+
+    def _start(self, direction: str) -> Exchange:
+        rank = self._data.rank
+        outgoing = joined(list(chain(*without(self._gradients, rank))), self.sum)
+        mine = [0 if other == rank else self._counts[rank] for other in range(self._data.size)]
+        return start_exchange(outgoing, self._counts, mine, self._data, direction)
 
     def start_sharing(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""

@@ -118,8 +118,17 @@ class DistributedModel:
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         # A chunk's gradients are complete when those of its first unit are.
         first = [0, *accumulate(self.plan.units_of_chunks)]
+        executed = self.chunks
+        if self.plan.units is not None:
+            executed = {
+                unit: chunk.part(units, unit)
+                for index, chunk in self.chunks.items()
+                for unit in range(first[index], first[index + 1])
+            }
+        scattered = self.plan.weights is not None and bool(self.plan.weights.scattered)
+        parts = executed if scattered else {first[index]: chunk for index, chunk in self.chunks.items()}
         self.data_parallel = BucketedDataParallel(
-            [(first[index], chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
+            [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in parts.items()],
             state.copies,
             state.tensor,
             additions={
@@ -129,6 +138,7 @@ class DistributedModel:
             },
             rows_have_owners=rows_have_owners,
             weights=self._weights,
+            scattered=scattered,
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
@@ -149,13 +159,6 @@ class DistributedModel:
         self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = self.norm = 0.0
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
-        executed = self.chunks
-        if self.plan.units is not None:
-            executed = {
-                unit: chunk.part(units, unit)
-                for index, chunk in self.chunks.items()
-                for unit in range(first[index], first[index + 1])
-            }
         self.executor = PipelineExecutor(
             executed,
             self.plan.executed_placement,
@@ -374,8 +377,8 @@ def _weights(plan: SchedulePlan, state: ParallelState, context: BuildContext) ->
         return None
     if plan.weights is None or context.weight.size != state.weight.size:
         raise ValueError(
-            f"weights are shared by {state.weight.size} ranks: give a schedule that gathers them (SchedulePlan.sharing) "
-            "and BuildContext(weight=...)"
+            f"weights are shared by {state.weight.size} ranks: give a schedule that gathers them "
+            "(SchedulePlan.sharing), and BuildContext(weight=...)"
         )
     return GatheredWeights(state.weight, context.cast_weights)
 

@@ -176,6 +176,7 @@ def plan_of(
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
         costs_kept_as=costs_kept_as,
         weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
+        scatters=parallel.weight_gradients == "scattered",
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))
 

@@ -65,6 +65,12 @@ class MicroBatchInput:
 class GradientSync(Protocol):
     """What the executor asks of data parallelism."""
 
+    def begin(self, chunk: int) -> None:
+        """A backward of the chunk is about to add gradients, which are to be scattered behind it."""
+
+    def scatter(self, chunk: int) -> None:
+        """The gradients that backwards have left for the chunk may go. Does not wait."""
+
     def finish(self, chunk: int) -> None:
         """The chunk's gradients of this step are complete. Does not wait for their reduction."""
 
@@ -103,10 +109,12 @@ class _Run:
 
     Attributes:
         repeated: the forwards that are computed again. kept: what they do it from.
+        scattered: the chunks whose gradients are scattered after every micro-batch.
     """
 
     micro_batches: Sequence[MicroBatchInput]
     repeated: frozenset[tuple[int, int]] = frozenset()
+    scattered: frozenset[int] = frozenset()
     kept: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
     learning: dict[tuple[int, int], int] = field(default_factory=dict)
     inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -170,6 +178,7 @@ class PipelineExecutor:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
             Kind.SYNC_GRADIENTS: self._sync_gradients,
+            Kind.SCATTER_GRADIENTS: self._scatter_gradients,
             Kind.GATHER_WEIGHTS: self._gather_weights,
             Kind.FREE_WEIGHTS: self._free_weights,
         }
@@ -207,7 +216,9 @@ class PipelineExecutor:
             if chunk.graphs is not None and not forward_only:
                 chunk.graphs.begin()
         actions = schedule.actions[self._state.pipeline.rank]
-        run = _Run(micro_batches, frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE))
+        repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
+        scattered = frozenset(each.chunk for each in actions if each.kind is Kind.SCATTER_GRADIENTS)
+        run = _Run(micro_batches, repeated, scattered)
         with torch.no_grad() if forward_only else nullcontext():
             self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
             for position, action in enumerate(actions):
@@ -355,6 +366,7 @@ class PipelineExecutor:
         self._done(action)
 
     def _backward(self, run: _Run, action: Action) -> None:
+        self._begin_gradients(run, action)
         key = _key(action)
         gradients, roots = run.gradients.pop(key, None), run.roots.pop(key)
         if roots:  # a chunk may have nothing to learn
@@ -367,10 +379,15 @@ class PipelineExecutor:
         run.weight_gradients[_key(action)] = tasks
 
     def _weight_gradient(self, run: _Run, action: Action) -> None:
+        self._begin_gradients(run, action)
         tasks = run.weight_gradients.pop(_key(action))
         while tasks:
             tasks.pop()()  # and its tensors are free
         self._done(action)
+
+    def _begin_gradients(self, run: _Run, action: Action) -> None:
+        if self._sync is not None and action.chunk in run.scattered:
+            self._sync.begin(action.chunk)
 
     def _done(self, action: Action) -> None:
         chunk, micro_batch = _key(action)
@@ -381,6 +398,10 @@ class PipelineExecutor:
     def _sync_gradients(self, run: _Run, action: Action) -> None:
         if self._sync is not None:
             self._sync.finish(action.chunk)
+
+    def _scatter_gradients(self, run: _Run, action: Action) -> None:
+        if self._sync is not None:
+            self._sync.scatter(action.chunk)
 
     def _gather_weights(self, run: _Run, action: Action) -> None:
         if self._weights is not None:

@@ -43,6 +43,7 @@ class PipelineRequest:
         costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
         weight_limit: bytes of gathered weights that a rank may hold, where replicas share weights; None: as few as let
             the next ones be gathered while others are used.
+        scatters: whether gradients then go to those who keep the rows after every micro-batch.
     """
 
     schedule: str
@@ -56,6 +57,7 @@ class PipelineRequest:
     memory_budget: float | None = None
     costs_kept_as: tuple[str, ...] | None = None
     weight_limit: float | None = None
+    scatters: bool = False
 
     @property
     def repeats(self) -> bool:
@@ -200,7 +202,7 @@ def plan_pipeline(
     plan = decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs, shares))
     if not shares:
         return plan
-    weights = shared_weights(model, plan.executed_bounds, context, request.weight_limit)
+    weights = shared_weights(model, plan.executed_bounds, context, request.weight_limit, request.scatters)
     return replace(plan, schedules=plan.schedules.sharing(weights, request.micro_batches))
 
 

@@ -29,7 +29,8 @@ class MemoryForecast:
 
     Attributes:
         program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
-        weights: parameters and buffers, and their average where one is kept. gradients: their buckets, and the sums of
+        weights: parameters and buffers, and their average where one is kept; where replicas share weights, this rank's
+            rows, and the most that is gathered. gradients: their buckets, and the sums of
             the rows that the rank owns where rows have owners.
         optimizer: its state.
         kept: the most that forwards leave for backward.
@@ -91,16 +92,16 @@ def forecast_memory(
         except NotMeasuredError as reason:
             reporter.line(f"memory is not predicted: {reason}")
             return []
-    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.executed_bounds, costs)[state.pipeline.rank]
+    schedule = plan.schedules.training(plan.micro_batches)
+    peak = step_peaks(schedule, plan.executed_bounds, costs)[state.pipeline.rank]
     owned = distributed.owned
     held = (*distributed.copies, *distributed.tensors)
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
     averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
-    gradients = sum(entry.tensor.nbytes for entry in held if entry.tensor.requires_grad)
-    parts = [mine for whole, mine in zip(distributed.tensors, owned, strict=True) if whole is not mine]
-    gradients += sum(mine.tensor.nbytes for mine in parts)
+    gathered = 0 if plan.schedules.weights is None else plan.schedules.weights.limit_of(schedule)
+    gradients = distributed.data_parallel.held_bytes
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save
@@ -109,7 +110,7 @@ def forecast_memory(
     release_free_memory()
     mine = MemoryForecast(
         program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
-        weights=1e-6 * weights,
+        weights=1e-6 * (weights + gathered),
         gradients=1e-6 * gradients,
         optimizer=1e-6 * moments,
         kept=1e-6 * peak.kept,

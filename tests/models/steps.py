@@ -57,7 +57,8 @@ def take_steps(
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
         context = BuildContext(state.tensor, dtype, dtype, data=state.data, weight=state.weight)
         # Replicas with other numbers of micro-batches gather each layer once.
-        plan = gathering(plan, described, bounds, context, math.inf if len(SIZES) % state.data.size else None)
+        limit = math.inf if len(SIZES) % state.data.size else None
+        plan = gathering(plan, described, bounds, context, layout, limit)
         engine = DistributedModel(described, state, context, bounds, plan)
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)

@@ -37,6 +37,8 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int | None = None  # per pipeline rank; by default what the schedule stands for
     weight: int = 1  # replicas that share one copy of the weights
+    scatters: bool = False  # gradients after every micro-batch
+    recompute: str = "never"
 
     @property
     def world_size(self) -> int:
@@ -85,12 +87,13 @@ def build_engine(
     spec: NeuronSpec | None = None,
     bounds: list[range] | None = None,
     rows_have_owners: bool = False,
+    layout: Layout = Layout(),  # noqa: B008  (frozen)
 ) -> DistributedModel:
     model = _described(spec or NeuronSpec())
     context = BuildContext(state.tensor, dtype, dtype, backend, data=state.data, weight=state.weight)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-    plan = gathering(plan, model, bounds, context)
+    plan = gathering(plan, model, bounds, context, layout)
     return DistributedModel(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
 
 
@@ -104,6 +107,7 @@ def gathering(
     model: ModelDescription,
     bounds: list[range],
     context: BuildContext,
+    layout: Layout,
     limit: float | None = None,
 ) -> SchedulePlan:
     """The plan; layer by layer and with gathers, where replicas share weights.
@@ -113,8 +117,9 @@ def gathering(
     """
     if context.weight.size == 1:
         return plan
-    plan = plan.in_units(bounds, plan.recompute)
-    return plan.sharing(shared_weights(model, plan.unit_bounds(bounds), context, limit), [])
+    plan = plan.in_units(bounds, layout.recompute)
+    weights = shared_weights(model, plan.unit_bounds(bounds), context, limit, layout.scatters)
+    return plan.sharing(weights, [])
 
 
 def one_step(
@@ -132,7 +137,7 @@ def one_step(
     state = join(layout)
     try:
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        engine = build_engine(state, plan, dtype, backend, spec, bounds)
+        engine = build_engine(state, plan, dtype, backend, spec, bounds, layout=layout)
         if weights is not None:
             load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]), state.world.handle)
         return record_step(engine, state, images, labels, micro_batch_size)

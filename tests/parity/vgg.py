@@ -177,7 +177,7 @@ def one_step(
         context = BuildContext(state.tensor, dtype, dtype, backend, SEED, data=state.data, weight=state.weight)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
-        plan = gathering(plan, model, bounds, context)
+        plan = gathering(plan, model, bounds, context, layout)
         engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
         load_globals_into(engine.tensors, vgg_from_spikingjelly(weights, POOLS), state.world.handle)
         return record_step(engine, state, *data(dtype), SIZES[0])
