@@ -146,6 +146,12 @@ class _Together:
                     torch._foreach_copy_(places, list(values.split([each.numel() for each in places])))
 
     def free(self) -> None:
+        """Raises ValueError where something else holds the memory, too."""
+        if not self._storage.resizable():
+            raise ValueError(
+                "the memory of gathered weights cannot be freed: a module has made a NumPy array of a parameter "
+                "(weight.numpy()); let it take a copy, or leave --weight-parallel-size out"
+            )
         self._storage.resize_(0)
 
 

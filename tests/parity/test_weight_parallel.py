@@ -16,15 +16,14 @@ from megasnn.kernels import NeuronSpec
 from megasnn.models.model import Model
 from tests.models.networks import Bundles, Tied, UNet
 from tests.models.steps import assert_equal, one_step
-from tests.models.test_plain import Plain
 from tests.parity import spikingjelly_reference as reference
 from tests.parity import test_layouts as spikformer
 from tests.parity import test_vgg as vgg
-from tests.parity.networks import CalledAgain
+from tests.parity.networks import CASES as NETWORKS_OF_OTHERS
 from tests.parity.ranks import Layout, assemble
 from tests.parity.ranks import one_step as run_step
 from tests.parity.test_layouts import TOLERANCE, error, name_of
-from tests.parity.zoo import CASES
+from tests.parity.zoo import CASES as ZOO
 
 GRIDS = [
     (data, tensor, pipeline, schedule, weight)
@@ -85,13 +84,10 @@ def test_learned_time_constants(ranks, layout: Layout) -> None:
 
 
 NETWORKS: dict[str, Model] = {
-    **{name: case.model for name, case in CASES.items()},
+    **{name: case.model for name, case in (ZOO | NETWORKS_OF_OTHERS).items()},
     "unet": UNet(),
     "bundles": Bundles(),
     "tied": Tied(),
-    "called-again": CalledAgain(),
-    "plain": Plain(sharded=False),
-    "plain-beside-ours": Plain(),
 }
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasnn.checkpoint import list_checkpoints
 from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse, validate
 from megasnn.config.training import Length
+from megasnn.data_parallel import BucketedDataParallel
+from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.engine import Engine
+from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
@@ -42,6 +48,7 @@ def cache(tmp_path_factory) -> str:
         (4, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", (*BY_FOUR, "--recompute", "always")),
         (4, "--freeze patch_embed --optimizer sgd", (*BY_FOUR, SHARDED, "--weight-memory-limit", "1")),
         pytest.param(4, "--neuron plif --precision bf16", BY_FOUR, marks=pytest.mark.matrix),
+        pytest.param(2, "--bptt-steps 1", BY_TWO, marks=pytest.mark.matrix),
         pytest.param(2, "--precision bf16 --tensor-model-parallel-size 2", BY_TWO, marks=pytest.mark.matrix),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
@@ -109,56 +116,138 @@ def test_evaluating_and_whole_weights(ranks) -> None:
             torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def accounts(*flags: str) -> dict[str, float]:
-    """What this rank receives in its second step by group, and holds behind it, beside what is allowed."""
+@dataclass
+class Account:
+    """Bytes: what this rank receives in its second step, and holds behind it, beside what is planned and allowed.
+
+    Attributes:
+        gathered, gradients: received over the replicas that share weights. planned: what the gathers of the schedule
+            give each of them, own rows counted.
+        kept, allowed, state: rows of weights, what of them is allowed, and the optimizer's state. parameters: all.
+        live, left: of gathered weights, the most at once, and behind the step. limit: what may be.
+    """
+
+    gathered: int
+    planned: int
+    gradients: int
+    parameters: int
+    kept: int
+    allowed: float
+    state: int
+    live: int
+    left: int
+    limit: int
+
+
+def accounts(*flags: str) -> Account:
     with engine("--neuron", "plif", *flags) as made:
+        distributed, weights = made.distributed, made.plan.schedules.weights
+        of_layers = [each for chunk in distributed.chunks.values() for each in chunk.parameters()]
+        multiplied = {
+            each.weight: each.compute_dtype.itemsize
+            for chunk in distributed.chunks.values()
+            for each in chunk.modules()
+            if isinstance(each, (ParallelConv, ParallelLinear))
+        }
+        live, ready = [0], GatheredWeights.ready
+
+        def watched(self: GatheredWeights, unit: int) -> None:
+            ready(self, unit)
+            places = (each for of_unit in self._units.values() for together in of_unit for each in together.values)
+            storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in places}
+            live.append(sum(storages.values()))
+
         made.train_step(*samples(made, 8))
         statistics.reset()
-        with statistics.counting():
+        with statistics.counting(), mock.patch.object(GatheredWeights, "ready", watched):
             made.train_step(*samples(made, 8))
         traffic = statistics.read()
         statistics.reset()
-        distributed, plan = made.distributed, made.plan.schedules
-        schedule, weights = plan.training(8 // 2 // made.state.data.size), plan.weights
-        assert weights is not None
-        mine = schedule.actions[made.state.pipeline.rank]
-        kept = [e.tensor for e in distributed.tensors if e.is_parameter]
-        whole = {e.name: e for e in distributed.described if e.is_parameter}
-        allowed = sum(
-            whole[e.name].tensor.nbytes / made.state.weight.size + whole[e.name].tensor[:1].nbytes
-            for e in distributed.tensors
-            if e.is_parameter and whole[e.name].tensor.ndim
-        )
-        gathered = [action.chunk for action in mine if action.kind is Kind.GATHER_WEIGHTS]
+        schedule = made.plan.schedules.training(4 // made.state.data.size)
         of_units = {
-            unit: sum(each.numel() for each in chunk.parameters())
-            for unit, chunk in distributed.executor._chunks.items()
+            unit: sum(each.numel() * multiplied.get(each, each.itemsize) for each in part.parameters())
+            for unit, part in distributed.executor._chunks.items()
         }
-        return {
-            "gathered": traffic["weight", "all_to_all", "step"].bytes,
-            "planned": 4 * sum(of_units[unit] for unit in gathered),
-            "gradients": traffic["weight", "all_to_all", "backward"].bytes,
-            "parameters": 4 * distributed.parameters,
-            "kept": sum(each.nbytes for each in kept),
-            "allowed": allowed + 4 * len(kept),
-            "state": held_state_bytes(made.steps.optimizer),
-            "live": sum(
-                each.untyped_storage().nbytes() for chunk in distributed.chunks.values() for each in chunk.parameters()
+        gathers = [action.chunk for action in schedule.actions[0] if action.kind is Kind.GATHER_WEIGHTS]
+        kept = [e.tensor for e in distributed.tensors if e.is_parameter]
+        rows = [len(each) if each.ndim else 1 for each in of_layers]
+        assert weights is not None
+        return Account(
+            gathered=traffic["weight", "all_to_all", "step"].bytes,
+            planned=sum(of_units[unit] for unit in gathers),
+            gradients=traffic["weight", "all_to_all", "backward"].bytes,
+            parameters=4 * distributed.parameters,
+            kept=sum(each.nbytes for each in kept),
+            allowed=sum(
+                each.nbytes / made.state.weight.size + each.nbytes / count
+                for each, count in zip(of_layers, rows, strict=True)
             ),
-        }
+            state=held_state_bytes(made.steps.optimizer),
+            live=max(live),
+            left=sum(each.untyped_storage().nbytes() for each in of_layers),
+            limit=weights.limit_of(schedule),
+        )
 
 
-@pytest.mark.parametrize(("size", "flags"), [(2, BY_TWO), (4, (*BY_TWO, SHARDED)), (4, (*BY_FOUR, *SCATTERED))])
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [(2, BY_TWO), (4, (*BY_TWO, SHARDED)), (4, (*BY_FOUR, *SCATTERED)), (2, (*BY_TWO, "--precision", "bf16"))],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
 def test_what_a_step_receives_and_a_rank_holds(ranks, size: int, flags: tuple[str, ...]) -> None:
     """Gathers receive what the schedule says: of a unit, each rank the rows of the others."""
     found, shared = ranks(size, accounts, *flags), int(flags[1])
-    assert sum(each["gathered"] for each in found) == size / shared * (shared - 1) * found[0]["planned"]
+    times = size // shared * (shared - 1)
+    assert sum(each.gathered for each in found) == times * found[0].planned
     scatters = 4 // size if SCATTERED[0] in flags else 1
-    assert sum(each["gradients"] for each in found) == scatters * size / shared * (shared - 1) * found[0]["parameters"]
-    owners = size if SHARDED in flags else shared
+    assert sum(each.gradients for each in found) == scatters * times * found[0].parameters
     for each in found:
-        assert each["kept"] <= each["allowed"] and not each["live"]
-        assert each["state"] <= 2 * (each["allowed"] if owners == shared else each["allowed"] / 2 + 4000) + 4000
+        assert each.kept <= each.allowed < each.parameters
+        assert 0 < each.live <= each.limit < each.parameters and not each.left
+        share = size if SHARDED in flags else shared
+        assert each.state <= 2 * (each.parameters / share + 2 * (each.allowed - each.parameters / shared)) + 4000
+
+
+def spoiled() -> tuple[bool, str, bool]:
+    """A step with an infinite gradient."""
+    with engine(*BY_TWO) as made:
+        before = made.state_dict()
+        (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
+        wait = BucketedDataParallel.wait
+
+        def spoiling(self: BucketedDataParallel) -> None:
+            wait(self)
+            if made.state.rank == 1 and (gradient := self.gradient(weight)) is not None:
+                gradient[0] = float("inf")
+
+        with mock.patch.object(BucketedDataParallel, "wait", spoiling):
+            result = made.train_step(*samples(made, 8))
+        return result.skipped, str(result.not_finite), same(made.state_dict(), before)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(ranks) -> None:
+    for skipped, where, unchanged in ranks(2, spoiled):
+        assert skipped and "gradient of head.weight" in where and unchanged
+
+
+def built_by_layers() -> list[int]:
+    """The memory of this rank's whole parameters whenever a layer has got its values."""
+    held, keep = list[int](), GatheredWeights.keep
+    seen = list[nn.Module]()
+
+    def watched(self: GatheredWeights, unit: int, layers: Sequence[nn.Module]) -> None:
+        seen.extend(layers)
+        held.append(sum(each.untyped_storage().nbytes() for layer in seen for each in layer.parameters()))
+        held.append(-sum(each.nbytes for layer in layers for each in layer.parameters()))
+        keep(self, unit, layers)
+
+    with mock.patch.object(GatheredWeights, "keep", watched), engine(*BY_TWO):
+        return held
+
+
+def test_a_rank_builds_one_layer_at_a_time(ranks) -> None:
+    for held in ranks(2, built_by_layers):
+        assert len(held) > 2 and all(whole == -own for whole, own in zip(held[::2], held[1::2], strict=True))
 
 
 def test_a_flipped_bit_is_found_where_weights_are_held_twice(ranks, cache) -> None:
@@ -173,8 +262,8 @@ def printed(cache: str, *flags: str) -> str:
 
 
 def test_what_is_told(ranks, cache) -> None:
-    told, _ = ranks(2, printed, cache, *EVEN, *BY_TWO, "--train-iters", "1")
-    assert "--weight-parallel-size 2: a rank keeps 0.1 MB of weights" in told
+    told, _ = ranks(2, printed, cache, *EVEN, *BY_TWO, "--train-iters", "1", "--embed-dim", "64")
+    assert "--weight-parallel-size 2: a rank keeps 0.2 MB of weights, and gathers at most 0.1 MB at once" in told
     assert "--weight-gradients once: once holds" in told and "scattered holds" in told
 
 
