@@ -43,8 +43,9 @@ class ParallelState:
     Attributes:
         grid, coordinates: the sizes of the axes and this rank's place.
         tensor, pipeline: the groups along one axis. data: all replicas, each of which has samples of its own.
-        weight: the replicas that share one copy of the weights. copies: those that hold the same of it; without weight
-            parallelism all replicas.
+        weight: the replicas that share one copy of the weights. scatter: the same once more, for gradients: when these
+            are complete is no part of the order in which weights are gathered.
+        copies: the replicas that hold the same of the weights; without weight parallelism all.
         downward: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pipeline`.
             No queue has messages in both directions (megasnn/comm/communicators.py).
         model: all ranks that together hold one copy of the model (tensor x pipeline).
@@ -65,6 +66,7 @@ class ParallelState:
     device: torch.device
     communicators: Communicators
     weight: Group
+    scatter: Group
     copies: Group
     at_end: ExitStack = field(default_factory=ExitStack)
 
@@ -192,6 +194,7 @@ def initialize_model_parallel(
         grid=grid,
         coordinates=grid.coordinates(rank),
         **{"weight": alone("weight"), "copies": named["data"], **named},
+        scatter=groups("scatter", ("weight",), apart=True),
         downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,
         communicators=Communicators(wire),
@@ -201,6 +204,8 @@ def initialize_model_parallel(
     for name in table:
         if name != "pipeline":  # whose collectives are those of hosts
             _state.communicators.start(getattr(_state, name))
+        if name == "weight":
+            _state.communicators.start(_state.scatter)
     let_computing_go_first()
     return _state
 
@@ -235,7 +240,8 @@ def destroy_model_parallel() -> None:
     if _state is None:
         return
     freed: list[dist.ProcessGroup] = []
-    for group in (*(getattr(_state, name) for name in (*_OF_WEIGHT_PARALLELISM, *_GROUPS)), _state.downward):
+    named = (getattr(_state, name) for name in (*_OF_WEIGHT_PARALLELISM, *_GROUPS))
+    for group in (*named, _state.scatter, _state.downward):
         handle = group.handle
         if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
             dist.destroy_process_group(handle)

@@ -57,7 +57,7 @@ class Bucket:
         held, gradients = parameters, self.views
         if weights is not None:
             rows = [weights.rows(each) for each in parameters]
-            self.kept = OwnedRows(parameters, self.views, weights.group, rows)
+            self.kept = OwnedRows(parameters, self.views, weights.scatter, rows)
             held, gradients, self.sum = [*rows], self.kept.sums, self.kept.sum
         self.owned = None if owners is None else OwnedRows(held, gradients, owners)
 

@@ -31,12 +31,15 @@ class GatheredWeights:
     What convolutions and linear layers multiply by travels in the type that they compute in, all else as it is.
 
     Args:
-        group: the replicas that share one copy of the weights.
+        group: the replicas that share one copy of the weights. scatter: the same, for gradients.
         cast_weights: gives the layers what they multiply by.
+
+    Attributes:
+        scatter: as it was given.
     """
 
-    def __init__(self, group: Group, cast_weights: CastWeights) -> None:
-        self.group, self._cast_weights = group, cast_weights
+    def __init__(self, group: Group, scatter: Group, cast_weights: CastWeights) -> None:
+        self.scatter, self._group, self._cast_weights = scatter, group, cast_weights
         self._units: dict[int, list[_Together]] = {}
         self._on_their_way: dict[int, list[Exchange]] = {}
         self._live: set[int] = set()
@@ -55,7 +58,7 @@ class GatheredWeights:
             by_type.setdefault((parameter.dtype, travels_in), []).append(parameter)
         self._units[unit] = []
         for (_, travels_in), parameters in by_type.items():
-            together = _Together(parameters, travels_in, self.group)
+            together = _Together(parameters, travels_in, self._group)
             self._units[unit].append(together)
             self._kept |= zip(parameters, together.rows, strict=True)
             for parameter, values in zip(parameters, together.values, strict=True):
@@ -132,7 +135,8 @@ class _Together:
         self.free()
 
     def start(self) -> Exchange:
-        outgoing = self._mine.to(self.values[0].dtype).repeat(self._group.size - 1)
+        others, outgoing = self._group.size - 1, self._mine.to(self.values[0].dtype)
+        outgoing = outgoing.repeat(others) if others > 1 else outgoing
         counts = [len(self._mine)] * self._group.size
         return start_exchange(outgoing, counts, self._counts, self._group, "step")
 

@@ -380,7 +380,7 @@ def _weights(plan: SchedulePlan, state: ParallelState, context: BuildContext) ->
             f"weights are shared by {state.weight.size} ranks: give a schedule that gathers them "
             "(SchedulePlan.sharing), and BuildContext(weight=...)"
         )
-    return GatheredWeights(state.weight, context.cast_weights)
+    return GatheredWeights(state.weight, state.scatter, context.cast_weights)
 
 
 def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:
