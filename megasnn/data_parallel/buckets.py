@@ -78,7 +78,8 @@ class BucketedDataParallel:
             whole = [e.tensor for e in trained if "tensor" not in e.shard.partial_gradient]
             partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
             if whole:
-                most = bucket_bytes or exchange_bytes(data, whole[0].device, BUCKET_BYTES)
+                over = data if weights is None else weights.scatter
+                most = bucket_bytes or exchange_bytes(over, whole[0].device, BUCKET_BYTES)
                 self._buckets += [bucket(chunk, group, False) for group in _packed(whole, most)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
             self._buckets += [bucket(chunk, partial, True)] if partial else []
