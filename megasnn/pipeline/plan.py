@@ -76,6 +76,7 @@ class PipelinePlan:
         costs: measured; None where nobody needed them.
         named: what the named schedules would take, each on its own cut; empty without costs.
         memory_budget: as it was asked for.
+        weight_ranks: how many replicas share one copy of the weights.
     """
 
     bounds: tuple[range, ...]
@@ -84,6 +85,7 @@ class PipelinePlan:
     costs: PipelineCosts | None = None
     named: tuple[Forecast, ...] = ()
     memory_budget: float | None = None
+    weight_ranks: int = 1
 
     @property
     def executed_bounds(self) -> list[range]:
@@ -167,7 +169,13 @@ class PipelinePlan:
 
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
-        return self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
+        costs = self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
+        if self.schedules.weights is None:
+            return costs
+        # The link between stages is the one that is measured, where there are stages.
+        others, link = (self.weight_ranks - 1) / self.weight_ranks, self.costs.link
+        times = [link.latency + link.per_byte * others * size for size in self.schedules.weights.unit_bytes]
+        return [replace(cost, gather=time, scatter=time) for cost, time in zip(costs, times, strict=True)]
 
 
 def _in_short(each: Forecast) -> str:
@@ -203,7 +211,8 @@ def plan_pipeline(
     if not shares:
         return plan
     weights = shared_weights(model, plan.executed_bounds, context, request.weight_limit, request.scatters)
-    return replace(plan, schedules=plan.schedules.sharing(weights, request.micro_batches))
+    schedules = plan.schedules.sharing(weights, request.micro_batches)
+    return replace(plan, schedules=schedules, weight_ranks=context.weight.size)
 
 
 def _decide(

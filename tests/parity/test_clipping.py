@@ -124,7 +124,11 @@ def cases() -> list[object]:
     ]
 
 
-GATHERED = [Layout(4, 1, 2, "zbv", weight=2), Layout(2, 2, 2, "1f1b", weight=2), Layout(4, 1, 1, weight=4)]
+GATHERED = [
+    Layout(4, 1, 2, "zbv", weight=2, scatters=True),
+    Layout(2, 2, 2, "1f1b", weight=2),
+    Layout(4, 1, 1, weight=4),
+]
 
 
 def gathered_cases() -> list[object]:
