@@ -24,7 +24,11 @@ from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
-from megasnn.schedule import Kind
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.plan import PipelinePlan
+from megasnn.schedule import Kind, plan_schedule
+from megasnn.schedule.weights import SharedWeights
 from tests.training.runs import TINY
 from tests.training.test_replicas import WEIGHT, train_with_flip
 from tests.training.test_sharded_optimizer import SHARDED, batch, same, saved, trained
@@ -287,6 +291,15 @@ def test_bad_input_is_refused_before_anything_is_built(flags: str, told: str) ->
     with pytest.raises(ConfigError) as caught:
         validate(config, 4)
     assert told in str(caught.value)
+
+
+def test_a_prediction_knows_what_gathers_take() -> None:
+    """All but the first are hidden behind the layer before."""
+    bounds = (range(4),)
+    schedules = plan_schedule("1f1b", 1).in_units(bounds, "never").sharing(SharedWeights((8,) * 4), [1])
+    costs = PipelineCosts((LayerCost(1.0, 1.0, 1.0),) * 4, LinkCost(latency=0.25, per_byte=0.0625))
+    simulation = PipelinePlan(bounds, schedules, 1, costs, weight_ranks=2).simulation(1)
+    assert simulation is not None and simulation.makespan == 12 + 0.25 + 4 * 0.0625
 
 
 def too_little(*flags: str) -> str:
