@@ -110,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scattered = frozenset(() if options.scatter is None else units)
         weights = SharedWeights((1,) * len(units), options.live_units, options.gathered_ahead, scattered)
         schedule = weights.insert(schedule)
-    result = simulate(schedule, costs_of(schedule.placement))
+    wholes = [unit // options.units for unit in range(schedule.chunks)]
+    result = simulate(schedule, costs_of(schedule.placement), wholes)
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
     print(f"makespan {result.makespan:g}")
     for rank in range(schedule.ranks):

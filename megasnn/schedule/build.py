@@ -137,6 +137,11 @@ class SchedulePlan:
         counts = zip(self.placement, self.units_of_chunks, strict=True)
         return tuple(rank for rank, count in counts for _ in range(count))
 
+    @property
+    def wholes(self) -> tuple[int, ...]:
+        """The chunk that each unit is of."""
+        return tuple(chunk for chunk, count in enumerate(self.units_of_chunks) for _ in range(count))
+
     def unit_bounds(self, bounds: Sequence[range]) -> list[range]:
         """The layers of each unit, from those of each chunk: one layer, or what of a chunk is left."""
         return [part for span, count in zip(bounds, self.units_of_chunks, strict=True) for part in _cut(span, count)]
