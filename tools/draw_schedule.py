@@ -151,8 +151,8 @@ def _check(options: Options) -> None:
             f"--stages {options.stages}: auto searches for {MOST_SEARCHED} at most, since more would take minutes; "
             f"name a schedule"
         )
-    costs = options.forward, options.input_grad, options.weight_grad, options.transfer
-    costs += options.gather, options.scatter or 0.0
+    computing = options.forward, options.input_grad, options.weight_grad
+    costs = *computing, options.transfer, options.gather, options.scatter or 0.0
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         given = " ".join(f"{cost:g}" for cost in costs)
         raise ValueError(

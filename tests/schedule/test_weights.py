@@ -217,14 +217,14 @@ def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
         ("1B0", 12, 18),
         ("1FREE", 18, 18),
         ("1SCATTER0", 18, 20),
-        ("1SYNC", 18, 18),
         ("0B0", 18, 24),
         ("0FREE", 24, 24),
         ("0SCATTER0", 24, 25),
+        ("1SYNC", 24, 24),
         ("0SYNC", 24, 24),
     ]
     assert result.makespan == 25 and result.busy == (20,) and result.idle == (5,)
-    assert weights_held(schedule, 0, (10, 20)) == [10, 30, 30, 30, 30, 10, 10, 10, 10, 0, 0, 0]
+    assert weights_held(schedule, 0, (10, 20)) == [10, 30, 30, 30, 30, 10, 10, 10, 0, 0, 0, 0]
 
 
 def test_what_is_gathered_ahead_takes_no_time() -> None:
