@@ -97,8 +97,9 @@ def freed_twice(row: Row) -> Iterator[Mutant]:
 
 
 def never_freed(row: Row) -> Iterator[Mutant]:
-    """Units whose last FREE is missing."""
-    for at in {row[at].chunk: at for at in places(row, Kind.FREE_WEIGHTS)}.values():
+    """A FREE is missing behind which nothing is gathered for which it would make room."""
+    last = max(places(row, Kind.GATHER_WEIGHTS))
+    for at in (at for at in places(row, Kind.FREE_WEIGHTS) if at > last):
         yield Mutant(without(row, at), f"the weights of unit {row[at].chunk} are never freed", len(row) - 1)
 
 
