@@ -110,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scattered = frozenset(() if options.scatter is None else units)
         weights = SharedWeights((1,) * len(units), options.live_units, options.gathered_ahead, scattered)
         schedule = weights.insert(schedule)
-    result = simulate(schedule, costs_of(schedule.placement))
+    wholes = [unit // options.units for unit in range(schedule.chunks)]
+    result = simulate(schedule, costs_of(schedule.placement), wholes)
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
     print(f"makespan {result.makespan:g}")
     for rank in range(schedule.ranks):
@@ -150,8 +151,8 @@ def _check(options: Options) -> None:
             f"--stages {options.stages}: auto searches for {MOST_SEARCHED} at most, since more would take minutes; "
             f"name a schedule"
         )
-    costs = options.forward, options.input_grad, options.weight_grad, options.transfer
-    costs += options.gather, options.scatter or 0.0
+    computing = options.forward, options.input_grad, options.weight_grad
+    costs = *computing, options.transfer, options.gather, options.scatter or 0.0
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         given = " ".join(f"{cost:g}" for cost in costs)
         raise ValueError(

@@ -104,12 +104,12 @@ def draw_grid(schedule: Schedule, simulation: Simulation, columns: int = 160) ->
     return "\n".join(lines)
 
 
-def write_chart(schedule: Schedule, simulation: Simulation, path: Path) -> None:
+def write_chart(schedule: Schedule, simulation: Simulation, path: Path, view: View = View()) -> None:  # noqa: B008
     """Writes the Gantt chart; the suffix says how, .svg or .png. Raises ValueError for another."""
     if path.suffix == ".svg":
-        path.write_text(svg(schedule, simulation), encoding="utf-8")
+        path.write_text(svg(schedule, simulation, view), encoding="utf-8")
     elif path.suffix == ".png":
-        raster(schedule, simulation).save(path)
+        raster(schedule, simulation, view).save(path)
     else:
         raise ValueError(f"--output {path}: the name must end in .svg or .png")
 

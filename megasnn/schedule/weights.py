@@ -32,10 +32,9 @@ class SharedWeights:
 
     def insert(self, schedule: Schedule) -> Schedule:
         """The schedule with gathers, frees and scatters, proved right. Raises ValueError for a limit too small."""
-        limit = self.limit_of(schedule)
         scattered = schedule if schedule.forward_only else insert_scatters(schedule, self.scattered)
-        complete = insert_gathers(scattered, self.unit_bytes, limit, self.ahead)
-        validate_weights(complete, self.unit_bytes, limit, self.scattered)
+        complete = insert_gathers(scattered, self.unit_bytes, self.limit, self.ahead)
+        validate_weights(complete, self.unit_bytes, self.limit_of(schedule), self.scattered)
         return complete
 
     def limit_of(self, schedule: Schedule) -> int:
