@@ -237,6 +237,7 @@ def built(
     with placed("while measuring products"):
         context = replace(context, products=choose_products(training, model, context, state))
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
+    counts = counts[:1] if training.evaluate_only else counts  # of steps that there are not
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline
         key = None if parallel.memory_budget is None else _surroundings(config, model, context, state)
