@@ -12,6 +12,10 @@ from megasnn.data_parallel.gathered_weights import ALIGNMENT, GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
 
 
+def _never() -> bool:
+    return False
+
+
 class Bucket:
     """Some parameters' gradients side by side in one tensor; `param.grad` are views of it.
 
@@ -46,7 +50,7 @@ class Bucket:
         self.flat = torch.zeros(sum(places), dtype=first.dtype, device=first.device)
         self.due: dict[Tensor, int] = {}
         self.finish: Callable[[], object] | None = None
-        self.is_complete: Callable[[], bool] = lambda: False
+        self.is_complete: Callable[[], bool] = _never
         offset = 0
         self.views = []
         for parameter, place in zip(parameters, places, strict=True):
@@ -70,7 +74,7 @@ class Bucket:
         """Waits for the sum over the replicas, where one is on its way."""
         if self.finish is not None:
             self.finish()
-            self.finish = None
+            self.finish, self.is_complete = None, _never  # which hold what has been sent and received
 
     def attach(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):

@@ -18,6 +18,7 @@ from megasnn.schedule.named import (
     named_schedule,
     possible_chunks,
 )
+from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import insert_transfers
 from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
@@ -83,6 +84,7 @@ class SchedulePlan:
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
         chosen: for some numbers of micro-batches, those in its place.
         weights: of units, where ranks share them by rows; None: every rank has its own whole.
+        offloads: whether what they are computed from is moved to the host's memory meanwhile.
     """
 
     name: str
@@ -94,6 +96,7 @@ class SchedulePlan:
     recompute: str = NEVER
     chosen: Mapping[int, Chosen] = field(default_factory=dict)
     weights: SharedWeights | None = None
+    offloads: bool = False
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
         """The same, executed layer by layer.
@@ -164,6 +167,7 @@ class SchedulePlan:
                 refine(schedule, self.units),
                 lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
             )
+            schedule = insert_offload(schedule) if self.offloads else schedule
         return self._with_weights(schedule)
 
     def of_chunks(self, micro_batches: int) -> Schedule:
