@@ -1,28 +1,35 @@
-"""Where each rank stands in the pipeline x data x tensor grid, and which ranks form a group.
+"""Where each rank stands in the pipeline x data x weight x tensor grid, and which ranks form a group.
 
 The order is Megatron's ``tp-cp-ep-dp-pp`` without the two axes in the middle: neighbouring ranks share a
 tensor parallel group, then come the data parallel replicas, and the pipeline stages are furthest apart,
 because that is also how much they talk to each other. With tensor 2, data 4 and pipeline 2 over 16 ranks,
 [0, 1] is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
 
+With weight parallelism, replicas are along two axes: neighbours along "weight" share one copy of the weights by rows,
+and "data" is what is left, along which ranks hold the same. The data group has the ranks along both.
+
 An axis has its name in `Axis`, a field in `Coordinates` and in `Grid`, and its flag; nothing else here names one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Literal, get_args
 
-Axis = Literal["pipeline", "data", "tensor"]
+Axis = Literal["pipeline", "data", "weight", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)  # slowest to fastest
 HOLDING_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis != "pipeline")
 """Ranks along these hold the same layers, whole or cut; along the pipeline they hold other layers."""
+REPLICA_AXES: tuple[Axis, ...] = ("data", "weight")
+"""Ranks along these compute the same layers on other samples."""
 
 FLAG_OF_AXIS: dict[Axis, str] = {
     "pipeline": "--pipeline-model-parallel-size",
     "data": "(the rest)",
+    "weight": "--weight-parallel-size",
     "tensor": "--tensor-model-parallel-size",
 }
 
@@ -34,6 +41,7 @@ class Coordinates:
     pipeline: int = 0
     data: int = 0
     tensor: int = 0
+    weight: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Grid:
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
+    weight: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -52,8 +61,8 @@ class Grid:
                 )
 
     @classmethod
-    def fit(cls, world_size: int, tensor: int = 1, pipeline: int = 1) -> Grid:
-        """The grid over `world_size` ranks: what tensor and pipeline leave over is data parallel.
+    def fit(cls, world_size: int, tensor: int = 1, pipeline: int = 1, weight: int = 1) -> Grid:
+        """The grid over `world_size` ranks: what the other axes leave over is data parallel.
 
         Raises ValueError with every factor when the sizes do not multiply to the world size.
         """
@@ -67,11 +76,22 @@ class Grid:
                 f"--pipeline-model-parallel-size {pipeline} or the number of ranks "
                 f"(torchrun --nnodes x --nproc-per-node)"
             )
-        return cls(pipeline=pipeline, data=world_size // model, tensor=tensor)
+        replicas = world_size // model
+        if weight < 1 or replicas % weight:
+            raise ValueError(
+                f"--weight-parallel-size {weight} does not divide the {replicas} data parallel replica(s) (world size "
+                f"{world_size} / tensor {tensor} / pipeline {pipeline}), which share weights in groups of that many"
+            )
+        return cls(pipeline=pipeline, data=replicas // weight, tensor=tensor, weight=weight)
 
     @property
     def world_size(self) -> int:
         return prod(self.size(axis) for axis in AXES)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have other samples."""
+        return self.data * self.weight
 
     def size(self, axis: Axis) -> int:
         return int(getattr(self, axis))
@@ -107,12 +127,18 @@ class Grid:
         fixed = [range(self.size(axis)) if axis not in axes else range(1) for axis in AXES]
         varying = [range(self.size(axis)) if axis in axes else range(1) for axis in AXES]
         return [
-            [self.rank(Coordinates(*map(sum, zip(start, step, strict=True)))) for step in product(*varying)]
+            [self.rank(_at(map(sum, zip(start, step, strict=True)))) for step in product(*varying)]
             for start in product(*fixed)
         ]
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
+        shown = [axis for axis in AXES if axis != "weight" or self.weight > 1]
+        return " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
+
+
+def _at(indices: Iterable[int]) -> Coordinates:
+    """Of indices in the order of `AXES`."""
+    return Coordinates(**dict(zip(AXES, indices, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -127,3 +153,8 @@ class Place:
 
     def index(self, axis: Axis) -> int:
         return int(getattr(self.coordinates, axis))
+
+    def along(self, axes: Collection[Axis]) -> list[Place]:
+        """The ranks that differ from this one along some axes only, itself among them, in the order of their group."""
+        varying = [range(self.size(axis)) if axis in axes else (self.index(axis),) for axis in AXES]
+        return [Place(self.grid, _at(indices)) for indices in product(*varying)]

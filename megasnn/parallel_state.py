@@ -19,18 +19,22 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megasnn.comm.communicators import Communicators
-from megasnn.comm.group import Group, Groups, let_computing_go_first
-from megasnn.grid import AXES, Axis, Coordinates, Grid
+from megasnn.comm.group import Group, Groups, alone, let_computing_go_first
+from megasnn.grid import AXES, REPLICA_AXES, Axis, Coordinates, Grid
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device. What hosts tell each other never waits for a GPU."""
 
 _GROUPS: dict[str, tuple[Axis, ...]] = {
-    **{axis: (axis,) for axis in reversed(AXES)},
+    "tensor": ("tensor",),
+    "data": REPLICA_AXES,
+    "pipeline": ("pipeline",),
     "model": ("pipeline", "tensor"),
     "world": AXES,
 }
 """The axes of each group, in the order in which all ranks make them and start their collectives."""
+_OF_WEIGHT_PARALLELISM: dict[str, tuple[Axis, ...]] = {"weight": ("weight",), "copies": ("data",)}
+"""Those that there are only where weights are kept by rows; they come before all others."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,10 @@ class ParallelState:
     """
     Attributes:
         grid, coordinates: the sizes of the axes and this rank's place.
-        tensor, data, pipeline: the groups along one axis.
+        tensor, pipeline: the groups along one axis. data: all replicas, each of which has samples of its own.
+        weight: the replicas that share one copy of the weights. scatter: the same once more, for gradients: when these
+            are complete is no part of the order in which weights are gathered.
+        copies: the replicas that hold the same of the weights; without weight parallelism all.
         downward: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pipeline`.
             No queue has messages in both directions (megasnn/comm/communicators.py).
         model: all ranks that together hold one copy of the model (tensor x pipeline).
@@ -58,6 +65,9 @@ class ParallelState:
     world: Group
     device: torch.device
     communicators: Communicators
+    weight: Group
+    scatter: Group
+    copies: Group
     at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -66,7 +76,7 @@ class ParallelState:
 
     def group(self, axis: Axis) -> Group:
         """The group along one axis."""
-        group: Group = getattr(self, axis)
+        group: Group = getattr(self, "copies" if axis == "data" else axis)
         return group
 
     @property
@@ -153,9 +163,12 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     device: torch.device | None = None,
+    weight_parallel_size: int = 1,
 ) -> ParallelState:
     """Makes the groups of a data x tensor x pipeline grid over the whole world; data parallel is what is left over.
 
+    Args:
+        weight_parallel_size: how many neighbouring replicas share one copy of the weights.
     Raises:
         ValueError: the sizes do not multiply to the world size (every factor is printed), or GPUs with a transport that
             does not serve them.
@@ -168,27 +181,31 @@ def initialize_model_parallel(
         )
     device = torch.device("cpu") if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    grid = Grid.fit(world_size, tensor=tensor_model_parallel_size, pipeline=pipeline_model_parallel_size)
+    grid = Grid.fit(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, weight_parallel_size)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world_size > 1 and device.type == "cuda":
         _require_gpu_transport(dist.get_backend(), dist.group.WORLD)
     takes_gpus = world_size == 1 or "nccl" in dist.get_backend()
     wire = device if takes_gpus else torch.device("cpu")
     groups = Groups(grid, rank)
-    named: dict[str, Any] = {name: groups(name, axes) for name, axes in _GROUPS.items()}
+    table = _GROUPS if grid.weight == 1 else {**_OF_WEIGHT_PARALLELISM, **_GROUPS}
+    named: dict[str, Any] = {name: groups(name, axes) for name, axes in table.items()}
     _state = ParallelState(
         grid=grid,
         coordinates=grid.coordinates(rank),
-        **named,
+        **{"weight": alone("weight"), "copies": named["data"], **named},
+        scatter=groups("scatter", ("weight",), apart=True),
         downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,
         communicators=Communicators(wire),
     )
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
     # destroyed a group would break the start of the others.
-    for name in _GROUPS:
+    for name in table:
         if name != "pipeline":  # whose collectives are those of hosts
             _state.communicators.start(getattr(_state, name))
+        if name == "weight":
+            _state.communicators.start(_state.scatter)
     let_computing_go_first()
     return _state
 
@@ -223,7 +240,8 @@ def destroy_model_parallel() -> None:
     if _state is None:
         return
     freed: list[dist.ProcessGroup] = []
-    for group in (*(getattr(_state, name) for name in _GROUPS), _state.downward):
+    named = (getattr(_state, name) for name in (*_OF_WEIGHT_PARALLELISM, *_GROUPS))
+    for group in (*named, _state.scatter, _state.downward):
         handle = group.handle
         if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
             dist.destroy_process_group(handle)

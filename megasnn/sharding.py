@@ -7,10 +7,11 @@ matches on names. The idea of a tensor that knows its global shape and offset is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,9 @@ class Shard:
                 raise ValueError("partial_gradient is for parameters that every rank along the axis holds whole")
             shape = self._shape_behind(shape, axis, cut)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
+        return self  # with a copy of a module, not of whatever initialises it
+
     @property
     def _shape_of_rows(self) -> tuple[int, ...]:
         """A number that one of several ranks owns is a row of one."""
@@ -122,8 +126,8 @@ class Shard:
 
     @property
     def shared_axes(self) -> tuple[Axis, ...]:
-        """The axes along which all ranks hold what this one holds: the answer to who shares a tensor."""
-        return tuple(axis for axis in HOLDING_AXES if not self.is_cut(axis))
+        """The axes along which other ranks hold what this one holds: the answer to who shares a tensor."""
+        return tuple(axis for axis in HOLDING_AXES if self.place.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self, axes: Sequence[Axis] = HOLDING_AXES) -> bool:
         """True on exactly one of the ranks that hold the same and differ along `axes` only.
@@ -167,8 +171,22 @@ class Shard:
         """What this rank owns, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
         of them hold."""
         if self.place.size(axis) == 1:
-            return self
+            return self  # nothing is shared out
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
+
+    def without(self, axes: Collection[Axis]) -> Shard:
+        """Of what the ranks along some axes hold together."""
+        return replace(self, cuts=tuple((axis, cut) for axis, cut in self.cuts if axis not in axes))
+
+    def rows_of(self, place: Place) -> range:
+        """Which rows the rank at a place owns, of those that a tensor parallel rank holds; a number is a row."""
+        shared = self.without([axis for axis, cut in self.cuts if not cut.even]).local_shape
+        rows = range(shared[0] if shared else 1)
+        for axis, cut in self.cuts:
+            if not cut.even:
+                start, length = cut.span(len(rows), place, axis)
+                rows = rows[start : start + length]
+        return rows
 
     def whole(self, global_shape: tuple[int, ...] = ()) -> Shard:
         """Of another tensor at the same place, which every rank holds whole."""

@@ -47,6 +47,15 @@ class ParallelConfig:
     use_distributed_optimizer: bool = False
     """Each data parallel replica keeps the optimizer's state of some rows of each parameter only, updates these, and
     sends them to the others (ZeRO-1). It saves that memory, and every rank writes its part of a checkpoint."""
+    weight_parallel_size: int = 1
+    """Neighbouring data parallel replicas that share one copy of the weights: each keeps some rows of each parameter,
+    the whole of a layer is gathered right before it is used, and freed after (FSDP). 1: every replica keeps all."""
+    weight_memory_limit: float | None = None
+    """MB (10^6 bytes) of gathered weights that a rank may hold. By default as few as let a layer's weights come while
+    the layer before it is computed; with more, fewer are gathered twice."""
+    weight_gradients: Literal["once", "scattered"] = "once"
+    """When gradients go to those who keep the rows: once in a step, and a rank holds all of its layers' until then; or
+    scattered after every micro-batch, and it holds those of its rows and of the layers under way."""
     strict_wire: bool = False
     """Stop where a value does not fit the packed format of its boundary; otherwise the step is done again and that
     tensor goes dense from then on."""
@@ -99,14 +108,25 @@ class ParallelConfig:
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "num_virtual_stages_per_pipeline_rank",
+            "weight_parallel_size",
         )
         wrong = at_least(self, 1, *sizes, "pipeline_memory_limit") + above(self, 0, "distributed_timeout_minutes")
         wrong += at_least(self, 0, "check_replicas_interval")
-        wrong += above(self, 0, "memory_budget")
+        wrong += above(self, 0, "memory_budget", "weight_memory_limit")
+        if self.weight_memory_limit is not None and self.weight_parallel_size == 1:
+            wrong.append(
+                f"--weight-memory-limit {self.weight_memory_limit:g} needs weights that are gathered: "
+                "--weight-parallel-size 2 or more"
+            )
         if self.memory_budget is not None and self.recompute != NEVER:
             wrong.append(
                 f"--memory-budget {self.memory_budget:g} with --recompute {self.recompute}: the budget decides what is "
                 "computed again; leave one of them out"
+            )
+        if self.weight_gradients != "once" and self.weight_parallel_size == 1:
+            wrong.append(
+                f"--weight-gradients {self.weight_gradients} needs weights that are kept by rows: "
+                "--weight-parallel-size 2 or more"
             )
         if self.offload_activations and self.recompute == NEVER and self.memory_budget is None:
             wrong.append(

@@ -54,23 +54,39 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """The world size, and whether there is work for every replica."""
     tensor = config.parallel.tensor_model_parallel_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    if min(tensor, pipeline) < 1:
+    weight = config.parallel.weight_parallel_size
+    if min(tensor, pipeline, weight) < 1:
         return []  # reported by ParallelConfig
     try:
-        grid = Grid.fit(world_size, tensor, pipeline)
+        grid = Grid.fit(world_size, tensor, pipeline, weight)
     except ValueError as error:
         return [str(error)]
     training = config.training
     if min(training.micro_batch_size, training.global_batch_size) < 1:
         return []  # reported by TrainingConfig
-    if training.micro_batches >= grid.data:
-        return []
+    if training.micro_batches >= grid.replicas:
+        return _sharing_problems(config, grid)
     return [
         f"--global-batch-size {training.global_batch_size} with "
         f"--micro-batch-size {training.micro_batch_size} is {training.micro_batches} micro-batch(es), but there "
-        f"are {grid.data} data parallel replicas (world size {world_size} / tensor {tensor} / pipeline "
+        f"are {grid.replicas} data parallel replicas (world size {world_size} / tensor {tensor} / pipeline "
         f"{pipeline}) and each needs at least one"
     ]
+
+
+def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
+    """Replicas that gather weights together, with other numbers of micro-batches."""
+    if grid.weight == 1 or config.training.evaluate_only:
+        return []
+    asked, count, wrong = f"--weight-parallel-size {grid.weight}", config.training.micro_batches, []
+    if count % grid.replicas:
+        wrong.append(
+            f"{asked} with {count} micro-batches on {grid.replicas} data parallel replicas, which gather weights "
+            "together and need equally many; change --global-batch-size or --micro-batch-size"
+        )
+    if config.data.last_batch == "keep":
+        wrong.append(f"{asked} with --last-batch keep, where replicas may have unequally many micro-batches; use drop")
+    return wrong
 
 
 def _partition_problems(config: PretrainConfig) -> list[str]:
@@ -127,14 +143,17 @@ def _recompute_problems(config: PretrainConfig) -> list[str]:
 def _replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """Whether there are ranks to compare, and enough of them for a majority."""
     parallel = config.parallel
-    grid = Grid.fit(world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    sizes = f"world size {world_size} / tensor {grid.tensor} / pipeline {grid.pipeline}"
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size)
+    sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}" + (
+        f" / weight {grid.weight}" if grid.weight > 1 else ""
+    )
     if parallel.replica_mismatch == "majority" and grid.data < 3:
         return [
             f"--replica-mismatch majority needs three data parallel replicas or more, and there are {grid.data} "
             f"({sizes}); use stop"
         ]
-    if parallel.check_replicas_interval and grid.data * grid.tensor == 1:
+    if parallel.check_replicas_interval and grid.replicas * grid.tensor == 1:
         return [
             f"--check-replicas-interval {parallel.check_replicas_interval} compares ranks that hold the same, and "
             f"there are none ({sizes}); leave the flag out"
@@ -194,6 +213,8 @@ def _optimizer_problems(config: PretrainConfig, world_size: int) -> list[str]:
         asked.append(f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}")
     if parallel.use_distributed_optimizer and world_size > 1:
         asked.append("--use-distributed-optimizer")
+    if parallel.weight_parallel_size > 1:
+        asked.append(f"--weight-parallel-size {parallel.weight_parallel_size}")
     return [
         f"--optimizer {name} needs whole tensors, and with {flag} a rank updates parts of them; leave it out, or take "
         f"another optimizer ({', '.join(other for other, recipe in OPTIMIZERS.items() if recipe.elementwise)})"
@@ -287,6 +308,8 @@ def no_graphs(config: PretrainConfig) -> str | None:
         return "with --tensor-model-parallel-size above 1 ranks exchange inside of layers"
     if config.training.windows(config.model.time_steps) > 1:
         return "with --bptt-steps neurons go on from the window before"
+    if config.parallel.weight_parallel_size > 1:
+        return "with --weight-parallel-size above 1 weights do not stay in memory"
     if config.parallel.recompute != NEVER or config.parallel.memory_budget is not None:
         return "with --recompute or --memory-budget what forward keeps is computed again"
     return None

@@ -11,62 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from weakref import WeakMethod
 
-import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
 from megasnn.comm.group import Group
+from megasnn.data_parallel.bucket import Bucket, ScatteredBucket
+from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
 from megasnn.sharding import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
-ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU
-
-
-def _never() -> bool:
-    return False
-
-
-class _Bucket:
-    """Some parameters' gradients side by side in one tensor; `param.grad` are views of it.
-
-    Attributes:
-        due: how many gradients are still to be added to each parameter that is not complete.
-        finish: waits for the sum over the replicas; None where none is on its way.
-        is_complete: whether that would end at once.
-        owned: the rows that this rank owns; None where every replica is to have the whole sum.
-    """
-
-    def __init__(self, chunk: int, parameters: list[Tensor], partial: bool, owners: Group | None) -> None:
-        self.chunk, self.parameters, self.partial = chunk, parameters, partial
-        first = parameters[0]
-        # A product of matrices may sum in another order at another alignment, and a parameter's neighbours in a bucket
-        # depend on the layout: each begins at a multiple of ALIGNMENT.
-        step = ALIGNMENT // first.itemsize
-        places = [-(-p.numel() // step) * step for p in parameters]
-        self.flat = torch.zeros(sum(places), dtype=first.dtype, device=first.device)
-        self.due: dict[Tensor, int] = {}
-        self.finish: Callable[[], object] | None = None
-        self.is_complete: Callable[[], bool] = _never
-        offset = 0
-        self.views = []
-        for parameter, place in zip(parameters, places, strict=True):
-            # In the memory order of the parameter, as the optimizer wants it.
-            self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
-            offset += place
-        self.owned = None if owners is None else OwnedRows(parameters, self.views, owners)
-
-    def end(self) -> None:
-        """Waits for the sum over the replicas, where one is on its way."""
-        if self.finish is not None:
-            self.finish()
-            self.finish, self.is_complete = None, _never  # which hold what has been sent and received
-
-    def attach(self) -> None:
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
-        if self.owned is not None:
-            self.owned.attach()
 
 
 class BucketedDataParallel:
@@ -79,14 +33,18 @@ class BucketedDataParallel:
     `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
 
     Where rows have owners, a replica gets the sums of its own rows only; what the gradients of parameters hold behind
-    that is the replica's own part.
+    that is the replica's own part. Where weights are kept by rows, gradients go to those who keep the rows first, and
+    are then reduced over the ranks that keep the same.
 
     Args:
         tensors: (chunk index, that chunk's tensors).
-        data, tensor: the groups.
+        data, tensor: the groups. Of the replicas, those that hold the same of the weights.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: whether each row of a parameter belongs to one of the replicas.
+        weights: where parameters are kept by rows.
+        scattered: whether gradients go to those who keep the rows whenever `scatter` is called, rather than when they
+            are complete.
     """
 
     def __init__(
@@ -97,27 +55,35 @@ class BucketedDataParallel:
         bucket_bytes: int | None = None,
         additions: Mapping[Tensor, int] | None = None,
         rows_have_owners: bool = False,
+        weights: GatheredWeights | None = None,
+        scattered: bool = False,
     ) -> None:
         owners = data if rows_have_owners and data.size > 1 else None
         self._data, self._tensor, self._additions = data, tensor, additions or {}
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Tensor, Bucket] = {}
         self._next = 0
+        self._scattered: dict[int, list[ScatteredBucket]] = {}
+        self._on_their_way = deque[ScatteredBucket]()
+
+        def bucket(chunk: int, parameters: list[Tensor], partial: bool) -> Bucket:
+            if weights is None or not scattered:
+                return Bucket(chunk, parameters, partial, owners, weights)
+            made = ScatteredBucket(chunk, parameters, partial, owners, weights)
+            self._scattered.setdefault(chunk, []).append(made)
+            return made
+
         for chunk, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             whole = [e.tensor for e in trained if "tensor" not in e.shard.partial_gradient]
             partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
             if whole:
-                most = bucket_bytes or exchange_bytes(data, whole[0].device, BUCKET_BYTES)
-                self._buckets += [_Bucket(chunk, group, False, owners) for group in _packed(whole, most)]
+                over = data if weights is None else weights.scatter
+                most = bucket_bytes or exchange_bytes(over, whole[0].device, BUCKET_BYTES)
+                self._buckets += [bucket(chunk, group, False) for group in _packed(whole, most)]
             # Partial gradients are a handful of scalars: they come last, in a bucket of their own.
-            self._buckets += [_Bucket(chunk, partial, True, owners)] if partial else []
-        self._rows = {
-            parameter: rows
-            for bucket in self._buckets
-            if bucket.owned is not None
-            for parameter, rows in zip(bucket.parameters, bucket.owned.rows, strict=True)
-        }
+            self._buckets += [bucket(chunk, partial, True)] if partial else []
+        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.final().items()}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.
         accumulated = WeakMethod(self.accumulated)
@@ -126,9 +92,9 @@ class BucketedDataParallel:
             if (count_here := accumulated()) is not None:
                 count_here(parameter)
 
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                self._bucket_of[parameter] = bucket
+        for each in self._buckets:
+            for parameter in each.parameters:
+                self._bucket_of[parameter] = each
                 parameter.register_post_accumulate_grad_hook(count)
         self.zero()
 
@@ -136,8 +102,7 @@ class BucketedDataParallel:
         """Before each step of so many micro-batches: gradients to zero, in place."""
         self._next = 0
         for bucket in self._buckets:
-            bucket.flat.zero_()
-            bucket.attach()
+            bucket.zero()
             bucket.due = {each: micro_batches * self._additions.get(each, 1) for each in bucket.parameters}
 
     def accumulated(self, parameter: Tensor) -> None:
@@ -146,6 +111,8 @@ class BucketedDataParallel:
         Raises:
             ValueError: more were added than the dry run has shown.
         """
+        if self._scattered:
+            return
         due = self._bucket_of[parameter].due
         if parameter not in due:
             raise ValueError(
@@ -157,8 +124,24 @@ class BucketedDataParallel:
             del due[parameter]
             self._reduce_complete()
 
+    def begin(self, chunk: int) -> None:
+        """A backward of the chunk is about to add gradients, which are to be scattered behind it."""
+        for bucket in self._scattered.get(chunk, ()):
+            bucket.begin()
+
+    def scatter(self, chunk: int) -> None:
+        """Starts sending the gradients that backwards have left for the chunk to those who keep the rows, and add them
+        up in rank order. Collective over them."""
+        for bucket in self._scattered.get(chunk, ()):
+            if len(self._on_their_way) > 1:  # two at a time, which bounds the memory
+                self._on_their_way.popleft().end()
+            bucket.scatter()
+            self._on_their_way.append(bucket)
+
     def finish(self, chunk: int) -> None:
         """The chunk's gradients are done; a parameter that took no part in backward keeps a zero gradient."""
+        if self._scattered:
+            return
         for bucket in self._buckets:
             if bucket.chunk == chunk:
                 bucket.due.clear()
@@ -166,6 +149,13 @@ class BucketedDataParallel:
 
     def wait(self) -> None:
         """Until everything that could be reduced is."""
+        self._on_their_way.clear()
+        for bucket in self._buckets:
+            bucket.end()
+            if bucket.partial and self._scattered:
+                all_reduce_sum(bucket.sum, self._tensor, "backward")
+            if bucket.kept is not None:
+                self._reduce_over_data(bucket)
         for bucket in self._buckets:
             bucket.end()
 
@@ -176,7 +166,7 @@ class BucketedDataParallel:
             ValueError: the tensor's description does not know of the replicas.
         """
         rows = self._rows.get(entry.tensor)
-        if rows is None:
+        if rows is None or rows is entry.tensor:
             return entry
         shard = entry.shard.by_rows("data")
         if shard.local_shape != rows.shape:
@@ -188,6 +178,15 @@ class BucketedDataParallel:
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The reduced gradient of a parameter, or of those of its rows that this rank owns."""
         return self._rows.get(parameter, parameter).grad
+
+    @property
+    def held_bytes(self) -> int:
+        """Of gradients and of the sums of rows, at most: of what is scattered, the two largest chunks'."""
+        sums = sum(rows.sum.nbytes for each in self._buckets for rows in (each.kept, each.owned) if rows is not None)
+        if not self._scattered:
+            return sums + sum(each.flat.nbytes for each in self._buckets)
+        live = (sum(each.flat_bytes for each in buckets) for buckets in self._scattered.values())
+        return sums + sum(sorted(live)[-2:])
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing
@@ -206,15 +205,24 @@ class BucketedDataParallel:
             self._reduce(self._buckets[self._next])
             self._next += 1
 
-    def _reduce(self, bucket: _Bucket) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
         if bucket.partial:
             all_reduce_sum(bucket.flat, self._tensor, "backward")
+        if bucket.kept is not None:  # over the data axis when all of these are done, in one order on all ranks
+            self._scatter(bucket, bucket.kept)
+        else:
+            self._reduce_over_data(bucket)
+
+    def _reduce_over_data(self, bucket: Bucket) -> None:
         if bucket.owned is not None:
-            self._finish_complete()
-            exchange, bucket.finish = bucket.owned.start_sum("backward")
-            bucket.is_complete = lambda: exchange.is_complete
-        elif self._data.size > 1:
-            bucket.finish = start_all_reduce_sum(bucket.flat, self._data, "backward")
+            self._scatter(bucket, bucket.owned)
+        elif self._data.size > 1 and bucket.sum.numel():
+            bucket.finish = start_all_reduce_sum(bucket.sum, self._data, "backward")
+
+    def _scatter(self, bucket: Bucket, to: OwnedRows) -> None:
+        self._finish_complete()
+        exchange, bucket.finish = to.start_sum("backward")
+        bucket.is_complete = lambda: exchange.is_complete
 
     def _finish_complete(self) -> None:
         """Frees the memory of what has come already."""

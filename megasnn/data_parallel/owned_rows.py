@@ -23,49 +23,71 @@ class OwnedRows:
     Args:
         gradients: of the parameters, as they lie in memory, like them.
         data: the replicas.
+        kept: this rank's rows, where it keeps no others: then there is nothing to be shared.
 
     Attributes:
         rows: for each parameter those of its rows that this rank owns, which share its memory; there may be none. A
-            number is a row of one. Their gradients are what `start_sum` has summed last.
+            number is a row of one. Their gradients are `sums`.
+        sum: what `start_sum` has summed last; sums: the same for each parameter.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], data: Group) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        data: Group,
+        kept: Sequence[nn.Parameter] | None = None,
+    ) -> None:
         self._data = data
-        self._values = _by_owner(parameters, data.size)
-        self._gradients = _by_owner(gradients, data.size)
-        self._counts = [sum(part.numel() for part in parts) for parts in self._values]
-        self._of_others = list(chain(*_without(self._values, data.rank)))
-        self._sum = parameters[0].new_zeros(self._counts[data.rank], requires_grad=False)
-        self.rows = [_rows_of(parameter, data) for parameter in parameters]
+        self._values = [[] for _ in range(data.size)] if kept is not None else by_owner(parameters, data.size)
+        self._gradients = by_owner(gradients, data.size)
+        self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
+        self._of_others = list(chain(*without(self._values, data.rank)))
+        self.sum = gradients[0].new_zeros(self._counts[data.rank])
+        self.rows = list(kept) if kept is not None else [nn.Parameter(rows_of(each, data)) for each in parameters]
         ends = accumulate((rows.numel() for rows in self.rows), initial=0)
         # Like the rows, as the optimizer wants it.
-        self._sums = [
-            self._sum.as_strided(rows.shape, rows.stride(), end) for rows, end in zip(self.rows, ends, strict=False)
+        self.sums = [
+            self.sum.as_strided(rows.shape, rows.stride(), end) for rows, end in zip(self.rows, ends, strict=False)
         ]
 
     def attach(self) -> None:
-        for rows, total in zip(self.rows, self._sums, strict=True):
+        for rows, total in zip(self.rows, self.sums, strict=True):
             rows.grad = total
 
     def start_sum(self, direction: str) -> tuple[Exchange, Callable[[], None]]:
         """Starts sending gradients to their owners; the returned function waits for those of this rank's rows, and sums
         them up in rank order."""
-        rank = self._data.rank
-        outgoing = _joined(list(chain(*_without(self._gradients, rank))), self._sum)
-        mine = [0 if other == rank else self._counts[rank] for other in range(self._data.size)]
-        exchange = start_exchange(outgoing, self._counts, mine, self._data, direction)
+        rank, exchange = self._data.rank, self._start(direction)
 
         def finish() -> None:
             parts = exchange.wait()
-            parts[rank] = _joined(self._gradients[rank], self._sum)
-            self._sum.copy_(sum_in_rank_order(parts))
+            parts[rank] = joined(self._gradients[rank], self.sum)
+            self.sum.copy_(sum_in_rank_order(parts))
 
         return exchange, finish
+
+    def start_adding(self, direction: str) -> Callable[[], None]:
+        """`start_sum` of gradients whose memory may go at once; the returned function adds the sum to the last one."""
+        exchange, own = self._start(direction), joined(self._gradients[self._data.rank], self.sum)
+
+        def finish() -> None:
+            parts = exchange.wait()
+            parts[self._data.rank] = own
+            self.sum.add_(sum_in_rank_order(parts))
+
+        return finish
+
+    def _start(self, direction: str) -> Exchange:
+        rank = self._data.rank
+        outgoing = joined(list(chain(*without(self._gradients, rank))), self.sum)
+        mine = [0 if other == rank else self._counts[rank] for other in range(self._data.size)]
+        return start_exchange(outgoing, self._counts, mine, self._data, direction)
 
     def start_sharing(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
         rank, others = self._data.rank, self._data.size - 1
-        outgoing = _joined(self._values[rank], self._sum).repeat(others)
+        outgoing = joined(self._values[rank], self.sum).repeat(others)
         exchange = start_exchange(outgoing, [self._counts[rank]] * (others + 1), self._counts, self._data, "step")
 
         def finish() -> None:
@@ -76,7 +98,7 @@ class OwnedRows:
         return finish
 
 
-def _by_owner(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
+def by_owner(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
     """The rows of each rank: one view of the memory of each tensor of which it owns some.
 
     Raises:
@@ -89,7 +111,7 @@ def _by_owner(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
         if rows > 1 and tensor.stride(0) != length:
             raise ValueError(
                 f"a parameter of shape {list(tensor.shape)} and strides {list(tensor.stride())}: its rows do not "
-                "follow each other in memory; leave --use-distributed-optimizer out"
+                "follow each other in memory; leave --use-distributed-optimizer and --weight-parallel-size out"
             )
         for part, (first, last) in zip(parts, pairwise(row_bounds(rows, ranks)), strict=True):
             if first < last and length:
@@ -97,16 +119,19 @@ def _by_owner(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
     return parts
 
 
-def _rows_of(parameter: Tensor, data: Group) -> nn.Parameter:
+def rows_of(parameter: Tensor, data: Group) -> Tensor:
+    """This rank's rows, in the parameter's memory."""
     values = parameter.detach()
     values = values if values.ndim else values.view(1)
     bounds = row_bounds(len(values), data.size)
-    return nn.Parameter(values[bounds[data.rank] : bounds[data.rank + 1]])
+    return values[bounds[data.rank] : bounds[data.rank + 1]]
 
 
-def _without(parts: Sequence[list[Tensor]], rank: int) -> list[list[Tensor]]:
+def without(parts: Sequence[list[Tensor]], rank: int) -> list[list[Tensor]]:
+    """The parts of all other ranks."""
     return [part for other, part in enumerate(parts) if other != rank]
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Side by side, `[n]`; of the type of `like` where there are none."""
     return torch.cat(list(parts)) if parts else like.new_empty(0)

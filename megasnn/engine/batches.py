@@ -71,6 +71,11 @@ class Batches:
 
     def _share_problem(self, samples: int) -> str | None:
         size, replicas = self._config.training.micro_batch_size, self._state.data.size
+        if self._state.weight.size > 1 and -(-samples // size) % replicas:
+            return (
+                f"{samples} samples are {-(-samples // size)} micro-batch(es) of micro_batch_size {size} on {replicas} "
+                f"data parallel replicas, and with weight_parallel_size {self._state.weight.size} each needs as many"
+            )
         if -(-samples // size) >= replicas:
             return None
         return (
@@ -147,7 +152,18 @@ class Batches:
 
     def evaluation_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """What an evaluation takes."""
-        return [window for micro in self.inputs(batch) for window in self._windows(micro)]
+        return [window for micro in (*self.inputs(batch), *self._padding(batch)) for window in self._windows(micro)]
+
+    def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
+        """What this replica computes beside its share, where replicas gather weights together: all of them need equally
+        many micro-batches."""
+        if self._state.weight.size == 1:
+            return []
+        count = len(micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size)))
+        missing = -(-count // self._state.data.size) - len(batch.micro_batches)
+        images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
+        padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
+        return missing * [padding]
 
     def _windows(self, micro: MicroBatchInput) -> Iterator[MicroBatchInput]:
         """A micro-batch for each window of the time steps: images stand for all of them, frames have theirs."""

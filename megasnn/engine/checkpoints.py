@@ -52,7 +52,7 @@ class Checkpoints:
     def layout(self) -> dict[str, object]:
         """Sizes of the grid and the cut of the model, for people who read a checkpoint."""
         grid = self._distributed.state.grid
-        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.data}
+        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.replicas, "weight": grid.weight}
         return {**sizes, "virtual": len(self._distributed.chunks), "bounds": layers_per_chunk(self._plan.bounds)}
 
     def save(self, folder: object) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,8 +18,10 @@ from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
 from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
+from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.device_checks import DeviceChecks
 from megasnn.engine.verdict import Verdict
+from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.holding import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
@@ -62,7 +64,9 @@ class DistributedModel:
         chunks: this rank's chunks by index.
         tensors: parameters and buffers of this rank. copies: those that another of the model's layers owns, and which
             are no parameters of the model by themselves. owned: in the place of `tensors` what this rank updates and
-            saves of each: its rows, with the reduced gradient, where rows have owners, and else all.
+            saves of each: its rows, with the reduced gradient, where rows have owners, and else all. Of parameters that
+            are kept by rows, all three are of this rank's rows.
+        owners: the replicas that own other rows of parameters than this one; where rows have no owners, all replicas.
         described: the parameters and buffers of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
@@ -95,23 +99,37 @@ class DistributedModel:
         self.model, self.state, self.context, self.loss = model, state, context, loss
         self.plan = _planned(schedule, state.pipeline.size, len(bounds))
         placement, units = self.plan.placement, self.plan.unit_bounds(bounds)
+        self._weights = _weights(self.plan, state, context)
+        build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
+        if self._weights is not None:
+            build = partial(build, parts=units, keep=self._weights.keep)
         self.chunks: dict[int, PipelineChunk] = {
-            index: build_chunk(model, bounds, index, context, state.device, seed)
-            for index, home in enumerate(placement)
-            if home == state.pipeline.rank
+            index: build(index) for index, home in enumerate(placement) if home == state.pipeline.rank
         }
-        self.tensors: list[ShardedTensor] = [t for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
-        self.copies = [t for chunk in self.chunks.values() for t in chunk.copied_tensors()]
-        for entry in (*self.tensors, *self.copies):
+        kept = self._kept
+        self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
+        self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
+        of_layers = [t for chunk in self.chunks.values() for t in (*chunk.sharded_tensors(), *chunk.copied_tensors())]
+        for entry in of_layers:
             if entry.is_parameter and is_frozen(entry.name):
-                entry.tensor.requires_grad_(False)
+                for tensor in (entry.tensor, kept(entry).tensor):
+                    tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         # A chunk's gradients are complete when those of its first unit are.
         first = [0, *accumulate(self.plan.units_of_chunks)]
+        executed = self.chunks
+        if self.plan.units is not None:
+            executed = {
+                unit: chunk.part(units, unit)
+                for index, chunk in self.chunks.items()
+                for unit in range(first[index], first[index + 1])
+            }
+        scattered = self.plan.weights is not None and bool(self.plan.weights.scattered)
+        parts = executed if scattered else {first[index]: chunk for index, chunk in self.chunks.items()}
         self.data_parallel = BucketedDataParallel(
-            [(first[index], chunk.sharded_tensors() + chunk.copied_tensors()) for index, chunk in self.chunks.items()],
-            state.data,
+            [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in parts.items()],
+            state.copies,
             state.tensor,
             additions={
                 each.weight: calls_of(each)
@@ -119,10 +137,12 @@ class DistributedModel:
                 if isinstance(each, (ParallelConv, ParallelLinear))
             },
             rows_have_owners=rows_have_owners,
+            weights=self._weights,
+            scattered=scattered,
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
-        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline, state.communicators, gradient)
+        self._ties = Ties(model, bounds, placement, self.chunks, state.pipeline, state.communicators, gradient, kept)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if graphs is not None:
@@ -132,18 +152,13 @@ class DistributedModel:
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [e.name for e in whole if e.is_parameter]
-        self.gradient_norm = GradientNorm(names, self.owned, state.device, state.data)
+        self.owners = state.weight if state.weight.size > 1 and not rows_have_owners else state.data
+        place = Place(state.grid, state.coordinates)
+        self.gradient_norm = GradientNorm(names, self.owned, state.device, self.owners, place)
         self._global_batch_size = 1
         self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = self.norm = 0.0
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
-        executed = self.chunks
-        if self.plan.units is not None:
-            executed = {
-                unit: chunk.part(units, unit)
-                for index, chunk in self.chunks.items()
-                for unit in range(first[index], first[index + 1])
-            }
         self.executor = PipelineExecutor(
             executed,
             self.plan.executed_placement,
@@ -154,11 +169,16 @@ class DistributedModel:
             wires=wires,
             waits=waits_after_actions,
             wholes=self.plan.wholes,
+            weights=self._weights,
         )
         self.verdict = Verdict(self.executor, state.world, DeviceChecks(state.device), wires.strict)
         self.voided: list[Callable[[], None]] = []
         self._training_schedule = lru_cache(maxsize=None)(self.plan.training)
         self._evaluation_schedule = lru_cache(maxsize=None)(self.plan.evaluation)
+
+    def _kept(self, entry: ShardedTensor) -> ShardedTensor:
+        """What this rank keeps of a tensor of its layers."""
+        return entry if self._weights is None else self._weights.kept(entry)
 
     @property
     def takes_images(self) -> bool:
@@ -249,15 +269,14 @@ class DistributedModel:
         Returns:
             the loss, and how much the checks have found.
         """
-        device, squares = self.state.device, self.gradient_norm.squares()
+        device = self.state.device
         wants = torch.tensor([self._wants_to_stop()], dtype=torch.float64)
         mine = torch.cat(
             [
                 self._where_logits_are(torch.stack([loss, self._correct_here])),
                 without_waiting(wants, device),
                 self.verdict.checks.count(),
-                # Where all replicas have the same gradient, it counts once.
-                squares if self.state.data.rank == 0 or self.gradient_norm.is_in_parts else torch.zeros_like(squares),
+                self.gradient_norm.squares(),
             ]
         )
         total, self.correct, self.stop_votes, found, *parts = all_reduce_sum(mine, self.state.world, "step").tolist()
@@ -346,6 +365,22 @@ class DistributedModel:
             chunk.train(training)
         for norm in self.norms:
             norm.recording = training
+
+
+def _weights(plan: SchedulePlan, state: ParallelState, context: BuildContext) -> GatheredWeights | None:
+    """What gathers weights that replicas keep by rows; None where they keep all.
+
+    Raises:
+        ValueError: the schedule gathers nothing, or the context does not know of it.
+    """
+    if state.weight.size == 1:
+        return None
+    if plan.weights is None or context.weight.size != state.weight.size:
+        raise ValueError(
+            f"weights are shared by {state.weight.size} ranks: give a schedule that gathers them "
+            "(SchedulePlan.sharing), and BuildContext(weight=...)"
+        )
+    return GatheredWeights(state.weight, state.scatter, context.cast_weights)
 
 
 def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:

@@ -127,7 +127,9 @@ def build_context(
     """
     types = PRECISIONS[precision]
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
-    return BuildContext(state.tensor, weights, products, neuron_backend, seed, data=state.data, carries=carries)
+    return BuildContext(
+        state.tensor, weights, products, neuron_backend, seed, data=state.data, weight=state.weight, carries=carries
+    )
 
 
 def require_kernels(config: PretrainConfig, device: torch.device) -> None:
@@ -176,6 +178,8 @@ def plan_of(
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
         offloads=parallel.offload_activations,
         costs_kept_as=costs_kept_as,
+        weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
+        scatters=parallel.weight_gradients == "scattered",
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))
 
@@ -237,6 +241,7 @@ def built(
     with placed("while measuring products"):
         context = replace(context, products=choose_products(training, model, context, state))
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
+    counts = counts[:1] if training.evaluate_only else counts  # of steps that there are not
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline
         key = None if parallel.memory_budget is None else _surroundings(config, model, context, state)
@@ -381,11 +386,13 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     """
     global _membership
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    weight = parallel.weight_parallel_size
     if model_parallel_is_initialized():
         state = get_parallel_state()
-        if (state.grid.tensor, state.grid.pipeline) != (tensor, pipeline):
+        if (state.grid.tensor, state.grid.pipeline, state.grid.weight) != (tensor, pipeline, weight):
+            also = f", with --weight-parallel-size {weight}," if (weight, state.grid.weight) != (1, 1) else ""
             raise ValueError(
-                f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline} are asked "
+                f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline}{also} are asked "
                 f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
             )
         if _membership is None:
@@ -395,6 +402,6 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     was_joined = dist.is_initialized()
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    state = initialize_model_parallel(tensor, pipeline, device)
+    state = initialize_model_parallel(tensor, pipeline, device, weight)
     _membership = _Membership(state, dist.is_initialized() and not was_joined)
     return state, _membership.leave

@@ -41,7 +41,7 @@ class Steps:
         self._config, self._length, self._state = config, length, distributed.state
         self.distributed = distributed
         groups = {axis: self._state.group(axis) for axis in HOLDING_AXES}
-        self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups)
+        self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups, distributed.owners)
         decay = config.optimizer.ema_decay
         self.average = None if decay is None else WeightAverage(distributed.owned, decay)
         self.timers = Timers(self._state.device)

@@ -25,17 +25,24 @@ class CastWeights:
     def __init__(self, stay: bool = False) -> None:
         self._stay, self._is_kept = stay, False
         self._copies: dict[Tensor, Tensor] = {}
+        self._given: dict[Tensor, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastWeights:
         return self
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Without gradient."""
+        if weight in self._given:
+            return self._given[weight]
         if not self._is_kept:
             return _cast(weight, dtype)
         if weight not in self._copies:
             self._copies[weight] = _cast(weight, dtype)
         return self._copies[weight]
+
+    def give(self, weight: Tensor, values: Tensor) -> None:
+        """From now on these values, of the type that is computed in, are multiplied by."""
+        self._given[weight] = values
 
     @contextmanager
     def kept(self) -> Iterator[None]:

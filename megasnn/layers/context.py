@@ -28,7 +28,8 @@ class BuildContext:
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         seed: of what layers draw in training (dropout).
         weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
-        data: the ranks that hold the same layers for other samples.
+        data: the ranks that hold the same layers for other samples. weight: those of them, neighbours, that share one
+            copy of the weights by rows.
         neuron: of the layers that are not given one of their own.
         time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
         carries: whether neurons go on from the potential that the last call left, until they are reset.
@@ -43,6 +44,7 @@ class BuildContext:
     seed: int = 0
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     data: Group = field(default_factory=lambda: alone("data"))
+    weight: Group = field(default_factory=lambda: alone("weight"))
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
     carries: bool = False
@@ -52,11 +54,9 @@ class BuildContext:
     @property
     def place(self) -> Place:
         """This rank among those that hold the same layers, whole or cut."""
-        sizes, indices = (
-            Grid(data=self.data.size, tensor=self.tensor.size),
-            Coordinates(0, self.data.rank, self.tensor.rank),
-        )
-        return Place(sizes, indices)
+        weights = self.weight.size
+        sizes = Grid(data=self.data.size // weights, tensor=self.tensor.size, weight=weights)
+        return Place(sizes, Coordinates(0, self.data.rank // weights, self.tensor.rank, self.weight.rank))
 
     def shard(
         self,

@@ -133,7 +133,13 @@ def _reset(
     module: nn.Module, mark: int, initialise: ModuleInitialiser | None, numbers: dict[str, Tensor], seed: int
 ) -> nn.Module:
     """A copy with memory, all that has no values set to `mark` (bool: to whether it is odd), and then initialised."""
-    fresh = copy.deepcopy(module)
+    without_memory: dict[int, Any] = {}  # the module's may be gone by now
+    for each in module.modules():
+        for _, value in own_tensors(each):
+            like = value.detach().to("meta")
+            is_parameter = isinstance(value, nn.Parameter)
+            without_memory[id(value)] = nn.Parameter(like, value.requires_grad) if is_parameter else like
+    fresh = copy.deepcopy(module, without_memory)
     for each in fresh.modules():
         for name, value in list(own_tensors(each)):
             if each is fresh and name in numbers:

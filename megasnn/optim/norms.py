@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
-from megasnn.grid import HOLDING_AXES, Axis
+from megasnn.grid import HOLDING_AXES, REPLICA_AXES, Axis, Place
 from megasnn.optim.squares import Squares
 from megasnn.sharding import ShardedTensor
 
-_MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis != "data")
+_MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in REPLICA_AXES)
 
 
 class GradientNorm:
@@ -28,30 +28,34 @@ class GradientNorm:
         names: the parameters of the whole model, in order.
         tensors: those of this rank, of which it may own some rows only.
         device: of the tensors, also where this rank has none.
-        data: the replicas.
+        owners: the replicas that own other rows than this one; where rows have no owners, all replicas.
+        place: of this rank among those that hold the same layers.
     """
 
     def __init__(
-        self, names: Sequence[str], tensors: Sequence[ShardedTensor], device: torch.device, data: Group | None = None
+        self,
+        names: Sequence[str],
+        tensors: Sequence[ShardedTensor],
+        device: torch.device,
+        owners: Group | None = None,
+        place: Place = Place(),  # noqa: B008  (frozen)
     ) -> None:
         held = [entry for entry in tensors if entry.is_parameter]
         self._parameters = [entry.tensor for entry in held]
         counted = [entry for entry in held if entry.shard.is_primary(_MODEL_AXES) and entry.tensor.requires_grad]
         self._counted = [entry.tensor for entry in counted]
-        self._squares = Squares(counted, data or alone("data"), device)
+        self._squares = Squares(counted, owners or alone("data"), device)
+        summed_up = [axis for axis in REPLICA_AXES if axis not in self._squares.parts]
+        self._counts = all(place.index(axis) == 0 for axis in summed_up)
         slot_of = {name: slot for slot, name in enumerate(names)}
         self._slots = torch.tensor([slot_of[entry.name] for entry in counted], dtype=torch.int64, device=device)
         self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
-        """This rank's part of each slot: float64 on the device. A gradient that is not there is zero. Collective as
-        `Squares` is."""
-        return self._nothing.index_copy(0, self._slots, self._squares([each.grad for each in self._counted]))
-
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether slots are to be summed over the replicas too, each of which has a part."""
-        return self._squares.are_parts
+        """This rank's part of each slot, to be summed over all ranks: float64 on the device. A gradient that is not
+        there is zero; where several replicas know the same, one of them has it. Collective as `Squares` is."""
+        found = self._squares([each.grad for each in self._counted])
+        return self._nothing.index_copy(0, self._slots, found) if self._counts else self._nothing
 
     def of(self, squares: Sequence[float]) -> float:
         """The norm, of the summed slots. NaN and infinity come out as such."""
@@ -78,13 +82,16 @@ class ShardedNorms:
     Args:
         tensors: this rank's, the same on all ranks that differ along holding axes only.
         groups: this rank's group along each axis that one of them is cut over.
+        owners: as of `GradientNorm`.
     """
 
-    def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
+    def __init__(
+        self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group], owners: Group | None = None
+    ) -> None:
         self._tensors = [entry.tensor for entry in tensors]
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
-        self._squares = Squares(tensors, groups.get("data", alone("data")), device)
-        axes = HOLDING_AXES if self._squares.are_parts else _MODEL_AXES
+        self._squares = Squares(tensors, owners or groups.get("data", alone("data")), device)
+        axes = (*self._squares.parts, *_MODEL_AXES)
         cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in axes}
         self._sums = [(groups[axis], torch.tensor(mask, device=device)) for axis, mask in cut.items() if any(mask)]
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import start_exchange
 from megasnn.comm.group import Group
+from megasnn.grid import REPLICA_AXES
 from megasnn.kernels.layout import flat_in_memory
-from megasnn.sharding import Shard, ShardedTensor, row_bounds
+from megasnn.sharding import ShardedTensor
 
 
 class Squares:
@@ -23,27 +22,26 @@ class Squares:
 
     Args:
         tensors: this rank's, the same on all replicas; rows of all of them have owners, or of none.
-        data: the replicas.
+        owners: the replicas that own rows, each of them others; where rows have no owners, all replicas.
         device: of the tensors, also where there are none.
 
     Attributes:
-        are_parts: whether what this gives is of the rows that this rank owns only, to be summed over the replicas.
+        parts: the axes over which what this gives is to be summed, where it is of the rows that this rank owns only.
     """
 
-    def __init__(self, tensors: Sequence[ShardedTensor], data: Group, device: torch.device) -> None:
-        self._data, self._device, self._by_row = data, device, data.in_rank_order and data.size > 1
+    def __init__(self, tensors: Sequence[ShardedTensor], owners: Group, device: torch.device) -> None:
+        self._owners, self._device, self._by_row = owners, device, owners.in_rank_order and owners.size > 1
         self._shapes = [entry.tensor.shape for entry in tensors]
-        have_owners = any(entry.shard.is_cut("data") for entry in tensors)
-        self.are_parts = have_owners and not self._by_row
-        rows = [_rows_of_all(entry.shard) for entry in tensors]
+        axes = tuple(axis for axis in REPLICA_AXES if any(entry.shard.is_cut(axis) for entry in tensors))
+        self.parts = () if self._by_row else axes
+        rows = [len(entry.shard.without(axes).rows_of(entry.shard.place)) for entry in tensors]
         self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
         self._owned: list[int] | None = None
-        if have_owners and self._by_row:
-            owned = [[end - begin for begin, end in pairwise(row_bounds(count, data.size))] for count in rows]
-            self._owned = [sum(each) for each in zip(*owned, strict=True)]
+        if axes and self._by_row:
+            owned = [[entry.shard.rows_of(place) for entry in tensors] for place in tensors[0].shard.place.along(axes)]
+            self._owned = [sum(map(len, each)) for each in owned]
             # Rows arrive in the order of their owners, and of tensors from each.
-            ranks, numbers = range(data.size), range(len(owned))
-            arriving = [(number, rank) for rank in ranks for number in numbers for _ in range(owned[number][rank])]
+            arriving = [(number, row) for each in owned for number, rows in enumerate(each) for row in rows]
             order = sorted(range(len(arriving)), key=arriving.__getitem__)
             self._order = torch.tensor(order, dtype=torch.int64, device=device)
 
@@ -79,14 +77,8 @@ class Squares:
         return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) ** 2
 
     def _of_all_owners(self, rows: Tensor, owned: list[int]) -> Tensor:
-        rank, size = self._data.rank, self._data.size
-        exchange = start_exchange(rows.repeat(size - 1), [len(rows)] * size, owned, self._data, "step")
+        rank, size = self._owners.rank, self._owners.size
+        exchange = start_exchange(rows.repeat(size - 1), [len(rows)] * size, owned, self._owners, "step")
         parts = exchange.wait()
         parts[rank] = rows
         return torch.cat(parts).index_select(0, self._order)
-
-
-def _rows_of_all(shard: Shard) -> int:
-    """Those that replicas own together."""
-    whole = replace(shard, cuts=tuple((axis, cut) for axis, cut in shard.cuts if axis != "data"))
-    return whole.local_shape[0] if whole.local_shape else 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -242,6 +242,9 @@ def _keys(entries: Mapping[Key, Any]) -> str:
     return "a tensor" if None in entries else f"the entries {list(entries)}"
 
 
+Keep = Callable[[int, Sequence[nn.Module]], None]
+
+
 def build_chunk(
     model: ModelDescription,
     bounds: Sequence[range],
@@ -249,13 +252,28 @@ def build_chunk(
     context: BuildContext,
     device: torch.device,
     seed: int,
+    parts: Sequence[range] = (),
+    keep: Keep = lambda part, layers: None,
 ) -> PipelineChunk:
-    """Builds chunk `index`: of all layers, only its own get memory, and keyed initial values."""
+    """Builds chunk `index`: of all layers, only its own get memory, and keyed initial values.
+
+    Args:
+        parts: of the layers of all chunks, each within one chunk: those of one get their values at once. By default
+            they are the chunks.
+        keep: called with the number of a part and its layers when they have their values, before others get theirs.
+    """
     weight_gradients = WeightGradients()
     layers = model.build(replace(context, weight_gradients=weight_gradients))
     mine = [layers[number] for number in bounds[index]]
     chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context.tensor.size)
-    materialise(chunk.named_layers(), device, seed)
+    span = bounds[index]
+    for number, part in enumerate(parts or bounds):
+        if part and part.start in span:
+            within = [
+                name_and_layer for at, name_and_layer in zip(span, chunk.named_layers(), strict=True) if at in part
+            ]
+            materialise(within, device, seed)
+            keep(number, [layer for _, layer in within])
     return chunk
 
 

@@ -22,7 +22,7 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.step_state import StepState, handed_on
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS
 from megasnn.telemetry.ranges import is_traced, named
 from megasnn.telemetry.timers import DeviceClock, Mark
 
@@ -50,6 +50,7 @@ class MicroBatchInput:
         samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
         goes_on: whether this is a later window of the samples of the micro-batch before: neurons go on from the state
             that it left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
+        is_padding: whether it only keeps this replica in step with others, in evaluation; nobody is told of its output.
     """
 
     images: Tensor | None
@@ -57,16 +58,36 @@ class MicroBatchInput:
     size: int
     samples: range | None = None
     goes_on: bool = False
+    is_padding: bool = False
 
 
 class GradientSync(Protocol):
     """What the executor asks of data parallelism."""
+
+    def begin(self, chunk: int) -> None:
+        """A backward of the chunk is about to add gradients, which are to be scattered behind it."""
+
+    def scatter(self, chunk: int) -> None:
+        """The gradients that backwards have left for the chunk may go. Does not wait."""
 
     def finish(self, chunk: int) -> None:
         """The chunk's gradients of this step are complete. Does not wait for their reduction."""
 
     def wait(self) -> None:
         """Returns when all gradients are reduced."""
+
+
+class WeightStore(Protocol):
+    """What the executor asks of weights that are gathered when they are used. A unit is what it calls a chunk."""
+
+    def gather(self, unit: int) -> None:
+        """Starts gathering a unit's weights; does not wait."""
+
+    def ready(self, unit: int) -> None:
+        """Returns when a unit's weights are here. Raises ValueError where they were not gathered."""
+
+    def free(self, unit: int) -> None:
+        """The gathered weights go."""
 
 
 # (output of the model: logits [T, n, classes], or a bundle with them, labels) -> this micro-batch's share of the global
@@ -87,6 +108,7 @@ class PipelineExecutor:
         loss: for training; called on the rank of the last chunk, in each forward. It is to have no effects.
         seen: for training; called there as well, but not in a forward that is computed again.
         sync: data parallelism; None where gradients are not reduced.
+        weights: where they are gathered when they are used; None where they are always there.
         observer: called after each action, in training and in evaluation. Nothing waits for it but the host.
         wires: how tensors travel between stages.
         waits: whether the device is waited for after each action, so that an error of a kernel is raised in the action
@@ -111,13 +133,15 @@ class PipelineExecutor:
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
         waits: bool = False,
         wholes: Sequence[int] | None = None,
+        weights: WeightStore | None = None,
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync, self._seen, self.observer = loss, sync, seen, observer
-        self.clock, self._waits = DeviceClock(state.device), waits
+        self.clock, self._waits, self._weights = DeviceClock(state.device), waits, weights
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
+        self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
         self.host_memory = HostMemory(state.device)
         self._transfers = Transfers(self._placement, state, wires, wholes)
         methods: dict[Kind, Callable[[StepState, Action], None]] = {
@@ -131,6 +155,9 @@ class PipelineExecutor:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
             Kind.SYNC_GRADIENTS: self._sync_gradients,
+            Kind.SCATTER_GRADIENTS: self._scatter_gradients,
+            Kind.GATHER_WEIGHTS: self._gather_weights,
+            Kind.FREE_WEIGHTS: self._free_weights,
             Kind.OFFLOAD: self._offload,
             Kind.FETCH: self._fetch,
         }
@@ -168,9 +195,9 @@ class PipelineExecutor:
             if chunk.graphs is not None and not forward_only:
                 chunk.graphs.begin()
         actions = schedule.actions[self._state.pipeline.rank]
-        run = StepState(
-            micro_batches, self._anchor, frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
-        )
+        repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
+        self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.SCATTER_GRADIENTS)
+        run = StepState(micro_batches, self._anchor, repeated)
         with torch.no_grad() if forward_only else nullcontext():
             self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
             for position, action in enumerate(actions):
@@ -180,6 +207,8 @@ class PipelineExecutor:
                     if action.kind in COMPUTE:
                         self._transfers.announce(actions, position)
                     with at(partial(self._place, action)):
+                        if self._weights is not None and action.kind in USES_WEIGHTS:
+                            self._weights.ready(action.chunk)
                         self._methods[action.kind](run, action)
                     if self._waits:
                         self.clock.wait()
@@ -268,7 +297,8 @@ class PipelineExecutor:
         """What becomes of a chunk's output in its first forward: the loss, or the input of the next chunk."""
         chunk, micro_batch = key
         if self._chunks[chunk].is_last and self._consume is not None:
-            self._consume(y, run.labels(micro_batch))
+            if not run.micro_batches[micro_batch].is_padding:
+                self._consume(y, run.labels(micro_batch))
             return
         if self._chunks[chunk].is_last:
             loss = self._loss_of(run, key, y)
@@ -288,20 +318,27 @@ class PipelineExecutor:
         return self._loss(y, run.labels(key[1]))
 
     def _whole_backward(self, run: StepState, action: Action) -> None:
+        self._begin_gradients(action)
         run.backward(_key(action))
         self._done(action)
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
+        self._begin_gradients(action)
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
             run.backward(_key(action))
         tasks.reverse()
         run.weight_gradients[_key(action)] = tasks
 
     def _weight_gradient(self, run: StepState, action: Action) -> None:
+        self._begin_gradients(action)
         tasks = run.weight_gradients.pop(_key(action))
         while tasks:
             tasks.pop()()  # and its tensors are free
         self._done(action)
+
+    def _begin_gradients(self, action: Action) -> None:
+        if self._sync is not None and action.chunk in self._scattered:
+            self._sync.begin(action.chunk)
 
     def _done(self, action: Action) -> None:
         chunk, micro_batch = _key(action)
@@ -318,6 +355,18 @@ class PipelineExecutor:
     def _sync_gradients(self, run: StepState, action: Action) -> None:
         if self._sync is not None:
             self._sync.finish(action.chunk)
+
+    def _scatter_gradients(self, run: StepState, action: Action) -> None:
+        if self._sync is not None:
+            self._sync.scatter(action.chunk)
+
+    def _gather_weights(self, run: StepState, action: Action) -> None:
+        if self._weights is not None:
+            self._weights.gather(action.chunk)
+
+    def _free_weights(self, run: StepState, action: Action) -> None:
+        if self._weights is not None:
+            self._weights.free(action.chunk)
 
     # --- transfers
 

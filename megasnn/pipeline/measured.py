@@ -43,7 +43,9 @@ def agreed_costs(
     world, stages = state.world, state.pipeline.size
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    layers = measure_layers(model, samples, context, state.device, wires, stages, repeats)
+    # Where replicas share weights, no rank has memory for a stage's.
+    parts = stages if context.weight.size == 1 else len(model.layers)
+    layers = measure_layers(model, samples, context, state.device, wires, parts, repeats)
     measured = [PipelineCosts(tuple(layers), LinkCost())]
     if world.size > 1:
         dist.barrier(group=world.handle)

@@ -15,6 +15,7 @@ from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.budget import within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
@@ -41,6 +42,9 @@ class PipelineRequest:
         memory_budget: bytes that a step may need on a rank (`StepPeak.total`); forwards are computed again to keep it.
         offloads: whether what they are computed from is moved to the host's memory meanwhile.
         costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
+        weight_limit: bytes of gathered weights that a rank may hold, where replicas share weights; None: as few as let
+            the next ones be gathered while others are used.
+        scatters: whether gradients then go to those who keep the rows after every micro-batch.
     """
 
     schedule: str
@@ -54,6 +58,8 @@ class PipelineRequest:
     memory_budget: float | None = None
     offloads: bool = False
     costs_kept_as: tuple[str, ...] | None = None
+    weight_limit: float | None = None
+    scatters: bool = False
 
     @property
     def repeats(self) -> bool:
@@ -72,6 +78,7 @@ class PipelinePlan:
         costs: measured; None where nobody needed them.
         named: what the named schedules would take, each on its own cut; empty without costs.
         memory_budget: as it was asked for.
+        weight_ranks: how many replicas share one copy of the weights.
     """
 
     bounds: tuple[range, ...]
@@ -80,6 +87,7 @@ class PipelinePlan:
     costs: PipelineCosts | None = None
     named: tuple[Forecast, ...] = ()
     memory_budget: float | None = None
+    weight_ranks: int = 1
 
     @property
     def executed_bounds(self) -> list[range]:
@@ -140,7 +148,7 @@ class PipelinePlan:
 
     def describe_recompute(self) -> list[str]:
         """A line that says how many forwards are computed again, and with a budget, what that comes to."""
-        if self.schedules.units is None and self.memory_budget is None:
+        if self.schedules.recompute == NEVER and self.memory_budget is None:
             return []
         repeated, layers = self.repeated(), sum(map(len, self.bounds))
         count = sum(len(each) for of_rank in repeated for each in of_rank.values())
@@ -163,7 +171,13 @@ class PipelinePlan:
 
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
-        return self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
+        costs = self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
+        if self.schedules.weights is None:
+            return costs
+        # The link between stages is the one that is measured, where there are stages.
+        others, link = (self.weight_ranks - 1) / self.weight_ranks, self.costs.link
+        times = [link.latency + link.per_byte * others * size for size in self.schedules.weights.unit_bytes]
+        return [replace(cost, gather=time, scatter=time) for cost, time in zip(costs, times, strict=True)]
 
 
 def _in_short(each: Forecast) -> str:
@@ -194,12 +208,23 @@ def plan_pipeline(
         key, size = request.costs_kept_as, request.micro_batch_size
         measure = partial(agreed_costs, model, size, context, state, wires, request.repeats)
         costs = measure() if key is None else kept_costs(key, state.world, measure)
-    request = replace(request, bounds=bounds)
-    return decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs))
+    request, shares = replace(request, bounds=bounds), context.weight.size > 1
+    plan = decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs, shares))
+    if not shares:
+        return plan
+    weights = shared_weights(model, plan.executed_bounds, context, request.weight_limit, request.scatters)
+    schedules = plan.schedules.sharing(weights, request.micro_batches)
+    return replace(plan, schedules=schedules, weight_ranks=context.weight.size)
 
 
-def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineCosts | None) -> PipelinePlan:
-    """The one search of a run, for every number of micro-batches that a replica may have."""
+def _decide(
+    request: PipelineRequest, stages: int, layers: int, costs: PipelineCosts | None, in_units: bool
+) -> PipelinePlan:
+    """The one search of a run, for every number of micro-batches that a replica may have.
+
+    Args:
+        in_units: whether layers are executed one by one in any case.
+    """
     usual = request.micro_batches[0]
     counts = _possible_counts(request, stages, layers)
     chunks_per_rank = counts[0] if len(counts) == 1 else request.chunks_per_rank
@@ -210,7 +235,7 @@ def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineC
     bounds = request.bounds if cut is None else cut.bounds_of(plan.placement)
     assert bounds is not None
     schedules = replace(plan, decided=decided)
-    if request.recompute != NEVER:
+    if request.recompute != NEVER or in_units:
         schedules = schedules.in_units(bounds, request.recompute)
     if request.memory_budget is not None and costs is not None:
         schedules = _within_budget(schedules, request, bounds, costs)

@@ -24,6 +24,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire
+from megasnn.sharding import ShardedTensor
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Ties:
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
         communicators: where those that this needs are started.
         gradient: of a parameter, what this rank has of it, the same of an owner and of its copies.
+        kept: what this rank keeps of a tensor, likewise.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class Ties:
         pipeline: Group,
         communicators: Communicators,
         gradient: Callable[[Tensor], Tensor | None],
+        kept: Callable[[ShardedTensor], ShardedTensor] = lambda entry: entry,
     ) -> None:
         self._pipeline, self._wire, self._gradient = pipeline, communicators.wire, gradient
         chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
-        owned = {entry.name: entry.tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
+        owned = {entry.name: kept(entry).tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
         norms = [each for chunk in chunks.values() for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
         norm_of = {norm.running_mean: norm for norm in norms if norm.running_mean is not None}
@@ -79,7 +82,7 @@ class Ties:
             if pipeline.rank == owner:
                 pair.owned.append(owned[tie.name])
             if pipeline.rank == copy:
-                pair.copies.append(next(copies[index]).tensor)
+                pair.copies.append(kept(next(copies[index])).tensor)
         for low, high in sorted({(min(pair.owner, pair.copy), max(pair.owner, pair.copy)) for pair in pairs.values()}):
             if low < high:
                 communicators.start_messages(pipeline, low, high)

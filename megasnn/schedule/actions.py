@@ -5,7 +5,9 @@ of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, o
 in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again
 where it left nothing for the backward, ``1OUT3`` moves what it does that from to the host's memory and ``1IN3`` back;
 ``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces
-the gradients of chunk 0 over the data parallel replicas.
+the gradients of chunk 0 over the data parallel replicas. Where ranks share weights by rows, ``3GATHER`` starts to
+gather those of chunk 3, ``3FREE`` lets them go, and ``3SCATTER5`` sends the gradients that micro-batch 5 has left to
+the owners of the rows.
 
 A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
 the loss over the whole pipeline, and `Schedule.placement` says on which pipeline rank each of them lives.
@@ -34,6 +36,9 @@ class Kind(Enum):
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
     SYNC_GRADIENTS = "SYNC"
+    GATHER_WEIGHTS = "GATHER"
+    FREE_WEIGHTS = "FREE"
+    SCATTER_GRADIENTS = "SCATTER"
     OFFLOAD = "OUT"
     FETCH = "IN"
 
@@ -45,12 +50,15 @@ class Kind(Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE})
+USES_WEIGHTS = COMPUTE - {Kind.WEIGHT_GRADIENT}
 PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # they give what the chunk before waits for
 FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # after them the chunk lets its activations go
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
-
+GATHERING = frozenset({Kind.GATHER_WEIGHTS, Kind.FREE_WEIGHTS})
+OF_NO_MICRO_BATCH = GATHERING | {Kind.SYNC_GRADIENTS}
+COLLECTIVES = frozenset({Kind.GATHER_WEIGHTS, Kind.SCATTER_GRADIENTS, Kind.SYNC_GRADIENTS})  # over replicas
 
 _NOTATION = re.compile(r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d*)")
 
@@ -64,7 +72,7 @@ class Action(NamedTuple):
 
     chunk: int
     kind: Kind
-    micro_batch: int | None = None  # None for a gradient sync alone
+    micro_batch: int | None = None  # None for what is done for all of them
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
@@ -76,8 +84,8 @@ class Action(NamedTuple):
         if match is None:
             raise ValueError(f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0SYNC")
         chunk, kind, micro_batch = match.groups()
-        if (micro_batch == "") != (Kind(kind) is Kind.SYNC_GRADIENTS):
-            raise ValueError(f"{text!r}: every action but SYNC belongs to a micro-batch, and SYNC to none")
+        if (micro_batch == "") != (Kind(kind) in OF_NO_MICRO_BATCH):
+            raise ValueError(f"{text!r}: SYNC, GATHER and FREE belong to no micro-batch, every other action to one")
         return cls(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megasnn.schedule.actions import Schedule
@@ -24,7 +24,9 @@ from megasnn.schedule.passes import insert_transfers
 from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
 from megasnn.schedule.search import find_best
 from megasnn.schedule.simulate import ChunkCost
-from megasnn.schedule.validate import validate
+from megasnn.schedule.validate import ScheduleError, validate
+from megasnn.schedule.validate_weights import validate_replicas
+from megasnn.schedule.weights import SharedWeights
 
 FLAG = "--num-virtual-stages-per-pipeline-rank"
 
@@ -81,6 +83,7 @@ class SchedulePlan:
         units: how many units each chunk is executed in; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
         chosen: for some numbers of micro-batches, those in its place.
+        weights: of units, where ranks share them by rows; None: every rank has its own whole.
         offloads: whether what they are computed from is moved to the host's memory meanwhile.
     """
 
@@ -92,6 +95,7 @@ class SchedulePlan:
     units: tuple[int, ...] | None = None
     recompute: str = NEVER
     chosen: Mapping[int, Chosen] = field(default_factory=dict)
+    weights: SharedWeights | None = None
     offloads: bool = False
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
@@ -101,6 +105,29 @@ class SchedulePlan:
             bounds: the layers of each chunk. recompute: as the attribute.
         """
         return replace(self, units=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
+
+    def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> SchedulePlan:
+        """The same with weights that are gathered where they are used, in training and evaluation.
+
+        Args:
+            weights: of the units that are executed.
+            micro_batches: how many of them the replicas have in a step.
+        Raises:
+            ValueError: another number of units, a limit that is too small, replicas that would not gather in the same
+                order.
+        """
+        plan = replace(self, weights=weights)
+        counts = sorted(set(micro_batches))
+        schedules = [plan.training(count) for count in counts]
+        try:
+            validate_replicas(schedules)
+        except ScheduleError as error:
+            raise ValueError(
+                f"replicas have {' and '.join(map(str, counts))} micro-batches in one step, and would not gather "
+                f"weights in the same order; let them have equally many (--global-batch-size), or allow "
+                f"{weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
+            ) from error
+        return plan
 
     @property
     def units_of_chunks(self) -> tuple[int, ...]:
@@ -134,16 +161,14 @@ class SchedulePlan:
         """What is executed, validated, with transfers and gradient sync. Raises ValueError where it cannot keep the
         memory limit."""
         schedule = self.of_chunks(micro_batches)
-        if self.units is None:
-            return schedule
-        wanted, chosen = RECOMPUTE[self.recompute], self.chosen.get(micro_batches)
-        refined = insert_recompute(
-            refine(schedule, self.units),
-            lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
-        )
-        refined = insert_offload(refined) if self.offloads else refined
-        validate(refined)
-        return refined
+        if self.units is not None:
+            wanted, chosen = RECOMPUTE[self.recompute], self.chosen.get(micro_batches)
+            schedule = insert_recompute(
+                refine(schedule, self.units),
+                lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
+            )
+            schedule = insert_offload(schedule) if self.offloads else schedule
+        return self._with_weights(schedule)
 
     def of_chunks(self, micro_batches: int) -> Schedule:
         """The same before chunks are cut into units."""
@@ -157,7 +182,11 @@ class SchedulePlan:
 
     def evaluation(self, micro_batches: int) -> Schedule:
         """Forwards only, validated, with transfers."""
-        schedule = insert_transfers(forward_only(self.executed_placement, micro_batches))
+        return self._with_weights(insert_transfers(forward_only(self.executed_placement, micro_batches)))
+
+    def _with_weights(self, schedule: Schedule) -> Schedule:
+        if self.weights is not None:
+            schedule = self.weights.insert(schedule)
         validate(schedule)
         return schedule
 

@@ -1,10 +1,11 @@
-"""What a rank holds in memory, from the order of its actions: activations alone, or all that a step needs."""
+"""What a rank holds, from the order of its actions: activations, gathered weights, or all that a step needs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megasnn.schedule.actions import COMPUTE, FINISHING, MOVES, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
@@ -42,6 +43,17 @@ def activations_held(
             held -= shares[chunk]
         result.append(held)
     return result
+
+
+def weights_held(schedule: Schedule, rank: int, unit_bytes: Sequence[int]) -> list[int]:
+    """The bytes of gathered weights that a rank holds after each of its actions, those on their way included.
+
+    Args:
+        unit_bytes: what the weights of each unit take.
+    """
+    change = {Kind.GATHER_WEIGHTS: 1, Kind.FREE_WEIGHTS: -1}
+    row = schedule.actions[rank]
+    return list(accumulate(change.get(kind, 0) * unit_bytes[unit] for unit, kind, _ in row))
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:

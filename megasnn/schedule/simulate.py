@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from megasnn.schedule.actions import COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
+from megasnn.schedule.replica_link import ReplicaLinks
 from megasnn.schedule.validate import runs
 
 
@@ -38,6 +39,8 @@ class ChunkCost:
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
+        gather, scatter: how long the link to the other replicas takes for the chunk's weights, and for the gradients of
+        one micro-batch.
         moved: time to move what it is computed from to the host's memory, or back.
     """
 
@@ -50,6 +53,8 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
+    gather: float = 0.0
+    scatter: float = 0.0
     moved: float = 0.0
 
     def time(self, kind: Kind) -> float:
@@ -96,6 +101,8 @@ def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[C
                 input_gradient=stage.time(Kind.INPUT_GRADIENT) * share,
                 weight_gradient=stage.time(Kind.WEIGHT_GRADIENT) * share,
                 again=stage.time(Kind.RECOMPUTE) * share,
+                gather=stage.gather * share,
+                scatter=stage.scatter * share,
             )
         )
     return costs
@@ -115,7 +122,8 @@ class Simulation:
 
     Attributes:
         timeline: all actions, in order. A send takes as long as it holds up its rank; a receive ends when the tensor
-        is ready for use. makespan: when the last rank is done. busy: time spent computing. idle: makespan less
+        is ready for use; a gather or scatter is on its way from start to end, and holds up nobody. makespan: when
+        the last rank is done. busy: time spent computing. idle: makespan less
         `busy`. bubble: the part of `idle` between a rank's first and last computation. peak_activations:
         the most that is held at once, in the unit of the costs.
     """
@@ -133,8 +141,9 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[in
 
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
     meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
-    `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside
-    what it computes; a forward waits for what it is computed from.
+    `Link`. Gradient sync takes no time. Gathers and scatters of a rank follow each other on a link of their own; the
+    first computation that uses the weights waits for them. A rank moves tensors to its host's memory and back one after
+    another beside what it computes; a forward waits for what it is computed from.
 
     Args:
         costs: one for each chunk.
@@ -156,7 +165,7 @@ def summarise(
         timeline: of each rank.
         activation: of each chunk; when not given, a rank's chunks are equal parts of one stage.
     """
-    makespan = max((row[-1].end for row in timeline if row), default=0.0)
+    makespan = max((timed.end for row in timeline for timed in row), default=0.0)
     computed = [[timed for timed in row if timed.action.kind in COMPUTE] for row in timeline]
     busy = [sum(timed.end - timed.start for timed in row) for row in computed]
     return Simulation(
@@ -173,8 +182,13 @@ def summarise(
 
 def _times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None) -> list[list[TimedAction]]:
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
-    for row, ends, actions in zip(timeline, end_times(schedule, costs, wholes), schedule.actions, strict=True):
+    replicas = _replica_links(schedule, costs)
+    for row, ends, actions in zip(
+        timeline, _end_times(schedule, costs, wholes, replicas), schedule.actions, strict=True
+    ):
         row += map(TimedAction, actions, [0.0, *ends], ends)
+    for (rank, index), (start, end) in replicas.apart.items():
+        timeline[rank][index] = TimedAction(schedule.actions[rank][index], start, end)
     return timeline
 
 
@@ -216,7 +230,18 @@ class Link(Generic[Message]):
 
 
 def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None = None) -> list[list[float]]:
-    """When each action of each rank is over; the next one starts right then. See `simulate`."""
+    """When each action of each rank is over, as far as it holds up the rank. See `simulate`."""
+    return _end_times(schedule, costs, wholes, _replica_links(schedule, costs))
+
+
+def _replica_links(schedule: Schedule, costs: Sequence[ChunkCost]) -> ReplicaLinks:
+    gathers, scatters = [cost.gather for cost in costs], [cost.scatter for cost in costs]
+    return ReplicaLinks(schedule.ranks, {Kind.GATHER_WEIGHTS: gathers, Kind.SCATTER_GRADIENTS: scatters})
+
+
+def _end_times(
+    schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None, replicas: ReplicaLinks
+) -> list[list[float]]:
     ends: list[list[float]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
     computing = {kind: [cost.times()[kind] for cost in costs] for kind in COMPUTE}
@@ -227,8 +252,9 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[i
     moves_end = [0.0] * schedule.ranks
     there_at: dict[tuple[int, int | None], float] = {}  # inputs that were moved back, by chunk and micro-batch
     for rank, run in runs(schedule):
-        now, append = clock[rank], ends[rank].append
-        for action in schedule.actions[rank][run.start : run.stop]:
+        now, append, actions = clock[rank], ends[rank].append, schedule.actions[rank]
+        for index in run:
+            action = actions[index]
             chunk, kind, m = action
             if kind in computing:
                 part = whole[chunk], _PASSES.get(kind, kind), m
@@ -237,7 +263,8 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[i
                 started[rank].append(now)
                 if kind is Kind.RECOMPUTE:
                     now = max(now, there_at.get((chunk, m), 0.0))
-                now += computing[kind][chunk]
+                time = computing[kind][chunk]
+                now = replicas.use((rank, index), action, now, time) if replicas.coming else now + time
             elif kind in SENDS:
                 now += ways[kind][chunk].send
                 links[kind][chunk].coming.append((action.peer, now, ways[kind][chunk]))
@@ -245,6 +272,8 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[i
                 there_at[chunk, m] = moves_end[rank] = max(now, moves_end[rank]) + costs[chunk].moved
             elif kind in RECEIVES:
                 now = links[kind][chunk].receive(action, now, started[rank])
+            elif kind in COLLECTIVES and kind is not Kind.SYNC_GRADIENTS:
+                replicas.carry((rank, index), action, now)
             append(now)
         clock[rank] = now
     return ends

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from operator import lt
 
-from megasnn.schedule.actions import MOVES, RECEIVES, SENDS, Action, Kind, Place, Schedule, format_actions
+from megasnn.schedule.actions import GATHERING, MOVES, RECEIVES, SENDS, Action, Kind, Place, Schedule, format_actions
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.passes import Boundaries
 
@@ -37,7 +37,8 @@ def validate(schedule: Schedule, memory_limit: float | None = None, activation: 
     a chunk's forwards and backwards are in ascending order, so that every schedule accumulates alike; receives
     on a link are in the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is
     either whole (B) or in two parts (I and W). A forward may be computed again (R) once, before its backward;
-    what it is computed from may be moved out (OUT) and back (IN) in between. With a
+    what it is computed from may be moved out (OUT) and back (IN) in between. Where a
+    chunk's gradients are scattered, they are so once for each micro-batch, before the next one adds its own. With a
     `memory_limit`, no rank ever holds more activations than that; see `activations_held` for what is counted, and
     `activation` for how much each chunk's are.
     """
@@ -112,6 +113,8 @@ def _places(schedule: Schedule, rank: int, boundaries: Boundaries) -> Places:
     nothing: dict[Kind, Indices] = {}
     problems: list[tuple[int, str]] = []
     for index, (chunk, kind, m) in enumerate(order):
+        if kind in GATHERING and chunk in places and m is None:
+            continue  # may come several times; see `validate_weights`
         mine = places.get(chunk, nothing).get(kind)
         at = m if kind is not Kind.SYNC_GRADIENTS else 0 if m is None else -1
         if mine is None or at is None or not 0 <= at < len(mine):
@@ -139,7 +142,7 @@ def _nowhere(schedule: Schedule, boundaries: Boundaries, chunk: int) -> dict[Kin
     kinds += [Kind.RECV_FORWARD] * boundaries.before[chunk] + [Kind.SEND_FORWARD] * boundaries.after[chunk]
     if schedule.forward_only:
         return {kind: [-1] * schedule.micro_batches for kind in kinds}
-    kinds += [Kind.BACKWARD, *PARTS, Kind.RECOMPUTE, *MOVES]
+    kinds += [Kind.BACKWARD, *PARTS, Kind.RECOMPUTE, *MOVES, Kind.SCATTER_GRADIENTS]
     kinds += [Kind.RECV_BACKWARD] * boundaries.after[chunk] + [Kind.SEND_BACKWARD] * boundaries.before[chunk]
     return {kind: [-1] * schedule.micro_batches for kind in kinds} | {Kind.SYNC_GRADIENTS: [-1]}
 
@@ -163,6 +166,8 @@ def _missing(chunk: int, of_chunk: dict[Kind, Indices]) -> Iterator[Action]:
     for kind, indices in of_chunk.items():
         if min(indices) >= 0 or kind is Kind.RECOMPUTE or kind in MOVES:
             continue
+        if kind is Kind.SCATTER_GRADIENTS and max(indices) < 0:
+            continue  # the gradients stay whole until SYNC
         for m, index in enumerate(indices):
             if index < 0 and kind is Kind.SYNC_GRADIENTS:
                 yield Action(chunk, kind)
@@ -227,6 +232,10 @@ def _needed_on_rank(
     yield [gradient[m] for m in split], [finish[m] for m in split]
     yield finish, finish[1:]
     yield finish[-1:], mine[Kind.SYNC_GRADIENTS]  # the others are before it, being ascending
+    scattered = mine[Kind.SCATTER_GRADIENTS]
+    if max(scattered) >= 0:
+        yield finish, scattered
+        yield scattered, [*finish[1:], *mine[Kind.SYNC_GRADIENTS]]  # what the next one adds comes to the next one
 
 
 def _either(of_chunk: dict[Kind, Indices], part: Kind) -> Indices:

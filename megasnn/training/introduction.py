@@ -24,6 +24,7 @@ from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summar
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.schedule import Kind
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.profile import chart
 
@@ -211,9 +212,9 @@ def _model(
     config: PretrainConfig, layers: Sequence[LayerSummary], engine: DistributedModel, plan: PipelinePlan
 ) -> list[str]:
     """What each chunk holds, and the schedule; without a pipeline, what the whole model computes."""
-    placement = plan.schedules.placement
+    placement, told = plan.schedules.placement, [*plan.describe_recompute(), *_shared_weights(config, engine, plan)]
     if len(placement) == 1:
-        return [*([multiply_adds(layers)] if layers else []), *plan.describe_recompute()]
+        return [*([multiply_adds(layers)] if layers else []), *told]
     names = [layer.name for layer in engine.model.layers]
     chunks = []
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
@@ -222,4 +223,27 @@ def _model(
         sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
         chunks.append(f"{index} on pipeline rank {rank}: {held}{sizes}")
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks", *(f"  {chunk}" for chunk in chunks)]
-    return lines + plan.describe(config.parallel.pipeline_schedule) + plan.describe_recompute()
+    return lines + plan.describe(config.parallel.pipeline_schedule) + told
+
+
+def _shared_weights(config: PretrainConfig, engine: DistributedModel, plan: PipelinePlan) -> list[str]:
+    """What weight parallelism holds and receives on this rank, with gradients once in a step and scattered."""
+    weights, ranks, pipeline = plan.schedules.weights, engine.state.weight.size, engine.state.pipeline
+    if weights is None:
+        return []
+    schedule = plan.schedules.training(plan.micro_batches)
+    mine = schedule.actions[pipeline.rank]
+    gathers = [weights.unit_bytes[action.chunk] for action in mine if action.kind is Kind.GATHER_WEIGHTS]
+    kept = [entry.tensor for entry in (*engine.tensors, *engine.copies) if entry.is_parameter]
+    rows = sum(each.nbytes for each in kept if each.requires_grad)
+    units = [size for size, rank in zip(weights.unit_bytes, schedule.placement, strict=True) if rank == pipeline.rank]
+    live = ranks * rows * sum(sorted(units)[-2:]) / max(1, sum(units))
+    others = 1e-6 * (ranks - 1)
+    return [
+        f"--weight-parallel-size {ranks}: a rank keeps {1e-6 * sum(each.nbytes for each in kept):.1f} MB of weights, "
+        f"and gathers at most {1e-6 * weights.limit_of(schedule):.1f} MB at once; a step receives "
+        f"{others / ranks * sum(gathers):.1f} MB in {len(gathers)} gathers",
+        f"--weight-gradients {config.parallel.weight_gradients}: once holds {1e-6 * rows * (ranks + 1):.1f} MB of "
+        f"gradients and receives {others * rows:.1f} MB in a step; scattered holds {1e-6 * (rows + live):.1f} MB and "
+        f"receives {others * rows * plan.micro_batches:.1f} MB",
+    ]

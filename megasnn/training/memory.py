@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megasnn.config import PretrainConfig
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count, wire_options
+from megasnn.grid import REPLICA_AXES
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
@@ -29,7 +30,8 @@ class MemoryForecast:
 
     Attributes:
         program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
-        weights: parameters and buffers, and their average where one is kept. gradients: their buckets, and the sums of
+        weights: parameters and buffers, and their average where one is kept; where replicas share weights, this rank's
+            rows, and the most that is gathered. gradients: their buckets, and the sums of
             the rows that the rank owns where rows have owners.
         optimizer: its state.
         kept: the most that forwards leave for backward.
@@ -86,18 +88,18 @@ def forecast_memory(
     copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
     averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
-    gradients = sum(entry.tensor.nbytes for entry in held if entry.tensor.requires_grad)
-    parts = [mine for whole, mine in zip(distributed.tensors, owned, strict=True) if whole is not mine]
-    gradients += sum(mine.tensor.nbytes for mine in parts)
+    shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
+    gathered = 0 if shared is None else shared.limit_of(schedule)
+    gradients = distributed.data_parallel.held_bytes
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save
-    written = [entry for entry in owned if entry.shard.is_primary(["data"])]
+    written = [entry for entry in owned if entry.shard.is_primary(REPLICA_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
     release_free_memory()
     mine = MemoryForecast(
         program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
-        weights=1e-6 * weights,
+        weights=1e-6 * (weights + gathered),
         gradients=1e-6 * gradients,
         optimizer=1e-6 * moments,
         kept=1e-6 * peak.kept,

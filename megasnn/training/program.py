@@ -71,7 +71,10 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
     with FaultWatch() as watch:
         with placed("while making the groups of ranks"):
             state = initialize_model_parallel(
-                parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device
+                parallel.tensor_model_parallel_size,
+                parallel.pipeline_model_parallel_size,
+                device,
+                parallel.weight_parallel_size,
             )
         saved = True
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -15,10 +16,10 @@ from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.model import Model
 from megasnn.optim import build_optimizer
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import destroy_model_parallel
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
-from tests.parity.ranks import Layout, RankStep, assemble, record_step, weights_of
+from tests.parity.ranks import Layout, RankStep, assemble, gathering, join, record_step, weights_of
 from tests.parity.test_layouts import error
 
 SIZES = [2, 2, 1]
@@ -49,16 +50,22 @@ def take_steps(
         weights: a file of torch's with those to begin at, by global names, which all ranks read from one memory;
             without it, steps begin at the keyed initial values.
     """
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = join(layout)
     try:
         described, dtype = describe(model), batch[0].dtype
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
-        engine = DistributedModel(described, state, BuildContext(state.tensor, dtype, dtype), bounds, plan)
+        context = BuildContext(state.tensor, dtype, dtype, data=state.data, weight=state.weight)
+        # Replicas with other numbers of micro-batches gather each layer once.
+        limit = math.inf if len(SIZES) % state.data.size else None
+        plan = gathering(plan, described, bounds, context, layout, limit)
+        engine = DistributedModel(described, state, context, bounds, plan)
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, state.world.handle)
-        optimizer = build_optimizer(engine.tensors, SGD, {axis: state.group(axis) for axis in HOLDING_AXES})
+        optimizer = build_optimizer(
+            engine.owned, SGD, {axis: state.group(axis) for axis in HOLDING_AXES}, engine.owners
+        )
         steps = list[RankStep]()
         for _ in range(count):
             steps.append(record_step(engine, state, *batch, SIZES[0]))

@@ -22,6 +22,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.sharding import Shard
@@ -35,6 +36,9 @@ class Layout:
     pipeline: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None  # per pipeline rank; by default what the schedule stands for
+    weight: int = 1  # replicas that share one copy of the weights
+    scatters: bool = False  # gradients after every micro-batch
+    recompute: str = "never"
 
     @property
     def world_size(self) -> int:
@@ -83,12 +87,39 @@ def build_engine(
     spec: NeuronSpec | None = None,
     bounds: list[range] | None = None,
     rows_have_owners: bool = False,
+    layout: Layout = Layout(),  # noqa: B008  (frozen)
 ) -> DistributedModel:
     model = _described(spec or NeuronSpec())
-    context = BuildContext(state.tensor, dtype, dtype, backend, data=state.data)
+    context = BuildContext(state.tensor, dtype, dtype, backend, data=state.data, weight=state.weight)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+    plan = gathering(plan, model, bounds, context, layout)
     return DistributedModel(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
+
+
+def join(layout: Layout) -> ParallelState:
+    """The grid of a layout over an initialised world."""
+    return initialize_model_parallel(layout.tensor, layout.pipeline, weight_parallel_size=layout.weight)
+
+
+def gathering(
+    plan: SchedulePlan,
+    model: ModelDescription,
+    bounds: list[range],
+    context: BuildContext,
+    layout: Layout,
+    limit: float | None = None,
+) -> SchedulePlan:
+    """The plan; layer by layer and with gathers, where replicas share weights.
+
+    Args:
+        limit: bytes of gathered weights.
+    """
+    if context.weight.size == 1:
+        return plan
+    plan = plan.in_units(bounds, layout.recompute)
+    weights = shared_weights(model, plan.unit_bounds(bounds), context, limit, layout.scatters)
+    return plan.sharing(weights, [])
 
 
 def one_step(
@@ -103,10 +134,10 @@ def one_step(
     bounds: list[range] | None = None,
 ) -> RankStep:
     """Runs on every rank of an initialised world. Without `weights`, keeps the initial values."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = join(layout)
     try:
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        engine = build_engine(state, plan, dtype, backend, spec, bounds)
+        engine = build_engine(state, plan, dtype, backend, spec, bounds, layout=layout)
         if weights is not None:
             load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]), state.world.handle)
         return record_step(engine, state, images, labels, micro_batch_size)
@@ -156,8 +187,8 @@ def record_step(
         hook.remove()
     engine.merge_statistics(most)
     place = state.coordinates
-    result = RankStep((place.pipeline, place.data, place.tensor), loss, engine.norm, logits, sum(fired))
-    for entry in engine.tensors:
+    result = RankStep((place.pipeline, state.data.rank, place.tensor), loss, engine.norm, logits, sum(fired))
+    for entry in engine.tensors if state.weight.size == 1 else engine.owned:
         if entry.is_parameter and not entry.tensor.requires_grad:
             assert entry.tensor.grad is None
         elif entry.is_parameter:

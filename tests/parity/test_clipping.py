@@ -4,6 +4,7 @@ and under a plain LAMB."""
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import build_optimizer
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, assemble, build_engine, record_step
+from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, record_step, weights_of
 from tests.parity.test_layouts import SIZES, TOLERANCE, error, name_of
 
 STEPS = 3
@@ -87,21 +88,18 @@ def train(
     rows_have_owners: bool = False,
 ) -> list[RankStep]:
     """On every rank: what each step came to, with the parameters after it in the place of gradients."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = join(layout)
     try:
-        engine = build_engine(state, layout.schedule, torch.float64, rows_have_owners=rows_have_owners)
+        engine = build_engine(state, layout.schedule, torch.float64, rows_have_owners=rows_have_owners, layout=layout)
         load_globals_into(engine.tensors, from_spikingjelly(weights, reference.DIMS["depths"]), state.world.handle)
         groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-        optimizer, steps = build_optimizer(engine.owned, options, groups), []
+        optimizer, steps = build_optimizer(engine.owned, options, groups, engine.owners), []
         for _ in range(STEPS):
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
             optimizer.step()
             engine.share_rows()
-            for entry in engine.tensors:
-                if entry.is_parameter:
-                    shard, _ = steps[-1].gradients[entry.name]
-                    steps[-1].gradients[entry.name] = (shard, entry.tensor.detach().clone())
+            steps[-1].gradients = weights_of(engine)
         return steps
     finally:
         destroy_model_parallel()
@@ -126,6 +124,24 @@ def cases() -> list[object]:
     ]
 
 
+GATHERED = [
+    Layout(4, 1, 2, "zbv", weight=2, scatters=True),
+    Layout(2, 2, 2, "1f1b", weight=2),
+    Layout(4, 1, 1, weight=4),
+]
+
+
+def gathered_cases() -> list[object]:
+    """(optimizer, layout, whether rows have owners) where replicas share weights."""
+    chosen = {("lamb", GATHERED[0], True), ("adamw", GATHERED[1], False), ("lamb", GATHERED[2], False)}
+    return [
+        pytest.param(
+            *case, marks=() if case in chosen else pytest.mark.matrix, id=f"{case[0]}-{name_of(case[1])}-{case[2]}"
+        )
+        for case in product(OPTIONS, GATHERED, (False, True))
+    ]
+
+
 def sharded_cases() -> list[object]:
     """The suite takes the largest layout, and LAMB on two replicas."""
     chosen = {(name, layout): False for name in OPTIONS for layout in (*SHARDED, Layout(data=4))}
@@ -144,6 +160,11 @@ def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout) 
 @pytest.mark.parametrize(("optimizer", "layout"), sharded_cases())
 def test_with_rows_that_replicas_own(ranks, optimizer: str, layout: Layout) -> None:
     _require_equal(ranks, optimizer, layout, True)
+
+
+@pytest.mark.parametrize(("optimizer", "layout", "rows_have_owners"), gathered_cases())
+def test_with_weights_that_replicas_share(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
+    _require_equal(ranks, optimizer, layout, rows_have_owners)
 
 
 def _require_equal(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:

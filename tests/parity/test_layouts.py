@@ -30,7 +30,8 @@ def layouts() -> list[object]:
 
 
 def name_of(layout: Layout) -> str:
-    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}-{layout.schedule}"
+    weight = f"-wp{layout.weight}" if layout.weight > 1 else ""
+    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}-{layout.schedule}{weight}"
 
 
 @lru_cache(maxsize=1)

@@ -26,11 +26,12 @@ from megasnn.schedule import plan_schedule
 from megasnn.telemetry.timers import DeviceClock
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, build_engine, one_step, record_step
+from tests.parity.ranks import Layout, build_engine, join, one_step, record_step
 from tests.parity.test_schedules import SCHEDULES
 from tools.benchmark.nccl_like import Device, nccl_like
 
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
+EVEN_SAMPLES = 8  # replicas that share weights have equally many micro-batches
 MOST_RANKS = 8
 ON_EIGHT_STAGES = (("1f1b", 1), ("interleaved", 3), ("zb1p", 1), ("zbv", 2))
 
@@ -159,6 +160,38 @@ def _owning_rows() -> list[float]:
 def test_replicas_that_own_rows_end_too(ranks, loss) -> None:
     for losses in ranks(4, _owning_rows):
         assert losses[0] == pytest.approx(loss, rel=1e-9) and losses[1] == pytest.approx(loss, rel=1e-3)
+
+
+def _sharing_weights(layout: Layout) -> tuple[list[float], list[str]]:
+    """The losses of two steps whose weights are gathered; and what was started before them."""
+    with nccl_like() as device:
+        state = join(layout)
+        plan = plan_schedule(layout.schedule, layout.pipeline)
+        engine = build_engine(state, plan, torch.float64, rows_have_owners=True, layout=layout)
+        images, labels = reference.data(EVEN_SAMPLES)
+        started, losses = list(device.communicators), list[float]()
+        for _ in range(2):
+            losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
+            engine.share_rows()
+        assert device.communicators == started, "something in a step was a first use"
+        told = state.communicators.names
+        destroy_model_parallel()
+        return losses, told
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(4, 1, 2, "zbv", weight=2, scatters=True, recompute="always"),
+        Layout(4, 1, 2, "1f1b", weight=4),
+        Layout(2, 2, 2, "zbv", weight=2),
+    ],
+    ids=str,
+)
+def test_replicas_that_share_weights_end_too(ranks, layout: Layout) -> None:
+    loss = ranks(1, one_step, Layout(), None, *reference.data(EVEN_SAMPLES), MICRO_BATCH)[0].loss
+    for losses, told in ranks(layout.world_size, _sharing_weights, layout):
+        assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[:2] == ["weight", "scatter"]
 
 
 def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:

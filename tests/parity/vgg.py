@@ -22,12 +22,12 @@ from megasnn.models.building import describe
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import destroy_model_parallel
 from megasnn.random import Draws
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, record_step
+from tests.parity.ranks import Layout, RankStep, gathering, join, record_step
 
 # Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
 CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
@@ -161,7 +161,7 @@ def one_step(
     backend: str = "auto",
 ) -> RankStep:
     """One of our steps, on every rank of an initialised world."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = join(layout)
     try:
         config = VggDvs(
             channels=CONFIG.channels,
@@ -174,9 +174,10 @@ def one_step(
         model = describe(config, NEURON)
         if variant.drop_path:
             model = _with_drop_path(model, variant.drop_path)
-        context = BuildContext(state.tensor, dtype, dtype, backend, seed=SEED)
+        context = BuildContext(state.tensor, dtype, dtype, backend, SEED, data=state.data, weight=state.weight)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+        plan = gathering(plan, model, bounds, context, layout)
         engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
         load_globals_into(engine.tensors, vgg_from_spikingjelly(weights, POOLS), state.world.handle)
         return record_step(engine, state, *data(dtype), SIZES[0])

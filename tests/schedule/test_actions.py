@@ -3,16 +3,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasnn.schedule import Action, Kind
-from megasnn.schedule.actions import COMPUTE, MOVES, SENDS
+from megasnn.schedule.actions import OF_NO_MICRO_BATCH, RECEIVES, SENDS
 
-transfers_and_computing = st.builds(
+transfers = st.builds(
     Action,
-    st.integers(0, 300),
-    st.sampled_from([kind for kind in Kind if kind is not Kind.SYNC_GRADIENTS]),
+    st.integers(1, 300),
+    st.sampled_from([kind for kind in Kind if kind in SENDS | RECEIVES]),
     st.integers(0, 300),
 )
-syncs = st.builds(Action, st.integers(0, 300), st.just(Kind.SYNC_GRADIENTS), st.none())
-actions = transfers_and_computing | syncs
+of_micro_batches = st.builds(
+    Action,
+    st.integers(0, 300),
+    st.sampled_from([kind for kind in Kind if kind not in OF_NO_MICRO_BATCH]),
+    st.integers(0, 300),
+)
+of_none = st.builds(
+    Action, st.integers(0, 300), st.sampled_from([kind for kind in Kind if kind in OF_NO_MICRO_BATCH]), st.none()
+)
+actions = of_micro_batches | of_none
 
 
 @given(actions)
@@ -28,6 +36,9 @@ def test_what_is_printed_parses_back(action: Action) -> None:
         ("0SEND_F2", Action(0, Kind.SEND_FORWARD, 2)),
         ("2RECV_B1", Action(2, Kind.RECV_BACKWARD, 1)),
         ("0SYNC", Action(0, Kind.SYNC_GRADIENTS)),
+        ("3GATHER", Action(3, Kind.GATHER_WEIGHTS)),
+        ("3FREE", Action(3, Kind.FREE_WEIGHTS)),
+        ("3SCATTER5", Action(3, Kind.SCATTER_GRADIENTS, 5)),
     ],
 )
 def test_notation(text: str, action: Action) -> None:
@@ -35,13 +46,15 @@ def test_notation(text: str, action: Action) -> None:
     assert Action.parse(text) == action
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 1B3", "-1F0", "0SYNC1", "2f0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "2F0 1B3", "-1F0", "0SYNC1", "3GATHER1", "3FREE1", "3SCATTER", "2f0"]
+)
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Action.parse(text)
 
 
-@given(transfers_and_computing.filter(lambda a: a.kind not in COMPUTE | MOVES and a.chunk > 0))
+@given(transfers)
 def test_the_two_ends_of_a_transfer_know_each_other(action: Action) -> None:
     assert action.peer.peer == action
     assert (action.peer.kind in SENDS) != (action.kind in SENDS)

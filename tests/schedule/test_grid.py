@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.grid import Coordinates, Grid
+from megasnn.grid import Coordinates, Grid, Place
 
 sizes = st.integers(1, 5)
 
@@ -17,9 +17,21 @@ def test_the_order_is_megatrons() -> None:
     assert grid.groups("tensor", "pipeline")[0] == [0, 1, 8, 9]
 
 
-@given(sizes, sizes, sizes)
-def test_ranks_and_coordinates_are_inverse(pipeline: int, data: int, tensor: int) -> None:
-    grid = Grid(pipeline, data, tensor)
+def test_replicas_that_share_weights_are_neighbours() -> None:
+    grid = Grid.fit(16, tensor=2, pipeline=1, weight=4)
+    assert grid == Grid(data=2, tensor=2, weight=4) and grid.replicas == 8
+    assert grid.groups("weight")[:3] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14]]
+    assert grid.groups("data")[0] == [0, 8]
+    assert grid.groups("data", "weight")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
+    here = Place(grid, grid.coordinates(13))
+    assert [grid.rank(each.coordinates) for each in here.along(["data", "weight"])] == grid.groups("data", "weight")[1]
+    with pytest.raises(ValueError, match="--weight-parallel-size 3 does not divide the 8 data parallel"):
+        Grid.fit(16, tensor=2, weight=3)
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_ranks_and_coordinates_are_inverse(pipeline: int, data: int, tensor: int, weight: int) -> None:
+    grid = Grid(pipeline, data, tensor, weight)
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
         assert grid.rank(at) == rank

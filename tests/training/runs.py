@@ -69,7 +69,8 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     validate(config, world)
     parallel = config.parallel
-    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    state = initialize_model_parallel(tensor, pipeline, weight_parallel_size=parallel.weight_parallel_size)
     try:
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run = TrainingRun(config, state, callbacks=callbacks)

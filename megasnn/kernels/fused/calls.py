@@ -152,7 +152,8 @@ def _tensor(pixels: np.ndarray, like: Tensor) -> Tensor:
 
 
 def _double(x: Tensor) -> np.ndarray:
-    return x.detach().double().numpy()
+    # A copy, because memory that numpy has seen stays where it is: that of gathered weights comes and goes.
+    return x.detach().to(torch.float64, copy=True).numpy()
 
 
 def _width(channels: int) -> int:

@@ -1,0 +1,190 @@
+"""Weights that replicas keep by rows, and the whole of a unit while it is used (FSDP, arXiv 2304.11277).
+
+A parameter stays the same object for its layer, of its full shape, but its memory comes and goes: all parameters of a
+unit are places in one piece of memory, which is resized to nothing when they are freed. What autograd has saved of them
+is a place in the same memory, and finds the values there when they are gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.comm.collectives import Exchange, start_exchange
+from megasnn.comm.group import Group
+from megasnn.data_parallel.owned_rows import by_owner, joined, rows_of
+from megasnn.layers.cast_weights import CastWeights
+from megasnn.layers.conv import ParallelConv
+from megasnn.layers.linear import MeanLinear, ParallelLinear
+from megasnn.sharding import ShardedTensor
+
+ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
+
+
+class GatheredWeights:
+    """The weights of this rank's units: what it keeps of them, and their gathering.
+
+    What convolutions and linear layers multiply by travels in the type that they compute in, all else as it is.
+
+    Args:
+        group: the replicas that share one copy of the weights. scatter: the same, for gradients.
+        cast_weights: gives the layers what they multiply by.
+
+    Attributes:
+        scatter: as it was given.
+    """
+
+    def __init__(self, group: Group, scatter: Group, cast_weights: CastWeights) -> None:
+        self.scatter, self._group, self._cast_weights = scatter, group, cast_weights
+        self._units: dict[int, list[_Together]] = {}
+        self._on_their_way: dict[int, list[Exchange]] = {}
+        self._live: set[int] = set()
+        self._kept: dict[Tensor, nn.Parameter] = {}
+
+    def keep(self, unit: int, layers: Sequence[nn.Module]) -> None:
+        """Keeps this rank's rows of the parameters in these layers, which have their values, and frees all else.
+
+        Raises:
+            ValueError: rows do not follow each other in memory.
+        """
+        by_type: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+        multiplied = _multiplied(layers)
+        for parameter in dict.fromkeys(each for layer in layers for each in layer.parameters()):
+            travels_in = multiplied.get(parameter, parameter.dtype)
+            by_type.setdefault((parameter.dtype, travels_in), []).append(parameter)
+        self._units[unit] = []
+        for (_, travels_in), parameters in by_type.items():
+            together = _Together(parameters, travels_in, self._group)
+            self._units[unit].append(together)
+            self._kept |= zip(parameters, together.rows, strict=True)
+            for parameter, values in zip(parameters, together.values, strict=True):
+                if parameter in multiplied:
+                    self._cast_weights.give(parameter, values)
+
+    def rows(self, parameter: Tensor) -> nn.Parameter:
+        """This rank's rows of a parameter, of which there may be none; a number is a row of one."""
+        return self._kept[parameter]
+
+    def kept(self, entry: ShardedTensor) -> ShardedTensor:
+        """What this rank keeps of a tensor: its rows of a parameter, all of a buffer."""
+        if not entry.is_parameter:
+            return entry
+        return replace(entry, tensor=self._kept[entry.tensor], shard=entry.shard.by_rows("weight"))
+
+    def gather(self, unit: int) -> None:
+        """Starts gathering a unit's weights. Collective over the group."""
+        self._on_their_way[unit] = [each.start() for each in self._units[unit]]
+
+    def ready(self, unit: int) -> None:
+        """Waits until a unit's weights are here, where they are on their way.
+
+        Raises:
+            ValueError: nobody has gathered them.
+        """
+        if (exchanges := self._on_their_way.pop(unit, None)) is not None:
+            for together, exchange in zip(self._units[unit], exchanges, strict=True):
+                together.finish(exchange)
+            self._live.add(unit)
+        elif unit not in self._live and self._units.get(unit):
+            raise ValueError(f"the weights of unit {unit} are used, and were not gathered")
+
+    def free(self, unit: int) -> None:
+        """Frees a unit's gathered weights."""
+        self.ready(unit)
+        self._live.discard(unit)
+        for together in self._units[unit]:
+            together.free()
+
+
+class _Together:
+    """Parameters of a unit that are of one type and travel in one type.
+
+    Attributes:
+        rows: this rank's, of each parameter.
+        values: of each parameter, in the type that they travel in; without memory until they are gathered.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], travels_in: torch.dtype, group: Group) -> None:
+        self._group = group
+        step = ALIGNMENT // travels_in.itemsize
+        places = [-(-each.numel() // step) * step for each in parameters]
+        flat = torch.empty(sum(places), dtype=travels_in, device=parameters[0].device)
+        self._storage, self._bytes = flat.untyped_storage(), flat.nbytes
+        starts = list(accumulate(places, initial=0))
+        # Tensors that autograd saves are to know nothing of what is written here: `data` has a version of its own.
+        for_layers, here = flat.data, flat
+        self.values = [_like(each, for_layers, start) for each, start in zip(parameters, starts, strict=False)]
+        places_here = [_like(each, here, start) for each, start in zip(parameters, starts, strict=False)]
+        self._of_ranks = by_owner(places_here, group.size)
+        self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
+        mine = by_owner(parameters, group.size)[group.rank]
+        with torch.no_grad():
+            self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
+        shapes = [rows_of(each, group) for each in parameters]
+        ends = accumulate((each.numel() for each in shapes), initial=0)
+        self.rows = [
+            nn.Parameter(_like(each, self._mine, end), requires_grad=parameter.requires_grad)
+            for each, parameter, end in zip(shapes, parameters, ends, strict=False)
+        ]
+        for parameter, values in zip(parameters, self.values, strict=True):
+            parameter.data = values if values.dtype == parameter.dtype else _without_memory(parameter)
+        self.free()
+
+    def start(self) -> Exchange:
+        others, outgoing = self._group.size - 1, self._mine.to(self.values[0].dtype)
+        outgoing = outgoing.repeat(others) if others > 1 else outgoing
+        counts = [len(self._mine)] * self._group.size
+        return start_exchange(outgoing, counts, self._counts, self._group, "step")
+
+    def finish(self, exchange: Exchange) -> None:
+        parts = exchange.wait()
+        parts[self._group.rank] = self._mine
+        self._storage.resize_(self._bytes)
+        with torch.no_grad():
+            for places, values in zip(self._of_ranks, parts, strict=True):
+                if places:
+                    torch._foreach_copy_(places, list(values.split([each.numel() for each in places])))
+
+    def free(self) -> None:
+        """Raises ValueError where something else holds the memory, too."""
+        if not self._storage.resizable():
+            raise ValueError(
+                "the memory of gathered weights cannot be freed: a module has made a NumPy array of a parameter "
+                "(weight.numpy()); let it take a copy, or leave --weight-parallel-size out"
+            )
+        self._storage.resize_(0)
+
+
+def _like(tensor: Tensor, flat: Tensor, start: int) -> Tensor:
+    """A place in `flat`, in the memory order of a tensor."""
+    return flat.as_strided(tensor.shape, tensor.stride(), start)
+
+
+def _without_memory(parameter: Tensor) -> Tensor:
+    """For a parameter that is only multiplied by, in another type: nothing reads its own values."""
+    values = torch.empty_like(parameter, requires_grad=False)
+    values.untyped_storage().resize_(0)
+    return values
+
+
+def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
+    """The weights that `CastWeights` gives to their layers, and the types these compute in."""
+    return {
+        module.weight: module.compute_dtype
+        for layer in layers
+        for module in layer.modules()
+        if isinstance(module, (ParallelConv, ParallelLinear))
+        and type(module) in (ParallelConv, ParallelLinear, MeanLinear)
+    }
+
+
+def gathered_bytes(layers: Sequence[nn.Module]) -> int:
+    """What the gathered weights of a unit take. Its layers may be on the meta device."""
+    multiplied, total = _multiplied(layers), 0
+    for parameter in dict.fromkeys(each for layer in layers for each in layer.parameters()):
+        total += -(-parameter.numel() * multiplied.get(parameter, parameter.dtype).itemsize // ALIGNMENT) * ALIGNMENT
+    return total

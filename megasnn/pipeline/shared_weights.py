@@ -1,0 +1,31 @@
+"""What is gathered when, where replicas share weights by rows: from a model and its cut to what schedules are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megasnn.data_parallel.gathered_weights import gathered_bytes
+from megasnn.layers.context import BuildContext
+from megasnn.models.description import ModelDescription
+from megasnn.schedule.weights import SharedWeights
+
+
+def shared_weights(
+    model: ModelDescription,
+    units: Sequence[range],
+    context: BuildContext,
+    limit: float | None = None,
+    scatters: bool = False,
+) -> SharedWeights:
+    """The weights of each unit; nothing gets memory for that.
+
+    Args:
+        units: the layers of each.
+        limit: bytes of gathered weights that a rank may hold; None: of a unit and the one that is used behind it.
+        scatters: whether gradients are scattered after every micro-batch.
+    """
+    layers = model.build(context)
+    unit_bytes = tuple(gathered_bytes([layers[number] for number in unit]) for unit in units)
+    most = None if limit is None else int(min(limit, sum(unit_bytes)))
+    scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
+    return SharedWeights(unit_bytes, most, scattered=scattered)

@@ -1,0 +1,323 @@
+"""Runs and Engines whose replicas share weights by rows: the same bits, any layout, what is sent and held, refusals."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.checkpoint import list_checkpoints
+from megasnn.comm.statistics import statistics
+from megasnn.config import ConfigError, parse, validate
+from megasnn.config.training import Length
+from megasnn.data_parallel import BucketedDataParallel
+from megasnn.data_parallel.gathered_weights import GatheredWeights
+from megasnn.engine import Engine
+from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.models.model import run_config
+from megasnn.models.table import MODELS
+from megasnn.optim import held_state_bytes
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.plan import PipelinePlan
+from megasnn.schedule import Kind, plan_schedule
+from megasnn.schedule.weights import SharedWeights
+from tests.training.runs import TINY
+from tests.training.test_replicas import WEIGHT, train_with_flip
+from tests.training.test_sharded_optimizer import SHARDED, batch, same, saved, trained
+
+BY_TWO = ("--weight-parallel-size", "2")
+BY_FOUR = ("--weight-parallel-size", "4")
+SCATTERED = ("--weight-gradients", "scattered")
+PP2 = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv")
+EVEN = ("--micro-batch-size", "2", "--global-batch-size", "8")
+THREE = ("--train-iters", "3", "--clip-grad", "0.05", "--eval-iters", "0", *EVEN)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "flags", "shared"),
+    [
+        (2, "--neuron plif --ema-decay 0.75 --eval-interval 2 --eval-iters 1", BY_TWO),
+        (4, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", (*BY_FOUR, "--recompute", "always")),
+        (4, "--freeze patch_embed --optimizer sgd", (*BY_FOUR, SHARDED, "--weight-memory-limit", "1")),
+        pytest.param(4, "--neuron plif --precision bf16", BY_FOUR, marks=pytest.mark.matrix),
+        pytest.param(2, "--bptt-steps 1", BY_TWO, marks=pytest.mark.matrix),
+        pytest.param(2, "--precision bf16 --tensor-model-parallel-size 2", BY_TWO, marks=pytest.mark.matrix),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_no_bit_differs_where_sums_are_formed_in_rank_order(ranks, cache, tmp_path, replicas, flags, shared) -> None:
+    """Weights, their average, and the optimizer's state behind three steps with clipping, where one copy is shared by
+    all replicas."""
+    world = 2 * replicas if "tensor" in flags else replicas
+    for name, more in (("plain", ()), ("shared", shared)):
+        ranks(world, trained, cache, *EVEN, "--deterministic", *flags.split(), "--save", str(tmp_path / name), *more)
+    plain, shared_weights = saved(tmp_path / "plain"), saved(tmp_path / "shared")
+    assert any(name.startswith("optimizer.") for name in plain)
+    assert same(plain, shared_weights)
+
+
+def test_a_run_goes_on_on_any_layout(ranks, cache, tmp_path) -> None:
+    """Four replicas that own rows of the optimizer's state, then three that do not, then two stages whose replicas
+    share weights, then four replicas that share two copies, and own rows of them."""
+    common = ("--train-iters", "4", "--precision", "fp64", "--neuron", "plif", "--ema-decay", "0.5")
+    common = (*common, "--micro-batch-size", "2", "--global-batch-size", "24")
+    straight = tmp_path / "straight"
+    trained(cache, *common, "--save", str(straight))
+    folder = ("--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
+    ranks(4, trained, cache, *common, *folder, SHARDED, "--exit-interval", "1")
+    ranks(3, trained, cache, *common, *folder, "--exit-interval", "2")
+    ranks(4, trained, cache, *common, *folder, *BY_TWO, *PP2, "--exit-interval", "3", "--async-save")
+    ranks(4, trained, cache, *common, *folder, *BY_TWO, SHARDED, *SCATTERED)
+    assert list_checkpoints(tmp_path / "run") == [1, 2, 3, 4]
+    ours, theirs = saved(tmp_path / "run"), saved(straight)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert (ours[name].double() - value.double()).norm() <= 1e-9 * value.double().norm(), name
+
+
+def engine(*flags: str) -> Engine:
+    return Engine(parse(run_config(MODELS["spikformer"]), [*TINY, *THREE, *flags]), length=Length(3))
+
+
+def samples(made: Engine, count: int) -> tuple[Tensor, Tensor]:
+    images, labels = batch(made)
+    return images[:count], labels[:count]
+
+
+def looked_at(*flags: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Evaluations and predictions of numbers of samples that leave replicas with fewer micro-batches, or none; and the
+    whole weights, before and behind a step, and when others were loaded."""
+    with engine("--precision", "fp64", "--ema-decay", "0.5", *flags) as made:
+        made.train_step(*samples(made, 8))
+        found = []
+        for count in (10, 1, 5):
+            record = made.evaluate(*samples(made, count))
+            found += [torch.tensor([record.loss, record.top1]), made.predict(samples(made, count)[0])]
+        weights = made.state_dict()
+        made.load_state_dict({name: value * 2 for name, value in weights.items()})
+        found.append(made.predict(samples(made, 3)[0]))
+        return found, weights
+
+
+def test_evaluating_and_whole_weights(ranks) -> None:
+    (one, weights), others = looked_at(), ranks(4, looked_at, *BY_TWO)
+    for found, whole in others:
+        for mine, theirs in zip(found, one, strict=True):
+            torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-9, atol=1e-12)
+        for name, value in weights.items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@dataclass
+class Account:
+    """Bytes: what this rank receives in its second step, and holds behind it, beside what is planned and allowed.
+
+    Attributes:
+        gathered, gradients: received over the replicas that share weights. planned: what the gathers of the schedule
+            give each of them, own rows counted.
+        kept, allowed, state: rows of weights, what of them is allowed, and the optimizer's state. parameters: all.
+        live, left: of gathered weights, the most at once, and behind the step. limit: what may be.
+    """
+
+    gathered: int
+    planned: int
+    gradients: int
+    parameters: int
+    kept: int
+    allowed: float
+    state: int
+    live: int
+    left: int
+    limit: int
+
+
+def accounts(*flags: str) -> Account:
+    with engine("--neuron", "plif", *flags) as made:
+        distributed, weights = made.distributed, made.plan.schedules.weights
+        of_layers = [each for chunk in distributed.chunks.values() for each in chunk.parameters()]
+        multiplied = {
+            each.weight: each.compute_dtype.itemsize
+            for chunk in distributed.chunks.values()
+            for each in chunk.modules()
+            if isinstance(each, (ParallelConv, ParallelLinear))
+        }
+        live, ready = [0], GatheredWeights.ready
+
+        def watched(self: GatheredWeights, unit: int) -> None:
+            ready(self, unit)
+            places = (each for of_unit in self._units.values() for together in of_unit for each in together.values)
+            storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in places}
+            live.append(sum(storages.values()))
+
+        made.train_step(*samples(made, 8))
+        statistics.reset()
+        with statistics.counting(), mock.patch.object(GatheredWeights, "ready", watched):
+            made.train_step(*samples(made, 8))
+        traffic = statistics.read()
+        statistics.reset()
+        schedule = made.plan.schedules.training(4 // made.state.data.size)
+        of_units = {
+            unit: sum(each.numel() * multiplied.get(each, each.itemsize) for each in part.parameters())
+            for unit, part in distributed.executor._chunks.items()
+        }
+        gathers = [action.chunk for action in schedule.actions[0] if action.kind is Kind.GATHER_WEIGHTS]
+        kept = [e.tensor for e in distributed.tensors if e.is_parameter]
+        rows = [len(each) if each.ndim else 1 for each in of_layers]
+        assert weights is not None
+        return Account(
+            gathered=traffic["weight", "all_to_all", "step"].bytes,
+            planned=sum(of_units[unit] for unit in gathers),
+            gradients=traffic["scatter", "all_to_all", "backward"].bytes,
+            parameters=4 * distributed.parameters,
+            kept=sum(each.nbytes for each in kept),
+            allowed=sum(
+                each.nbytes / made.state.weight.size + each.nbytes / count
+                for each, count in zip(of_layers, rows, strict=True)
+            ),
+            state=held_state_bytes(made.steps.optimizer),
+            live=max(live),
+            left=sum(each.untyped_storage().nbytes() for each in of_layers),
+            limit=weights.limit_of(schedule),
+        )
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [(2, BY_TWO), (4, (*BY_TWO, SHARDED)), (4, (*BY_FOUR, *SCATTERED)), (2, (*BY_TWO, "--precision", "bf16"))],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_a_step_receives_and_a_rank_holds(ranks, size: int, flags: tuple[str, ...]) -> None:
+    """Gathers receive what the schedule says: of a unit, each rank the rows of the others."""
+    found, shared = ranks(size, accounts, *flags), int(flags[1])
+    times = size // shared * (shared - 1)
+    assert sum(each.gathered for each in found) == times * found[0].planned
+    scatters = 4 // size if SCATTERED[0] in flags else 1
+    assert sum(each.gradients for each in found) == scatters * times * found[0].parameters
+    for each in found:
+        assert each.kept <= each.allowed < each.parameters
+        assert 0 < each.live <= each.limit < each.parameters and not each.left
+        share = size if SHARDED in flags else shared
+        assert each.state <= 2 * (each.parameters / share + 2 * (each.allowed - each.parameters / shared)) + 4000
+
+
+def spoiled() -> tuple[bool, str, bool]:
+    """A step with an infinite gradient."""
+    with engine(*BY_TWO) as made:
+        before = made.state_dict()
+        (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
+        wait = BucketedDataParallel.wait
+
+        def spoiling(self: BucketedDataParallel) -> None:
+            wait(self)
+            if made.state.rank == 1 and (gradient := self.gradient(weight)) is not None:
+                gradient[0] = float("inf")
+
+        with mock.patch.object(BucketedDataParallel, "wait", spoiling):
+            result = made.train_step(*samples(made, 8))
+        return result.skipped, str(result.not_finite), same(made.state_dict(), before)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(ranks) -> None:
+    for skipped, where, unchanged in ranks(2, spoiled):
+        assert skipped and "gradient of head.weight" in where and unchanged
+
+
+def built_by_layers() -> list[int]:
+    """The memory of this rank's whole parameters whenever a layer has got its values."""
+    held, keep = list[int](), GatheredWeights.keep
+    seen = list[nn.Module]()
+
+    def watched(self: GatheredWeights, unit: int, layers: Sequence[nn.Module]) -> None:
+        seen.extend(layers)
+        held.append(sum(each.untyped_storage().nbytes() for layer in seen for each in layer.parameters()))
+        held.append(-sum(each.nbytes for layer in layers for each in layer.parameters()))
+        keep(self, unit, layers)
+
+    with mock.patch.object(GatheredWeights, "keep", watched), engine(*BY_TWO):
+        return held
+
+
+def test_a_rank_builds_one_layer_at_a_time(ranks) -> None:
+    for held in ranks(2, built_by_layers):
+        assert len(held) > 2 and all(whole == -own for whole, own in zip(held[::2], held[1::2], strict=True))
+
+
+def test_a_flipped_bit_is_found_where_weights_are_held_twice(ranks, cache) -> None:
+    found = ranks(4, train_with_flip, 3, WEIGHT, cache, *EVEN, *BY_TWO, "--check-replicas-interval", "2")
+    assert all(f"{WEIGHT}, part 1 by weight parallelism" in text for text in found)
+
+
+def printed(cache: str, *flags: str) -> str:
+    with redirect_stdout(StringIO()) as told:
+        trained(cache, *flags)
+    return told.getvalue()
+
+
+def test_what_is_told(ranks, cache) -> None:
+    told, _ = ranks(2, printed, cache, *EVEN, *BY_TWO, "--train-iters", "1", "--embed-dim", "64")
+    assert re.search(r"--weight-parallel-size 2: a rank keeps 0.2 MB of weights, and gathers at most 0\.\d MB", told)
+    assert "--weight-gradients once: once holds" in told and "scattered holds" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--weight-parallel-size 3", "--weight-parallel-size 3 does not divide the 4 data parallel replica(s)"),
+        ("--weight-parallel-size 8", "--weight-parallel-size 8 does not divide the 4"),
+        ("--weight-parallel-size 0", "--weight-parallel-size must be at least 1, got 0"),
+        ("--weight-parallel-size 2 --global-batch-size 12", "with 6 micro-batches on 4 data parallel replicas"),
+        ("--weight-parallel-size 2 --last-batch keep", "with --last-batch keep"),
+        ("--weight-parallel-size 2 --cuda-graphs on", "with --weight-parallel-size above 1 weights do not stay"),
+        ("--weight-gradients scattered", "--weight-gradients scattered needs weights that are kept by rows"),
+        ("--weight-memory-limit 3", "--weight-memory-limit 3 needs weights that are gathered"),
+        ("--weight-parallel-size 2 --weight-memory-limit 0", "--weight-memory-limit must be greater than 0, got 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_built(flags: str, told: str) -> None:
+    config = parse(run_config(MODELS["spikformer"]), [*TINY, *THREE, *flags.split()])
+    with pytest.raises(ConfigError) as caught:
+        validate(config, 4)
+    assert told in str(caught.value)
+
+
+def test_a_prediction_knows_what_gathers_take() -> None:
+    """All but the first are hidden behind the layer before."""
+    bounds = (range(4),)
+    schedules = plan_schedule("1f1b", 1).in_units(bounds, "never").sharing(SharedWeights((8,) * 4), [1])
+    costs = PipelineCosts((LayerCost(1.0, 1.0, 1.0),) * 4, LinkCost(latency=0.25, per_byte=0.0625))
+    simulation = PipelinePlan(bounds, schedules, 1, costs, weight_ranks=2).simulation(1)
+    assert simulation is not None and simulation.makespan == 12 + 0.25 + 4 * 0.0625
+
+
+def too_little(*flags: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        engine(*flags)
+    return str(caught.value)
+
+
+def test_a_limit_that_no_layer_fits_is_refused(ranks) -> None:
+    for text in ranks(2, too_little, *BY_TWO, "--weight-memory-limit", "0.001"):
+        assert "a limit of 1000 bytes of gathered weights is too small" in text and "the least is" in text
+
+
+def uneven() -> str:
+    with engine(*BY_TWO) as made, pytest.raises(ValueError) as caught:
+        made.train_step(*samples(made, 6))
+    return str(caught.value)
+
+
+def test_a_step_with_unequally_many_micro_batches_is_refused(ranks) -> None:
+    assert all("each needs as many" in text for text in ranks(2, uneven))
