@@ -21,9 +21,20 @@ import tyro
 from megasnn.config.cli import command_line
 from megasnn.config.parallel import RecomputeName, ScheduleName
 from megasnn.process.terminal import keep_going
-from megasnn.schedule import AUTO, SCHEDULES, ChunkCost, format_actions, generate, per_stage, simulate
+from megasnn.schedule import (
+    AUTO,
+    SCHEDULES,
+    ChunkCost,
+    Kind,
+    Schedule,
+    format_actions,
+    generate,
+    per_stage,
+    simulate,
+)
 from megasnn.schedule.gantt import draw_grid, write_chart
 from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
+from megasnn.schedule.weights import SharedWeights
 
 MOST = 1 << 13
 MOST_SEARCHED = 128
@@ -45,6 +56,14 @@ class Options:
     """layers of each chunk, which are computed one by one."""
     recompute: RecomputeName = NEVER
     """which forwards of these layers are computed again for their backward."""
+    live_units: int = 0
+    """layers of which a rank may hold gathered weights at the same time; 0: it has all weights, and gathers none."""
+    gathered_ahead: int | None = None
+    """layers that are gathered while one is computed; 1 when not given."""
+    gather: float | None = None
+    """time to gather a stage's weights, of which a layer takes its share; none when not given."""
+    scatter: float | None = None
+    """time to scatter a stage's gradients after each micro-batch; once a step, without time, when not given."""
     forward: float = 1.0
     """time of a stage's forward."""
     input_grad: float = 1.0
@@ -70,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.transfer,
         input_gradient=options.input_grad,
         weight_gradient=options.weight_grad,
+        gather=options.gather or 0.0,
+        scatter=options.scatter or 0.0,
     )
     costs_of = per_stage([whole] * options.stages)
     schedule = generate(
@@ -84,6 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wanted = RECOMPUTE[options.recompute]
         schedule = refine(schedule, [options.units] * schedule.chunks)
         schedule = insert_recompute(schedule, lambda unit, m: wanted(m, options.micro_batches))
+    if options.live_units:
+        units = range(schedule.chunks)
+        ahead = 1 if options.gathered_ahead is None else options.gathered_ahead
+        scattered = frozenset(() if options.scatter is None else units)
+        schedule = SharedWeights((1,) * len(units), options.live_units, ahead, scattered).insert(schedule)
     result = simulate(schedule, costs_of(schedule.placement))
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
     print(f"makespan {result.makespan:g}")
@@ -91,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"rank {rank}: idle {result.idle[rank]:g} (between first and last action {result.bubble[rank]:g}), "
             f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.chunks_of(rank))}"
+            + (f", gathers {_gathers(schedule, rank)}" if options.live_units else "")
         )
     print(draw_grid(schedule, result))
     if options.actions:
@@ -100,9 +127,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"drawn: {options.output}")
 
 
+def _gathers(schedule: Schedule, rank: int) -> int:
+    return sum(action.kind is Kind.GATHER_WEIGHTS for action in schedule.actions[rank])
+
+
 def _check(options: Options) -> None:
     if options.units < 1:
         raise ValueError(f"--units must be at least 1, got {options.units}")
+    if options.live_units < 0:
+        raise ValueError(f"--live-units must not be negative, got {options.live_units}")
+    of_gathers = {
+        "--gathered-ahead": options.gathered_ahead,
+        "--gather": options.gather,
+        "--scatter": options.scatter,
+    }
+    given = [name for name, value in of_gathers.items() if value is not None]
+    if given and not options.live_units:
+        raise ValueError(f"{given[0]} is for layers whose weights are gathered: give --live-units, at least 1")
     own = SCHEDULES[options.schedule].chunks if options.schedule in SCHEDULES else 1
     chunks = options.num_virtual_stages_per_pipeline_rank or own
     if options.stages * options.micro_batches * chunks * options.units > MOST:
@@ -116,11 +157,12 @@ def _check(options: Options) -> None:
             f"--stages {options.stages}: auto searches for {MOST_SEARCHED} at most, since more would take minutes; "
             f"name a schedule"
         )
-    costs = options.forward, options.input_grad, options.weight_grad, options.transfer
+    costs = [options.forward, options.input_grad, options.weight_grad, options.transfer]
+    costs += [options.gather or 0.0, options.scatter or 0.0]
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
-        given = " ".join(f"{cost:g}" for cost in costs)
         raise ValueError(
-            f"--forward, --input-grad, --weight-grad and --transfer must be finite and not negative, got {given}"
+            f"--forward, --input-grad, --weight-grad, --transfer, --gather and --scatter must be finite and not "
+            f"negative, got {' '.join(f'{cost:g}' for cost in costs)}"
         )
     if options.output is None:
         return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.simulate import Simulation
+from megasnn.schedule.memory import weights_held
+from megasnn.schedule.simulate import Simulation, TimedAction
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,8 +29,18 @@ NAMES = {
     Kind.WEIGHT_GRADIENT: "weight gradient",
     Kind.RECOMPUTE: "forward again",
 }
+LANE_COLOURS = {
+    Kind.GATHER_WEIGHTS: "#f768a1",
+    Kind.FREE_WEIGHTS: "#fcc5c0",  # from when they are there until then
+    Kind.SCATTER_GRADIENTS: "#8c6d31",
+}
+LANE_NAMES = {
+    Kind.GATHER_WEIGHTS: "weights on their way",
+    Kind.FREE_WEIGHTS: "gathered weights",
+    Kind.SCATTER_GRADIENTS: "gradients on their way",
+}
 WAITING = "#eeeeee"
-LEFT, HEAD, ROW, BAR, WIDTH, FOOT = 64, 24, 34, 28, 1200, 52
+LEFT, HEAD, ROW, BAR, LANE, WIDTH, FOOT, LINE = 64, 24, 34, 28, 13, 1200, 52, 18
 SECONDS = (1e3, "ms")  # what times in seconds are shown in
 
 
@@ -143,16 +155,26 @@ def _edge(box: Box) -> str:
 
 
 def _size(schedule: Schedule) -> tuple[int, int]:
-    return LEFT + WIDTH + 24, HEAD + ROW * schedule.ranks + FOOT
+    lanes = _lanes(schedule)
+    return LEFT + WIDTH + 24, HEAD + (ROW + LANE * lanes) * schedule.ranks + FOOT + LINE * bool(lanes)
+
+
+def _lanes(schedule: Schedule) -> int:
+    """How many thin lanes there are below the computations of each rank: one for each unit whose weights it has
+    gathered at the same time, and one for gradients that are scattered."""
+    each_one = [1] * schedule.chunks
+    weights = max(max(weights_held(schedule, rank, each_one), default=0) for rank in range(schedule.ranks))
+    return weights + any(action.kind is Kind.SCATTER_GRADIENTS for row in schedule.actions for action in row)
 
 
 def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[list[Box], list[Label]]:
     """All of the chart: caption, a row for each rank, an axis of time, and what the colours mean."""
     span = (simulation.makespan if view.span is None else view.span) or 1.0
     labels = [Label(LEFT, 6, _caption(schedule, simulation, view))]
-    boxes = []
+    boxes, lanes = [], _lanes(schedule)
+    height = ROW + LANE * lanes
     for rank, row in enumerate(simulation.timeline):
-        top = HEAD + ROW * rank
+        top = HEAD + height * rank
         labels.append(Label(4, top + 8, f"rank {rank}"))
         boxes.append(Box(LEFT, top, WIDTH, BAR, WAITING))
         for timed in row:
@@ -164,7 +186,8 @@ def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[lis
             boxes.append(box)
             if width >= 12:
                 labels.append(Label(box.left + 2, top + 8, _label(timed.action, width)))
-    bottom = HEAD + ROW * schedule.ranks
+        _add_lanes(row, lanes, top + BAR + 1, WIDTH / span, boxes, labels)
+    bottom = HEAD + height * schedule.ranks
     for time in _ticks(span * view.scale):
         left = LEFT + time / view.scale * WIDTH / span
         boxes.append(Box(left, bottom - 4, 1, 6, "#444444"))
@@ -174,6 +197,36 @@ def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[lis
     return boxes, labels
 
 
+def _add_lanes(
+    row: Sequence[TimedAction], lanes: int, top: float, scale: float, boxes: list[Box], labels: list[Label]
+) -> None:
+    """Draws the weights that a rank gathers, each in the first lane that is free, and in the last lane the gradients
+    that it scatters.
+
+    Args:
+        lanes: their number. scale: pixels for a unit of time.
+    """
+    used: dict[int, tuple[int, float]] = {}  # for each unit that is gathered: its lane, and when its weights are there
+
+    def add(lane: int, start: float, end: float, action: Action) -> None:
+        place = LEFT + start * scale, top + lane * LANE
+        boxes.append(Box(*place, (end - start) * scale, LANE - 1, LANE_COLOURS[action.kind], action))
+        if (end - start) * scale >= 12:
+            labels.append(Label(place[0] + 2, place[1], str(action.chunk)))
+
+    for action, start, end in row:
+        if action.kind is Kind.GATHER_WEIGHTS:
+            taken = {lane for lane, _ in used.values()}
+            lane = min(set(range(lanes)) - taken)
+            used[action.chunk] = lane, end
+            add(lane, start, end, action)
+        elif action.kind is Kind.FREE_WEIGHTS:
+            lane, since = used.pop(action.chunk)
+            add(lane, since, start, action)
+        elif action.kind is Kind.SCATTER_GRADIENTS:
+            add(lanes - 1, start, end, action)
+
+
 def _add_legend(schedule: Schedule, top: float, boxes: list[Box], labels: list[Label]) -> None:
     kinds = {action.kind for row in schedule.actions for action in row}
     halves = schedule.chunks > schedule.ranks
@@ -181,13 +234,24 @@ def _add_legend(schedule: Schedule, top: float, boxes: list[Box], labels: list[L
     for kind, (light, dark) in COLOURS.items():
         if kind in kinds:
             entries += [(light, ""), (dark, NAMES[kind])] if halves else [(light, NAMES[kind])]
+    dark_ones = "; darker: second half of the chunks" if halves else ""
+    explained = f"labels: chunk, kind, micro-batch, or the micro-batch alone{dark_ones}"
+    _add_line(entries, explained, top, boxes, labels)
+    lanes = [(colour, LANE_NAMES[kind]) for kind, colour in LANE_COLOURS.items() if kind in kinds]
+    if lanes:
+        _add_line(lanes, "labels: the chunk", top + LINE, boxes, labels)
+
+
+def _add_line(
+    entries: Sequence[tuple[str, str]], explained: str, top: float, boxes: list[Box], labels: list[Label]
+) -> None:
+    """Draws what these colours mean, and behind them what the labels do."""
     left = float(LEFT)
     for colour, text in entries:
         boxes.append(Box(left, top, 14, 12, colour))
         labels.append(Label(left + 18, top, text))
         left += 36 + 6.2 * len(text) if text else 15
-    dark_ones = "; darker: second half of the chunks" if halves else ""
-    labels.append(Label(left, top, f"labels: chunk, kind, micro-batch, or the micro-batch alone{dark_ones}"))
+    labels.append(Label(left, top, explained))
 
 
 def _ticks(whole: float) -> list[float]:

@@ -1,9 +1,10 @@
-"""How many activations a rank holds, from the order of its actions alone."""
+"""How many activations, and bytes of gathered weights, a rank holds, from the order of its actions alone."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 from megasnn.schedule.actions import FINISHING, Kind, Schedule
 
@@ -39,6 +40,17 @@ def activations_held(
             held -= shares[chunk]
         result.append(held)
     return result
+
+
+def weights_held(schedule: Schedule, rank: int, unit_bytes: Sequence[int]) -> list[int]:
+    """The bytes of gathered weights that a rank holds after each of its actions, those on their way included.
+
+    Args:
+        unit_bytes: what the weights of each unit take.
+    """
+    change = {Kind.GATHER_WEIGHTS: 1, Kind.FREE_WEIGHTS: -1}
+    row = schedule.actions[rank]
+    return list(accumulate(change.get(kind, 0) * unit_bytes[unit] for unit, kind, _ in row))
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS, Action, Kind, Place, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.validate import runs
+
+ON_REPLICA_LINK = frozenset({Kind.GATHER_WEIGHTS, Kind.SCATTER_GRADIENTS})
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class ChunkCost:
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
+        gather, scatter: how long the link to the other replicas takes for the chunk's weights, and for the gradients of
+        one micro-batch.
     """
 
     forward: float
@@ -48,6 +52,8 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
+    gather: float = 0.0
+    scatter: float = 0.0
 
     def time(self, kind: Kind) -> float:
         """Of one computation. Raises KeyError for a kind that is none."""
@@ -93,6 +99,8 @@ def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[C
                 input_gradient=stage.time(Kind.INPUT_GRADIENT) * share,
                 weight_gradient=stage.time(Kind.WEIGHT_GRADIENT) * share,
                 again=stage.time(Kind.RECOMPUTE) * share,
+                gather=stage.gather * share,
+                scatter=stage.scatter * share,
             )
         )
     return costs
@@ -112,9 +120,10 @@ class Simulation:
 
     Attributes:
         timeline: all actions, in order. A send takes as long as it holds up its rank; a receive ends when the tensor
-        is ready for use. makespan: when the last rank is done. busy: time spent computing. idle: makespan less
-        `busy`. bubble: the part of `idle` between a rank's first and last computation. peak_activations:
-        the most that is held at once, in the unit of the costs.
+        is ready for use; a gather or scatter is on its way from start to end, and holds up nobody.
+        makespan: when everything is over. busy: time spent computing. idle: makespan less `busy`. bubble: the part of
+        `idle` between a rank's first and last computation. peak_activations: the most that is held at once, in the
+        unit of the costs.
     """
 
     timeline: tuple[tuple[TimedAction, ...], ...]
@@ -130,7 +139,8 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
 
     On each link one receive is posted ahead: the first at the beginning, the next when the one before it is over.
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
-    meanwhile; the receiver waits for its end, the sender does not. Gradient sync takes no time.
+    meanwhile; the receiver waits for its end, the sender does not. Gradient sync takes no time. Gathers and scatters
+    of a rank follow each other on a link of their own; the first computation that uses the weights waits for them.
 
     Args:
         costs: one for each chunk.
@@ -151,7 +161,7 @@ def summarise(
         timeline: of each rank.
         activation: of each chunk; when not given, a rank's chunks are equal parts of one stage.
     """
-    makespan = max((row[-1].end for row in timeline if row), default=0.0)
+    makespan = max((timed.end for row in timeline for timed in row), default=0.0)
     computed = [[timed for timed in row if timed.action.kind in COMPUTE] for row in timeline]
     busy = [sum(timed.end - timed.start for timed in row) for row in computed]
     return Simulation(
@@ -168,13 +178,54 @@ def summarise(
 
 def _times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAction]]:
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
-    for row, ends, actions in zip(timeline, end_times(schedule, costs), schedule.actions, strict=True):
+    links = _ReplicaLinks(schedule.ranks, costs)
+    for row, ends, actions in zip(timeline, _end_times(schedule, costs, links), schedule.actions, strict=True):
         row += map(TimedAction, actions, [0.0, *ends], ends)
+    for (rank, index), (start, end) in links.apart.items():
+        timeline[rank][index] = TimedAction(schedule.actions[rank][index], start, end)
     return timeline
 
 
+class _ReplicaLinks:
+    """The link of each rank to the other replicas, which carries its gathers and scatters one after another.
+
+    Attributes:
+        apart: start and end of gathers and scatters, and of computations that wait for a gather.
+        coming: for each chunk whose weights were gathered and are not used yet, when they are there.
+    """
+
+    def __init__(self, ranks: int, costs: Sequence[ChunkCost]) -> None:
+        self.apart: dict[Place, tuple[float, float]] = {}
+        self._free_at = [0.0] * ranks
+        self.coming: dict[int, float] = {}
+        self._times = {
+            Kind.GATHER_WEIGHTS: [cost.gather for cost in costs],
+            Kind.SCATTER_GRADIENTS: [cost.scatter for cost in costs],
+        }
+
+    def carry(self, place: Place, action: Action, now: float) -> None:
+        """Takes on a gather or scatter that a rank hands over now."""
+        rank, _ = place
+        start = max(now, self._free_at[rank])
+        end = self._free_at[rank] = start + self._times[action.kind][action.chunk]
+        self.apart[place] = start, end
+        if action.kind is Kind.GATHER_WEIGHTS:
+            self.coming[action.chunk] = end
+
+    def use(self, place: Place, action: Action, now: float, time: float) -> float:
+        """When a computation is over that could start now, and takes `time` from when its weights are there."""
+        ready = self.coming.pop(action.chunk, now) if action.kind in USES_WEIGHTS else now
+        if ready > now:
+            self.apart[place] = ready, ready + time
+        return max(now, ready) + time
+
+
 def end_times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[float]]:
-    """When each action of each rank is over; the next one starts right then. See `simulate`."""
+    """When each action of each rank is over, as far as the rank is held up by it. See `simulate`."""
+    return _end_times(schedule, costs, _ReplicaLinks(schedule.ranks, costs))
+
+
+def _end_times(schedule: Schedule, costs: Sequence[ChunkCost], links: _ReplicaLinks) -> list[list[float]]:
     ends: list[list[float]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
     computing = {kind: [cost.times()[kind] for cost in costs] for kind in COMPUTE}
@@ -182,11 +233,13 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[float
     sent_at: dict[tuple[int, Kind, int | None], float] = {}  # by the action that receives it
     posted_at = _posting(schedule)
     for rank, run in runs(schedule):
-        now, append = clock[rank], ends[rank].append
-        for action in schedule.actions[rank][run.start : run.stop]:
+        now, append, actions = clock[rank], ends[rank].append, schedule.actions[rank]
+        for index in run:
+            action = actions[index]
             chunk, kind, _ = action
             if kind in computing:
-                now += computing[kind][chunk]
+                time = computing[kind][chunk]
+                now = links.use((rank, index), action, now, time) if links.coming else now + time
             elif kind in SENDS:
                 now += ways[kind][chunk].send
                 sent_at[action.peer] = now
@@ -194,6 +247,8 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[float
                 way, posted = ways[kind][chunk], posted_at[kind][chunk]
                 now = max(now, max(sent_at[action], posted[0]) + way.time) + way.receive
                 posted[0] = now
+            elif kind in ON_REPLICA_LINK:
+                links.carry((rank, index), action, now)
             append(now)
         clock[rank] = now
     return ends
