@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from megasnn.pipeline.graphs import ChunkGraphs
+from megasnn.pipeline.layer_graphs import GraphRoom
 from tests.fake_gpu import Counted
 
 GRAPH = "graph"
@@ -44,10 +44,10 @@ def counted_graphs() -> Iterator[CountedGraphs]:
 
     with (
         mock.patch("megasnn.engine.setup.capture_on", lambda device: graphs),
-        mock.patch.object(ChunkGraphs, "is_fixed", lambda self, x: memory(x) in held),
-        mock.patch.object(ChunkGraphs, "fix", lambda self, x: held.add(memory(x))),
+        mock.patch.object(GraphRoom, "is_fixed", lambda self, x: memory(x) in held),
+        mock.patch.object(GraphRoom, "fix", lambda self, x: held.add(memory(x))),
         mock.patch.object(
-            ChunkGraphs,
+            GraphRoom,
             "places",
             lambda self, given: tuple(
                 None if x is None else (x.stride(), memory(x) in held and memory(x)) for x in given

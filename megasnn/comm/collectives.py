@@ -22,6 +22,7 @@ from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.kernels.layout import flat_in_memory
+from megasnn.telemetry.allocations import let_others_go
 
 
 def to_rows(x: Tensor) -> Tensor:
@@ -71,6 +72,7 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
     parts = list(into.view(group.size, -1))
     if mine.device.type == "cpu":
         dist.all_gather(parts, mine, group=group.handle)
+        let_others_go()
     else:
         _ALL_GATHER_SINGLE(into, mine, group=group.handle)
     return parts
@@ -117,6 +119,7 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
 
     def finish() -> Tensor:
         work.wait()
+        let_others_go()
         return sum_in_rank_order(incoming)
 
     return finish
@@ -160,6 +163,7 @@ def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callab
 
     def finish() -> None:
         work.wait()
+        let_others_go()
         mine = sum_in_rank_order(incoming.view(group.size, length))
         statistics.record(group.name, "all_gather", direction, received)
         all_gather_into(outgoing, mine, group)
@@ -184,6 +188,7 @@ class Exchange:
     def wait(self) -> list[Tensor]:
         """What each rank has sent, in rank order; nothing from this one."""
         self._work.wait()
+        let_others_go()
         return list(self._incoming.split(self._counts))
 
 

@@ -153,7 +153,7 @@ class DistributedModel:
             seen=self._count_correct,
             wires=wires,
             waits=waits_after_actions,
-            wholes=[index for index, count in enumerate(self.plan.units_of_chunks) for _ in range(count)],
+            wholes=self.plan.wholes,
         )
         self.verdict = Verdict(self.executor, state.world, DeviceChecks(state.device), wires.strict)
         self.voided: list[Callable[[], None]] = []

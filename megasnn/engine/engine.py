@@ -34,6 +34,7 @@ from megasnn.models.model import Model
 from megasnn.optim import require_course, require_matches
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.memory import keep_free_memory
 
 
 class Engine:
@@ -101,6 +102,8 @@ class Engine:
             if config is not model:
                 require_alike(config, self.state.world)
             require_kernels(config, self.state.device)
+            if self.state.device.type == "cpu":
+                keep_free_memory()
             self.plan, self.distributed = built(config, described, self.state, plan, wants_to_stop)
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
             self.steps = Steps(config, self.distributed, self.length)

@@ -48,6 +48,7 @@ from megasnn.parallel_state import (
 )
 from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.kept_costs import code_of
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.precisions import PRECISIONS
@@ -234,7 +235,7 @@ def built(
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline
-        key = None if parallel.memory_budget is None else _surroundings(config, state)
+        key = None if parallel.memory_budget is None else _surroundings(config, model, context, state)
         size = training.micro_batch_size
         plan = plan or plan_of(model, parallel, size, counts, context, state, profiles, key)
     with placed("while building the model"):
@@ -256,12 +257,21 @@ def built(
         )
 
 
-def _surroundings(config: PretrainConfig, state: ParallelState) -> tuple[str, ...]:
-    """All that the costs of layers depend on."""
+def _surroundings(
+    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState
+) -> tuple[str, ...] | None:
+    """All that the costs of layers depend on; None where some of it cannot be read."""
+    named = model.named_layers(context)
+    code = code_of([config.model, *(module for _, layer in named for module in layer.modules())])
+    if code is None:
+        return None
+    tensors = [(each.name, *each.tensor.shape) for each in describe_tensors(model, context)]
+    made = json.dumps([[name for name, _ in named], tensors])
     parts = to_dict(replace(config, parallel=replace(config.parallel, memory_budget=None)))
     device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else platform.processor()
     sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
-    return json.dumps([parts[each] for each in ("model", "neuron", "training", "parallel")]), *map(str, sizes)
+    flags = json.dumps([parts[each] for each in ("model", "neuron", "training", "parallel")])
+    return flags, made, *code, *map(str, sizes)
 
 
 def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> PretrainConfig:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megasnn.telemetry.allocations import count_array
+
 _ALIGNMENT = 64  # bytes, as torch's own allocator does it
 
 
@@ -53,5 +55,6 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An uninitialised numpy array that starts at a multiple of 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
+    count_array(raw)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megasnn.models.description import ModelDescription
 from megasnn.pipeline.link import LinkCost
 from megasnn.schedule import ChunkCost, Kind, Transfer
-from megasnn.schedule.memory import stage_shares
+from megasnn.schedule.memory import UnitMemory, stage_shares
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class LayerCost:
     Attributes:
         forward, input_gradient, weight_gradient: to compute.
         held: bytes kept from the forward until the weight gradient is done.
-        working: bytes that forward, input gradient and weight gradient need at most, above what was there before each;
-            0 where the system does not tell.
+        working: bytes that forward, input gradient and weight gradient need at most, above what was there before each.
+            What they take, the inputs or the gradient of the output, was there.
         message, gradient: bytes of the output and of its gradient on the way to another stage, and in PipelineCosts of
             all that crosses a boundary behind the layer.
         pack, unpack: seconds to make those messages, and to restore what they hold.
@@ -29,6 +29,10 @@ class LayerCost:
         found: bytes that are kept beside its input where the forward is computed again (megasnn/again.py).
         again: seconds of a forward that is computed again; None: those of the forward.
         working_again: bytes that it needs, as in `working`; None: those of the forward.
+        working_whole: bytes that a backward needs which is not in two parts; None: the larger one of the parts'.
+        deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
+        output: bytes of the output where the layer runs, and as much is its gradient; None: those of the gradient on
+            its way. In PipelineCosts of all that crosses a boundary behind the layer.
     """
 
     forward: float
@@ -46,6 +50,14 @@ class LayerCost:
     found: int = 0
     again: float | None = None
     working_again: int | None = None
+    working_whole: int | None = None
+    deferred: int | None = None
+    output: int | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of what crosses a boundary behind the layer, before it is sent."""
+        return self.gradient if self.output is None else self.output
 
     @property
     def seconds(self) -> float:
@@ -81,26 +93,54 @@ class PipelineCosts:
         ]
 
     def working_bytes(self, bounds: Sequence[range]) -> list[dict[Kind, int]]:
-        """What each chunk's computations need at most, above what is there before them."""
+        """What each chunk's computations need at most, above what is there before them; what they take is a part."""
         return [self._working_of(span) for span in bounds]
 
+    def unit_memory(self, bounds: Sequence[range], placement: Sequence[int]) -> list[UnitMemory]:
+        """All that is known of the memory of each chunk, for `moments`."""
+        parts = self.held_bytes(bounds), self.entering_bytes(bounds), self.working_bytes(bounds)
+        found = []
+        for span, cost, held, entering, working in zip(bounds, self.of_chunks(bounds, placement), *parts, strict=True):
+            deferred = sum(map(_deferred, self.layers[span.start : span.stop]))
+            crossing = self._crossing(span.stop)
+            found.append(UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE), deferred, *crossing))
+        return found
+
+    def _crossing(self, number: int) -> tuple[int, int, int]:
+        """The boundary in front of a layer: bytes of what waits there, of the messages and of the gradients."""
+        if number == 0:
+            return 0, 0, 0
+        last = self.layers[number - 1]
+        return last.waiting, last.message, last.gradient
+
     def _working_of(self, span: range) -> dict[Kind, int]:
-        """A forward keeps its layers' activations one after another, and its input until its end. One that is computed
-        again may have the gradient of its output waiting."""
-        forward, held = 0, 0
+        """A forward keeps its layers' activations one after another, and a backward lets them go. A layer takes what
+        the one before it gave, and that goes when it is used up."""
+        given = self._crossing(span.start)[0]
+        forward = whole = inputs = weights = again = 0
+        held = 0
         for i in span:
-            entering = self.layers[i - 1].gradient if i > span.start else 0
-            forward = max(forward, held + entering + self.layers[i].working[0])
-            held += self.layers[i].held
-        given = self.layers[span.start - 1].gradient if span.start > 0 else 0
-        given_back = self.layers[span.stop - 1].gradient if span else 0
-        inputs, weights = (max((self.layers[i].working[part] for i in span), default=0) for part in (1, 2))
-        again = self.layers[span.start].working_again if len(span) == 1 else None
+            layer = self.layers[i]
+            forward = max(forward, held + self._crossing(i)[0] + layer.working[0])
+            if len(span) == 1:
+                again = given + (layer.working[0] if layer.working_again is None else layer.working_again)
+            held += layer.held
+        freed = freed_inputs = freed_weights = 0
+        for i in reversed(span):
+            layer = self.layers[i]
+            gradient = layer.waiting if i + 1 < len(self.layers) else 0
+            of_whole = max(layer.working[1:]) if layer.working_whole is None else layer.working_whole
+            whole = max(whole, gradient + of_whole - freed)
+            inputs = max(inputs, gradient + layer.working[1] - freed_inputs)
+            weights = max(weights, layer.working[2] - freed_weights)
+            freed += layer.held
+            freed_inputs += layer.held - _deferred(layer)
+            freed_weights += _deferred(layer)
         return {
-            Kind.FORWARD: given + forward,
-            Kind.RECOMPUTE: given + given_back + (forward if again is None else again),
-            Kind.BACKWARD: given_back + max(inputs, weights),
-            Kind.INPUT_GRADIENT: given_back + inputs,
+            Kind.FORWARD: forward,
+            Kind.RECOMPUTE: again or forward,
+            Kind.BACKWARD: whole,
+            Kind.INPUT_GRADIENT: inputs,
             Kind.WEIGHT_GRADIENT: weights,
         }
 
@@ -127,12 +167,17 @@ class PipelineCosts:
         return Transfer(on_the_way, pack + sender, unpack + receiver)
 
 
+def _deferred(layer: LayerCost) -> int:
+    return layer.held if layer.deferred is None else layer.deferred
+
+
 def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:
     """The costs of layers with messages of all that crosses a boundary behind each, in place of its own output's."""
     found = []
     for number, cost in enumerate(costs):
         carried = [costs[other] for other in model.needed_from(number + 1)]
         sizes = {name: sum(getattr(each, name) for each in carried) for name in ("message", "gradient")}
+        sizes["output"] = sum(each.waiting for each in carried)
         times = {name: sum(getattr(each, name) for each in carried) for name in ("pack", "unpack")}
         found.append(replace(cost, **sizes, **times))
     return found

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.again import first_forward, second_forward
 from megasnn.bundle import Bundle, map_entries
@@ -19,6 +18,7 @@ from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.edges import Entry, backward_of
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
@@ -83,10 +83,11 @@ ActionObserver = Callable[[Action, Mark, Mark], None]
 class _Run:
     """The tensors alive during one step, by (chunk, micro-batch).
 
-    Of what a chunk hands on, tensors that require a gradient are given one: `roots` and `gradients` are of those, and
-    `learning` is their number.
+    Of what a chunk hands on, tensors that require a gradient are given one: `gradients` are of those, and `learning` is
+    their number.
 
     Attributes:
+        backwards: those of what has been forward; None where there is nothing to learn.
         repeated: the forwards that are computed again. kept: what they do it from.
     """
 
@@ -96,7 +97,7 @@ class _Run:
     learning: dict[tuple[int, int], int] = field(default_factory=dict)
     inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     outputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
-    roots: dict[tuple[int, int], list[Tensor] | list[GradientEdge]] = field(default_factory=dict)
+    backwards: dict[tuple[int, int], Callable[[], None] | None] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Sequence[Tensor]] = field(default_factory=dict)
     weight_gradients: dict[tuple[int, int], list[Task]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
@@ -260,7 +261,7 @@ class PipelineExecutor:
         with first_forward(kept.findings):
             y = self._output(run, key)
         self._hand_on(run, key, y)
-        del run.roots[key]  # and with it the graph; it has shown what needs a gradient
+        del run.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
     def _forward_again(self, run: _Run, action: Action) -> None:
         key = _key(action)
@@ -268,7 +269,11 @@ class PipelineExecutor:
         if not chunk.is_first:
             run.inputs[key] = kept.restored()
         with chunk.only_graph(), second_forward(kept.findings):
-            run.roots[key] = self._roots(run, key, self._output(run, key))
+            y = self._output(run, key)
+            if chunk.is_last:
+                run.backwards[key] = partial(torch.autograd.backward, self._loss_of(run, key, y))
+            else:
+                self._await_gradients(run, key, y)
 
     def _output(self, run: _Run, key: tuple[int, int]) -> Any:
         micro = run.micro_batches[key[1]]
@@ -303,25 +308,29 @@ class PipelineExecutor:
         if self._chunks[chunk].is_last and self._consume is not None:
             self._consume(y, self._labels(run, micro_batch))
             return
-        run.roots[key] = roots = self._roots(run, key, y)
-        run.learning[key] = len(roots)
         if self._chunks[chunk].is_last:
-            run.losses += [loss.detach() for loss in roots]
+            loss = self._loss_of(run, key, y)
+            run.backwards[key] = partial(torch.autograd.backward, loss)
+            run.losses.append(loss.detach())
             if self._seen is not None:
                 self._seen(map_entries(Tensor.detach, y), self._labels(run, micro_batch))
             return
+        self._await_gradients(run, key, y)
         values = [remember_bits(each.detach().requires_grad_(each.requires_grad), bits_of(each)) for each in y]
         if self._placement[chunk + 1] == self._state.pipeline.rank:
             run.inputs[chunk + 1, micro_batch] = values
         else:
             run.outputs[key] = values
 
-    def _roots(self, run: _Run, key: tuple[int, int], y: Any) -> list[Any]:
-        """Where backward starts: the loss, or the edges of the graph; the values are needed by the next chunk only."""
-        if not self._chunks[key[0]].is_last:
-            return [get_gradient_edge(each) for each in y if each.requires_grad]
+    def _loss_of(self, run: _Run, key: tuple[int, int], y: Any) -> Tensor:
         assert self._loss is not None
-        return [self._loss(y, self._labels(run, key[1]))]
+        return self._loss(y, self._labels(run, key[1]))
+
+    def _await_gradients(self, run: _Run, key: tuple[int, int], y: Sequence[Tensor]) -> None:
+        """Backward starts from the edges of the graph; the values are needed by the next chunk only."""
+        learning = [each for each in y if each.requires_grad]
+        run.learning[key] = len(learning)
+        run.backwards[key] = backward_of(learning, partial(run.gradients.pop, key)) if learning else None
 
     def _labels(self, run: _Run, micro_batch: int) -> Tensor:
         labels = run.micro_batches[micro_batch].labels
@@ -334,9 +343,11 @@ class PipelineExecutor:
 
     def _backward(self, run: _Run, action: Action) -> None:
         key = _key(action)
-        gradients, roots = run.gradients.pop(key, None), run.roots.pop(key)
-        if roots:  # a chunk may have nothing to learn
-            torch.autograd.backward(roots, gradients)
+        backward = run.backwards.pop(key)
+        if backward is None:  # a chunk may have nothing to learn
+            run.gradients.pop(key, None)
+        else:
+            backward()
 
     def _input_gradient(self, run: _Run, action: Action) -> None:
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
@@ -384,23 +395,3 @@ class PipelineExecutor:
 def _key(action: Action) -> tuple[int, int]:
     assert action.micro_batch is not None
     return action.chunk, action.micro_batch
-
-
-class Entry(torch.autograd.Function):
-    """The start of a chunk's graph: hands on its inputs and, in backward, their gradients, all at once; zeros for an
-    input that nothing has learnt from.
-
-    Leaves in its place would keep the dense inputs alive until backward, where the layers keep them packed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, deliver: Callable[[Sequence[Tensor]], None], *xs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.deliver = deliver
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.deliver(gradients)
-        return None, None, *(None for _ in gradients)

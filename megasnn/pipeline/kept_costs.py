@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megasnn.comm.agreement import decided_by_first
 from megasnn.comm.group import Group
 from megasnn.files.durable import write_whole
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.graphs import KNOWN
 from megasnn.pipeline.link import LinkCost
 
 
@@ -34,8 +36,19 @@ def kept_costs(key: tuple[str, ...], world: Group, measure: Callable[[], Pipelin
     return costs
 
 
+def code_of(things: Iterable[object]) -> tuple[str, ...] | None:
+    """The files with the classes of these objects, as text, that are neither MegaSNN's nor torch's: what a layer costs
+    depends on them, too. None where a class is in no file, as in a notebook."""
+    kinds = {type(each) for each in things}
+    try:
+        files = {inspect.getsourcefile(kind) for kind in kinds if kind.__module__.split(".")[0] not in KNOWN}
+        return tuple(Path(each).read_text(encoding="utf-8") for each in sorted(filter(None, files)))
+    except (OSError, TypeError):
+        return None
+
+
 def _file(key: tuple[str, ...]) -> Path:
-    return cache_folder("costs") / name_in_cache("layers", ".json", *key)
+    return cache_folder("costs") / name_in_cache("costs-of-layers", ".json", *key)
 
 
 def _read(key: tuple[str, ...]) -> PipelineCosts | None:

@@ -21,6 +21,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
 from megasnn.pipeline.link import LinkCost, measure_link
 from megasnn.pipeline.measured_layer import ROUNDS, MeasuredLayer, MeasuredLayers
+from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.p2p import WireOptions
 
 IN_FLIGHT = 2  # micro-batches that are forward before one is backward, as in a pipeline: memory is not reused at once
@@ -80,7 +81,12 @@ def measure_layers(
         outputs = _measure(layers, outputs, repeats)
         costs += [layer.cost(wires) for layer in layers]
         outputs = {number: outputs[number] for number in model.needed_from(first + len(layers))}
-    return crossing(model, costs)
+    memory = measure_memory(model, samples, context, device, wires, repeats=repeats).layers
+    names = "held", "working", "found", "working_again", "working_whole", "deferred", "output"
+    return [
+        replace(cost, **{name: getattr(of_layer, name) for name in names})
+        for cost, of_layer in zip(crossing(model, costs), memory, strict=True)
+    ]
 
 
 def _measure(layers: Sequence[MeasuredLayer], given: Mapping[int, Bundle], repeats: bool) -> dict[int, Bundle]:
@@ -97,8 +103,6 @@ def _measure(layers: Sequence[MeasuredLayer], given: Mapping[int, Bundle], repea
             outputs = dict(given)
             for layer in layers:
                 inputs = [outputs[source] for source in layer.takes]
-                if number == 0:
-                    layer.count_held(inputs)
                 outputs[layer.number] = layer.forward(inputs)
         if repeats:
             for layer in layers:
@@ -115,5 +119,4 @@ def _measure(layers: Sequence[MeasuredLayer], given: Mapping[int, Bundle], repea
         if number < 2:
             for layer in layers:
                 layer.clock.times.clear()  # the first round pays for compiling and for the gradients' memory
-                layer.clock.watches_memory = number == 0
     return outputs

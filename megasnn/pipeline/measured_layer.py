@@ -1,32 +1,32 @@
-"""A copy of one layer, tried out by itself: its seconds, its memory and what it sends."""
+"""A copy of one layer, tried out by itself: its seconds and what it sends."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megasnn.again import Findings, first_forward, second_forward
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.comm.statistics import statistics
 from megasnn.device_checks import DeviceChecks
+from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.only_graph import only_graph
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription
 from megasnn.pipeline.costs import LayerCost
-from megasnn.pipeline.executor import Entry
+from megasnn.pipeline.edges import Entry
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
 from megasnn.sharding import materialise
-from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 
 ROUNDS = 3
 
@@ -75,7 +75,6 @@ class MeasuredLayer:
 
     Attributes:
         number: its place in the model. takes: the numbers of the layers whose outputs it takes.
-        processor_seconds: that this thread computed in the second of the runs of `run_once`.
         edges, tasks: for each micro-batch that has been forward, the edges of its outputs' graph, and for each that has
             been backward, its tasks.
     """
@@ -95,7 +94,6 @@ class MeasuredLayer:
         self._layer = layer
         materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._held, self._found, self.processor_seconds = 0, 0, 0.0
         self._output: Bundle | None = None
         self._learning: list[Key] = []
         self.clock = _Clock(device)
@@ -104,9 +102,8 @@ class MeasuredLayer:
         self._gradients: list[Sequence[Tensor]] = []
 
     def forward(self, inputs: Sequence[Bundle]) -> Bundle:
-        """Runs the layer; it needs no gradient of the model's input."""
-        if INPUT not in self.takes:
-            inputs = self._entered(inputs)
+        """Runs the layer, and keeps its graph for `backward`."""
+        inputs = self._entered(inputs)
         with self.clock("forward"):
             y = apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
         # Without anything to learn up to here there is no backward.
@@ -117,32 +114,42 @@ class MeasuredLayer:
         assert self._output is not None
         return self._output
 
+    def output_of(self, inputs: Sequence[Bundle], samples: range) -> Bundle:
+        """Runs the layer."""
+        inputs = self._entered(inputs)
+        return apply_layer(self._layer, inputs[0], samples, *inputs[1:])
+
+    def deferred(self) -> AbstractContextManager[list[Task]]:
+        """Inside, the second part of a backward is left in the list."""
+        return self._weight_gradients.deferred()
+
+    def only_graph(self) -> AbstractContextManager[None]:
+        """Inside is a forward that is computed again."""
+        return only_graph([self._layer])
+
+    def taken_gradients(self) -> None:
+        """After a backward: the gradients of the inputs are used up."""
+        self._gradients.clear()
+
     def _entered(self, inputs: Sequence[Bundle]) -> list[Bundle]:
-        """The inputs as a chunk behind a boundary gets them."""
+        """The inputs as a chunk behind a boundary gets them; no gradient is needed of the model's input."""
+        if INPUT in self.takes:
+            return list(inputs)
         bundles = [dict(entries_of(x)) for x in inputs]
         learning = [(bundle, key) for bundle in bundles for key, entry in bundle.items() if entry.is_floating_point()]
         if learning:
             entered = Entry.apply(self._anchor, self._gradients.append, *(bundle[key] for bundle, key in learning))
             for (bundle, key), entry in zip(learning, entered, strict=True):
-                bundle[key] = entry
+                bundle[key] = remember_bits(entry, bits_of(bundle[key]))
         return [bundle_of(bundle) for bundle in bundles]
-
-    def count_held(self, inputs: Sequence[Bundle]) -> None:
-        """What one forward keeps for backward, once."""
-        findings: Findings = deque()
-        with _counting_saved(self._layer) as held, first_forward(findings):
-            apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
-        self._held = held[0]
-        parts = [part for each in findings for part in (each if isinstance(each, list) else [each])]
-        self._found = sum(part.nbytes for part in parts)
 
     def repeat(self, inputs: Sequence[Bundle]) -> None:
         """Runs the layer as where its forward is computed again, and drops the graph."""
         findings: Findings = deque()
-        inputs = inputs if INPUT in self.takes else self._entered(inputs)
+        inputs = self._entered(inputs)
         with first_forward(findings):
             apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
-        with self.clock("again"), only_graph([self._layer]), second_forward(findings):
+        with self.clock("again"), self.only_graph(), second_forward(findings):
             apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
 
     def backward(self, gradients: Sequence[Tensor] | None = None) -> Sequence[Tensor] | None:
@@ -166,38 +173,16 @@ class MeasuredLayer:
             while tasks:
                 tasks.pop()()
 
-    def run_once(self, inputs: Sequence[Bundle], repeats: bool = False) -> Bundle:
-        """Forward and backward of one micro-batch, with the memory that they take; returns the output.
-
-        Args:
-            repeats: whether the forward is computed again, too.
-        """
-        self.count_held(inputs)
-        for watched in (False, True):  # the first time pays for compiling and for the gradients' memory
-            self.clock.watches_memory = watched
-            begun = time.thread_time()
-            y = self.forward(inputs)
-            if repeats:
-                self.repeat(inputs)
-            self.backward()
-            self.add_weight_gradients()
-            self.processor_seconds = time.thread_time() - begun
-        return y
-
     def cost(self, wires: WireOptions) -> LayerCost:
         times = self.clock.times
         forward, inputs, weights = (median(times[n]) for n in ("forward", "input_gradient", "weight_gradient"))
         assert self._output is not None
-        peaks = self.clock.peaks
-        working = peaks.get("forward", 0), peaks.get("input_gradient", 0), peaks.get("weight_gradient", 0)
         cost = LayerCost(
-            *(forward, inputs, weights, self._held, working),
+            *(forward, inputs, weights),
             parameters=sum(each.nbytes for each in self._layer.parameters()),
             collectives=sum(calls for calls, _ in self.clock.traffic.values()),
             exchanged=sum(sent for _, sent in self.clock.traffic.values()),
-            found=self._found,
             again=median(times["again"]) if times.get("again") else None,
-            working_again=peaks.get("again"),
         )
         return _with_messages(cost, self._output, self._description, wires)
 
@@ -224,40 +209,19 @@ def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescriptio
     return cost
 
 
-@contextmanager
-def _counting_saved(layer: nn.Module) -> Iterator[list[int]]:
-    """Inside, the one element of the list is the bytes that autograd keeps for backward, weights not counted."""
-    seen = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
-    total = [0]
-
-    def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total[0] += storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(count, lambda tensor: tensor):
-        yield total
-
-
 class _Clock:
     """
     Attributes:
-        times: seconds of each block by name. peaks: bytes that a block needed above what was there before it, of those
-            run while `watches_memory`, which takes time. traffic: calls of collectives in a block, and bytes received.
+        times: seconds of each block by name. traffic: calls of collectives in a block, and bytes received.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.watches_memory = False
         self.times: dict[str, list[float]] = {}
-        self.peaks: dict[str, int] = {}
         self.traffic: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        before = self._memory_before() if self.watches_memory else None
         before_it = statistics.total()
         with statistics.counting():
             start = self._now()
@@ -265,12 +229,6 @@ class _Clock:
             self.times.setdefault(name, []).append(self._now() - start)
         total = statistics.total()
         self.traffic[name] = total.calls - before_it.calls, total.bytes - before_it.bytes
-        if before is not None:
-            self.peaks[name] = max(self.peaks.get(name, 0), round(1e6 * (peak_memory_mb(self._device) - before)))
-
-    def _memory_before(self) -> float | None:
-        release_free_memory()
-        return peak_memory_mb(self._device) if reset_peak_memory(self._device) else None
 
     def _now(self) -> float:
         if self._device.type == "cuda":

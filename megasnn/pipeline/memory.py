@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
-from megasnn.bundle import Bundle, entries_of, map_entries
+from megasnn.bundle import Bundle, entries_of
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.layers.context import BuildContext
-from megasnn.models.description import INPUT, ModelDescription, frames_of
+from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
+from megasnn.pipeline.counted_layer import CountedLayer, LayerMemory
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured_layer import MeasuredLayers
-from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.schedule import Schedule
-from megasnn.schedule.memory import activations_held
+from megasnn.schedule.memory import Moment, moments
 
-TRIAL_SAMPLES = 2
+TRIAL_SAMPLES = 1, 2
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,13 @@ def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts
     Args:
         bounds: the layers of each chunk.
     """
-    held, working = costs.held_bytes(bounds), costs.working_bytes(bounds)
-    entering = costs.entering_bytes(bounds)
-    peaks = []
-    for rank, actions in enumerate(schedule.actions):
-        before = [0, *map(round, activations_held(schedule, rank, held, entering))]
-        needed = [working[action.chunk].get(action.kind, 0) for action in actions]
-        most = max(zip(before, needed, strict=False), key=sum, default=(0, 0))
-        peaks.append(StepPeak(*most, _messages(schedule, rank, bounds, costs)))
-    return peaks
+    units = costs.unit_memory(bounds, schedule.placement)
+    return [_peak([*moments(schedule, rank, units)]) for rank in range(schedule.ranks)]
 
 
-def _messages(schedule: Schedule, rank: int, bounds: Sequence[range], costs: PipelineCosts) -> int:
-    """One message and one gradient for each boundary with another rank: on each link one receive is posted ahead, and
-    one send is under way."""
-    total = 0
-    for index, (here, there) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False)):
-        end = bounds[index].stop
-        if rank in (here, there) and here != there and end:
-            total += costs.layers[end - 1].message + costs.layers[end - 1].gradient
-    return total
+def _peak(found: Sequence[Moment]) -> StepPeak:
+    needed = [(each.kept, each.working, each.messages) for each in found]
+    return StepPeak(*map(round, max(needed, key=sum, default=(0, 0, 0))))
 
 
 class NotMeasuredError(Exception):
@@ -87,8 +75,8 @@ def measure_memory(
 ) -> PipelineCosts:
     """The bytes that each layer needs for a micro-batch of `samples` samples, on copies of its own; times are 0.
 
-    Measured with a few samples, and proportional to them. Layers that are built alike and take the same shape are
-    tried once. It takes the memory of one layer. Collective over `world`.
+    Counted with one sample and with two: each more needs as much more. Layers that are built alike and take the same
+    shape are tried once. It takes the memory of one layer. Collective over `world`.
 
     Args:
         world: the group that takes part; None is this rank alone.
@@ -100,35 +88,43 @@ def measure_memory(
             parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
     """
     world, computed = world or alone("world"), 0.0
-    trial = min(samples, TRIAL_SAMPLES)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn((trial, *model.input_shape), generator=generator).to(device, context.dtype)
-    outputs: dict[int, Bundle] = {INPUT: frames_of(x, model.input_shape)}
-    layers = MeasuredLayers(model, context, range(trial), device)
-    known: dict[Hashable, tuple[LayerCost, Bundle]] = {}
+    sizes = TRIAL_SAMPLES if samples > TRIAL_SAMPLES[-1] else (samples,)
+    layers = MeasuredLayers(model, context, range(samples), device)
+    outputs = [{INPUT: _images(model, size, context, device)} for size in sizes]
+    known: dict[Hashable, tuple[LayerCost, list[Bundle]]] = {}
     found = []
     for index, description in enumerate(model.layers):
-        inputs = [outputs[source] for source in model.inputs[index]]
-        shapes = [(key, x.shape) for each in inputs for key, x in entries_of(each).items()]
+        inputs = [[of_size[source] for source in model.inputs[index]] for of_size in outputs]
+        shapes = [(key, x.shape) for each in inputs[0] for key, x in entries_of(each).items()]
         kind = (layers.alike(index), str(description.output), tuple(shapes), index > 0)
         if kind not in known:
             error = None
             try:
                 layer = layers(index)
-                y = layer.run_once(inputs, repeats)
-                computed += layer.processor_seconds
-                without_memory = map_entries(partial(torch.empty_like, device="meta"), y)
-                known[kind] = _for_samples(layer.cost(wires), samples / trial), without_memory
+                tried = [CountedLayer(layer, x, range(n), device) for x, n in zip(inputs, sizes, strict=True)]
+                begun = time.thread_time()
+                counted = [_with_messages(each.memory(repeats), each.output, description, wires) for each in tried]
+                computed += time.thread_time() - begun
+                known[kind] = _for_samples(counted, samples, sizes), [each.output for each in tried]
             except Exception as caught:
                 if context.tensor.size > 1:
                     raise
                 error = f"{description.name} failed with {type(caught).__name__}: {caught}"
             late = world.rank == 0 and index + 1 < len(model.layers) and computed >= seconds
             _go_on(world, device, error, late, seconds)
-        found.append(known[kind][0])
-        outputs[index] = map_entries(partial(torch.zeros_like, device=device), known[kind][1])
-        outputs = {number: outputs[number] for number in model.needed_from(index + 1)}
+        cost, given = known[kind]
+        found.append(cost)
+        still_needed = model.needed_from(index + 1)
+        for of_size, y in zip(outputs, given, strict=True):
+            of_size[index] = y
+            for number in [each for each in of_size if each not in still_needed]:
+                del of_size[number]
     return PipelineCosts(tuple(crossing(model, found)), LinkCost())
+
+
+def _images(model: ModelDescription, samples: int, context: BuildContext, device: torch.device) -> Bundle:
+    x = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
+    return frames_of(x.to(device, context.dtype), model.input_shape)
 
 
 def _go_on(world: Group, device: torch.device, error: str | None, late: bool, seconds: float) -> None:
@@ -141,17 +137,25 @@ def _go_on(world: Group, device: torch.device, error: str | None, late: bool, se
         raise NotMeasuredError(f"trying out the layers takes more than {seconds:g} s")
 
 
-def _for_samples(cost: LayerCost, factor: float) -> LayerCost:
-    forward, inputs, weights = (round(factor * each) for each in cost.working)
-    return replace(
-        LayerCost(0, 0, 0),
-        held=round(factor * cost.held),
-        working=(forward, inputs, weights),
-        message=round(factor * cost.message),
-        gradient=round(factor * cost.gradient),
-        parameters=cost.parameters,
-        collectives=cost.collectives,
-        exchanged=round(factor * cost.exchanged),
-        found=round(factor * cost.found),
-        working_again=None if cost.working_again is None else round(factor * cost.working_again),
-    )
+def _with_messages(memory: LayerMemory, y: Bundle, description: LayerDescription, wires: WireOptions) -> LayerCost:
+    message = gradient = 0
+    for key, entry in entries_of(y).items():
+        message += TensorDescriptor.of(entry, description.entries[key].content).buffer(torch.device("meta")).nbytes
+        width = (wires.gradient_dtype or entry.dtype).itemsize if entry.is_floating_point() else 0
+        gradient += entry.numel() * width
+    return LayerCost(0, 0, 0, message=message, gradient=gradient, **vars(memory))
+
+
+def _for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
+    """The cost for so many samples, from those for the first sizes."""
+    first, second = counted[0], counted[-1]
+
+    def grown(few: int, more: int) -> int:
+        return max(0, few + (samples - sizes[0]) * (more - few))
+
+    values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
+    forward, inputs, weights = map(grown, first.working, second.working)
+    return replace(first, working=(forward, inputs, weights), **values)
+
+
+_IN_BYTES = ("held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output")

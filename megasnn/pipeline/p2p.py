@@ -163,7 +163,12 @@ class Sender:
     ) -> None:
         self._peer, self._group, self._wire, self._options = peer, group, wire, options
         self._known: dict[Hashable, TensorDescriptor] = {}
-        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+        self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the number of the transfer
+        self._transfers = 0
+
+    def begin(self) -> None:
+        """Before the tensors of each transfer of a step."""
+        self._transfers += 1
 
     def send(self, key: Hashable, tensor: Tensor, content: Content, direction: str) -> None:
         """Starts sending.
@@ -196,14 +201,20 @@ class Sender:
         work = dist.isend(payload, self._peer, group=self._group.handle)
         assert work is not None
         # The transport reads the payload until it is done: it must stay alive that long.
-        self._in_flight.append((work, payload))
-        while self._in_flight and self._in_flight[0][0].is_completed():
+        self._in_flight.append((self._transfers, work, payload))
+        while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
 
+    def arrived(self, transfers: int) -> None:
+        """Lets the first transfers of the step go, which the peer has received. Gloo does not tell by itself."""
+        while self._in_flight and self._in_flight[0][0] <= transfers:
+            self._in_flight.popleft()[1].wait()
+
     def wait(self) -> None:
-        """Until everything sent has left."""
+        """At the end of a step: until everything sent has left."""
         while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+            self._in_flight.popleft()[1].wait()
+        self._transfers = 0
 
 
 class Receiver:

@@ -16,7 +16,7 @@ from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
-from megasnn.schedule.budget import UnitMemory, within_budget
+from megasnn.schedule.budget import within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import placed_bounds
@@ -88,13 +88,13 @@ class PipelinePlan:
         """What a step of so many micro-batches should take, in seconds; None without costs."""
         if self.costs is None:
             return None
-        return simulate(self.schedules.training(micro_batches), self._chunk_costs())
+        return simulate(self.schedules.training(micro_batches), self._chunk_costs(), self.schedules.wholes)
 
     def forecast(self, micro_batches: int) -> Forecast | None:
         """`simulation` in short."""
         if self.costs is None:
             return None
-        return forecast(self.schedules.training(micro_batches), self._chunk_costs())
+        return forecast(self.schedules.training(micro_batches), self._chunk_costs(), self.schedules.wholes)
 
     def peak_bytes(self, micro_batches: int) -> list[int]:
         """The most that a step needs at once on each pipeline rank, above weights, gradients and optimizer state.
@@ -227,21 +227,11 @@ def _within_budget(
     assert request.memory_budget is not None
     refined = plan.in_units(bounds, NEVER)
     units, placement = refined.unit_bounds(bounds), refined.executed_placement
-    memory = [
-        UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE))
-        for held, entering, working, cost in zip(
-            costs.held_bytes(units),
-            costs.entering_bytes(units),
-            costs.working_bytes(units),
-            costs.of_chunks(units, placement),
-            strict=True,
-        )
-    ]
-    chosen = {}
-    for count in dict.fromkeys(request.micro_batches):
-        schedule = refined.training(count)
-        messages = [peak.messages for peak in step_peaks(schedule, units, costs)]
-        chosen[count] = within_budget(schedule, memory, messages, request.memory_budget)
+    memory = costs.unit_memory(units, placement)
+    chosen = {
+        count: within_budget(refined.training(count), memory, request.memory_budget)
+        for count in dict.fromkeys(request.micro_batches)
+    }
     # A step of another length, at the end of an epoch, is shorter.
     return replace(refined, recompute="always", chosen=chosen) if any(chosen.values()) else plan
 

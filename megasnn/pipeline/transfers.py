@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
+from megasnn.schedule.arrivals import known_arrivals
 
 
 class Transfers:
@@ -53,6 +54,7 @@ class Transfers:
                 self._receivers[low] = Receiver(up.ranks[low], up, wire, state.device)
         self._coming: dict[int, deque[Action]] = {}  # the receives of each link, in the order of the sends
         self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
+        self._arrivals: Mapping[Action, int] = {}
         self._sizes: Sequence[int] = ()
         self._expected: Callable[[Action], int] = lambda action: 0
         self._dense: set[str] = set()  # what did not fit its format
@@ -65,6 +67,7 @@ class Transfers:
             expected: how many tensors a receive brings; 0 as long as that is not known.
         """
         self._sizes, self._expected, self._early = sizes, expected, {}
+        self._arrivals = known_arrivals(schedule, self._rank)
         self._coming = {peer: deque() for peer in self._receivers}
         for peer, coming in self._coming.items():
             for action in schedule.actions[peer]:
@@ -78,6 +81,7 @@ class Transfers:
             carried: what the tensors of a forward are; gradients are dense.
         """
         sender = self._senders[self._peer(action)]
+        sender.begin()
         direction = "forward" if action.kind is Kind.SEND_FORWARD else "backward"
         for index, tensor in enumerate(tensors):
             name = carried[index].name if carried else f"gradient {index}"
@@ -116,6 +120,7 @@ class Transfers:
             first = coming.popleft()
             keys = [self._key(first, index) for index in range(self._expected(first))]
             self._early[first] = [receiver.receive(key) for key in keys]
+            self._senders[peer].arrived(self._arrivals[first])
         return self._early.pop(action)
 
     def wait(self) -> None:

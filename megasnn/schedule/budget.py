@@ -7,14 +7,15 @@ integer program, and is solved as one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.schedule.actions import FINISHING, Kind, Schedule
+from megasnn.schedule.actions import Kind, Schedule
+from megasnn.schedule.memory import UnitMemory, moments
 from megasnn.schedule.refine import insert_recompute
 
 SECONDS = 4.0  # for all ranks together
@@ -25,32 +26,15 @@ Chosen = frozenset[tuple[int, int]]
 """(unit, micro-batch) of the forwards that are computed again."""
 
 
-@dataclass(frozen=True)
-class UnitMemory:
-    """What a unit needs for one micro-batch.
-
-    Attributes:
-        held: bytes that its forward keeps. entering: the same where it is computed again.
-        working: bytes that a computation needs at most, above what is there before it.
-        again: seconds to compute the forward again.
-    """
-
-    held: float
-    entering: float
-    working: Mapping[Kind, float]
-    again: float
-
-
 class BudgetError(ValueError):
     """No choice keeps the budget; the message has the least that one keeps."""
 
 
-def within_budget(schedule: Schedule, units: Sequence[UnitMemory], messages: Sequence[float], budget: float) -> Chosen:
+def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float) -> Chosen:
     """The cheapest choice.
 
     Args:
         schedule: of units, complete, in which nothing is computed again.
-        messages: bytes of each rank's tensors on their way.
         budget: bytes that each rank may need.
     Raises:
         BudgetError: none keeps it.
@@ -59,10 +43,10 @@ def within_budget(schedule: Schedule, units: Sequence[UnitMemory], messages: Seq
     ranks = [_Rank.of(whole, rank, units) for rank in range(schedule.ranks)]
     chosen: set[tuple[int, int]] = set()
     short = []
-    for rank, its_messages in zip(ranks, messages, strict=True):
-        found = rank.cheapest(budget - its_messages, SECONDS / len(ranks))
+    for rank in ranks:
+        found = rank.cheapest(budget, SECONDS / len(ranks))
         if found is None:
-            short.append(rank.least(SECONDS / len(ranks)) + its_messages)
+            short.append(rank.least(SECONDS / len(ranks)))
         else:
             chosen |= found
     if short:
@@ -91,29 +75,16 @@ class _Rank:
         """Args: schedule: in which all is computed again that can be."""
         actions = schedule.actions[rank]
         choices = [(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE and m is not None]
-        place = {choice: index for index, choice in enumerate(choices)}
-        held, slope = 0.0, np.zeros(len(choices))
-        fixed, slopes = [], []
-        for unit, kind, m in actions:
-            memory, index = units[unit], None if m is None else place.get((unit, m))
-            needs = memory.working.get(kind)
-            if needs is not None:
-                repeats = kind is Kind.RECOMPUTE  # where it is not done it needs nothing
-                fixed.append(held + (0.0 if repeats else needs))
-                slopes.append(slope.copy())
-                if repeats:
-                    slopes[-1][index] += needs
-            if kind is Kind.FORWARD:
-                held += memory.held
-                if index is not None:
-                    slope[index] = memory.entering - memory.held
-            elif kind is Kind.RECOMPUTE:
-                slope[index] = 0.0
-            elif kind in FINISHING:
-                held -= memory.held
+        # One, and the share of each choice, as vectors: a sum is a place for what is fixed, and one for each choice.
+        axes = np.eye(len(choices) + 1)
+        place = {choice: index for index, choice in enumerate(choices, start=1)}
+        needed = [
+            each.kept + each.working + each.messages
+            for each in moments(schedule, rank, units, axes[0], lambda unit, m: axes[place[unit, m]])
+        ]
         seconds = np.array([units[unit].again for unit, _ in choices])
-        table = np.array(slopes) if slopes else np.zeros((0, len(choices)))
-        return cls(choices, seconds, np.array(fixed) * MB, table * MB)
+        table = np.array(needed).reshape(-1, len(choices) + 1) * MB
+        return cls(choices, seconds, table[:, 0], table[:, 1:])
 
     def cheapest(self, budget: float, seconds: float) -> set[tuple[int, int]] | None:
         """The choice that costs least; None where none keeps the budget, bytes."""

@@ -108,31 +108,23 @@ class SchedulePlan:
 
         Args:
             weights: of the units that are executed.
-            micro_batches: the numbers of them that there are in the steps of a run.
+            micro_batches: how many of them the replicas have in a step.
         Raises:
-            ValueError: another number of units, or a limit that is too small.
+            ValueError: another number of units, a limit that is too small, replicas that would not gather in the same
+                order.
         """
         plan = replace(self, weights=weights)
-        for count in micro_batches:
-            plan.training(count)
-            plan.evaluation(count)
-        return plan
-
-    def check_replicas(self, micro_batches: Collection[int], forward_only: bool = False) -> None:
-        """Raises ValueError where replicas with these numbers of micro-batches, in one step, would not gather in the
-        same order."""
         counts = sorted(set(micro_batches))
-        if self.weights is None or len(counts) == 1:
-            return
-        schedules = [self.evaluation(count) if forward_only else self.training(count) for count in counts]
+        schedules = [plan.training(count) for count in counts]
         try:
             validate_replicas(schedules)
         except ScheduleError as error:
             raise ValueError(
                 f"replicas have {' and '.join(map(str, counts))} micro-batches in one step, and would not gather "
                 f"weights in the same order; let them have equally many (--global-batch-size), or allow "
-                f"{self.weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
+                f"{weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
             ) from error
+        return plan
 
     @property
     def units_of_chunks(self) -> tuple[int, ...]:
@@ -144,6 +136,11 @@ class SchedulePlan:
         """The pipeline rank of each unit, which is what the executor takes for a chunk."""
         counts = zip(self.placement, self.units_of_chunks, strict=True)
         return tuple(rank for rank, count in counts for _ in range(count))
+
+    @property
+    def wholes(self) -> tuple[int, ...]:
+        """The chunk that each unit is of."""
+        return tuple(chunk for chunk, count in enumerate(self.units_of_chunks) for _ in range(count))
 
     def unit_bounds(self, bounds: Sequence[range]) -> list[range]:
         """The layers of each unit, from those of each chunk: one layer, or what of a chunk is left."""

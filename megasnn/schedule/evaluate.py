@@ -10,7 +10,7 @@ from itertools import accumulate
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.named import SCHEDULES, CostsOf, FixedOrder, complete, named_schedule, possible_chunks
-from megasnn.schedule.simulate import ChunkCost, Simulation, end_times, simulate
+from megasnn.schedule.simulate import ChunkCost, Link, Simulation, end_times, simulate
 from megasnn.schedule.streams import FORWARD, KINDS, Rows, Ticks, as_schedule, takers_of
 from megasnn.schedule.validate import ROUNDING
 
@@ -89,8 +89,10 @@ def _makespan(placement: tuple[int, ...], rows: Rows, costs: Sequence[ChunkCost]
     }
     way_of = [ways.get(each) for each in range(len(times))]  # of its input
     way_on = [ways.get(each) for each in takers]
-    sent: list[deque[float]] = [deque() for _ in times]
-    posted, clock, position = [0.0] * len(times), [0.0] * len(rows), [0] * len(rows)
+    link_of = _links(placement, takers)  # of its input
+    sent = [0] * len(times)  # messages that were not used
+    started: list[list[float]] = [[] for _ in rows]
+    clock, position = [0.0] * len(rows), [0] * len(rows)
     waiting = [-1] * len(rows)  # the stream whose input a rank waits for
     ready = deque(range(len(rows)))
     while ready:
@@ -99,25 +101,34 @@ def _makespan(placement: tuple[int, ...], rows: Rows, costs: Sequence[ChunkCost]
         waiting[rank] = -1
         for at in range(position[rank], len(row)):
             stream = row[at]
-            way = way_of[stream]
-            if way is not None:
+            if way_of[stream] is not None:
                 if not sent[stream]:
                     waiting[rank], position[rank] = stream, at
                     break
-                arrival = max(sent[stream].popleft(), posted[stream]) + way.time
-                now = posted[stream] = max(now, arrival) + way.receive
+                sent[stream] -= 1
+                now = link_of[stream].receive(stream, now, started[rank])
+            started[rank] = [now]
             now += times[stream]
             way = way_on[stream]
             if way is not None:
                 now += way.send
                 taker = takers[stream]
-                sent[taker].append(now)
+                sent[taker] += 1
+                link_of[taker].coming.append((taker, now, way))
                 home = placement[taker // 3]
                 if waiting[home] == taker:
                     waiting[home] = -1
                     ready.append(home)
         clock[rank] = now
     return max(clock)
+
+
+def _links(placement: Sequence[int], takers: Sequence[int]) -> list[Link[int]]:
+    """Of each stream that over which its input comes; any other one for streams that get nothing from another rank."""
+    givers = {taker: giver for giver, taker in enumerate(takers)}
+    links: dict[tuple[int, int], Link[int]] = {}
+    pairs = ((placement[givers.get(each, each) // 3], placement[each // 3]) for each in range(len(takers)))
+    return [links.setdefault(pair, Link()) for pair in pairs]
 
 
 @dataclass(frozen=True)
@@ -135,13 +146,9 @@ class Forecast:
     activations: float
 
 
-def forecast(schedule: Schedule, costs: Sequence[ChunkCost]) -> Forecast:
-    """A schedule simulated at these costs, in short.
-
-    Args:
-        costs: of each chunk.
-    """
-    result = simulate(schedule, costs)
+def forecast(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None = None) -> Forecast:
+    """A schedule simulated at these costs, in short. Arguments as of `simulate`."""
+    result = simulate(schedule, costs, wholes)
     return Forecast(schedule.name, result.makespan, idle_share(result), max(result.peak_activations))
 
 

@@ -35,12 +35,12 @@ LANE_COLOURS = {
     Kind.SCATTER_GRADIENTS: "#8c6d31",
 }
 LANE_NAMES = {
-    Kind.GATHER_WEIGHTS: "weights on their way",
-    Kind.FREE_WEIGHTS: "gathered weights",
-    Kind.SCATTER_GRADIENTS: "gradients on their way",
+    Kind.GATHER_WEIGHTS: "gathering weights",
+    Kind.FREE_WEIGHTS: "gathered",
+    Kind.SCATTER_GRADIENTS: "scattering",
 }
 WAITING = "#eeeeee"
-LEFT, HEAD, ROW, BAR, LANE, WIDTH, FOOT, LINE = 64, 24, 34, 28, 13, 1200, 52, 18
+LEFT, HEAD, ROW, BAR, LANE, WIDTH, FOOT = 64, 24, 34, 28, 13, 1200, 52
 SECONDS = (1e3, "ms")  # what times in seconds are shown in
 
 
@@ -104,12 +104,12 @@ def draw_grid(schedule: Schedule, simulation: Simulation, columns: int = 160) ->
     return "\n".join(lines)
 
 
-def write_chart(schedule: Schedule, simulation: Simulation, path: Path) -> None:
+def write_chart(schedule: Schedule, simulation: Simulation, path: Path, view: View = View()) -> None:  # noqa: B008
     """Writes the Gantt chart; the suffix says how, .svg or .png. Raises ValueError for another."""
     if path.suffix == ".svg":
-        path.write_text(svg(schedule, simulation), encoding="utf-8")
+        path.write_text(svg(schedule, simulation, view), encoding="utf-8")
     elif path.suffix == ".png":
-        raster(schedule, simulation).save(path)
+        raster(schedule, simulation, view).save(path)
     else:
         raise ValueError(f"--output {path}: the name must end in .svg or .png")
 
@@ -155,13 +155,16 @@ def _edge(box: Box) -> str:
 
 
 def _size(schedule: Schedule) -> tuple[int, int]:
-    lanes = _lanes(schedule)
-    return LEFT + WIDTH + 24, HEAD + (ROW + LANE * lanes) * schedule.ranks + FOOT + LINE * bool(lanes)
+    return LEFT + WIDTH + 24, HEAD + _row(schedule) * schedule.ranks + FOOT
+
+
+def _row(schedule: Schedule) -> int:
+    """Height of a rank: its computations, and lanes below them."""
+    return ROW + LANE * _lanes(schedule)
 
 
 def _lanes(schedule: Schedule) -> int:
-    """How many thin lanes there are below the computations of each rank: one for each unit whose weights it has
-    gathered at the same time, and one for gradients that are scattered."""
+    """One for each unit whose weights a rank has gathered at the same time, and one for gradients."""
     each_one = [1] * schedule.chunks
     weights = max(max(weights_held(schedule, rank, each_one), default=0) for rank in range(schedule.ranks))
     return weights + any(action.kind is Kind.SCATTER_GRADIENTS for row in schedule.actions for action in row)
@@ -171,10 +174,9 @@ def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[lis
     """All of the chart: caption, a row for each rank, an axis of time, and what the colours mean."""
     span = (simulation.makespan if view.span is None else view.span) or 1.0
     labels = [Label(LEFT, 6, _caption(schedule, simulation, view))]
-    boxes, lanes = [], _lanes(schedule)
-    height = ROW + LANE * lanes
+    boxes = []
     for rank, row in enumerate(simulation.timeline):
-        top = HEAD + height * rank
+        top = HEAD + _row(schedule) * rank
         labels.append(Label(4, top + 8, f"rank {rank}"))
         boxes.append(Box(LEFT, top, WIDTH, BAR, WAITING))
         for timed in row:
@@ -186,8 +188,8 @@ def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[lis
             boxes.append(box)
             if width >= 12:
                 labels.append(Label(box.left + 2, top + 8, _label(timed.action, width)))
-        _add_lanes(row, lanes, top + BAR + 1, WIDTH / span, boxes, labels)
-    bottom = HEAD + height * schedule.ranks
+        _add_lanes(row, _lanes(schedule), top + BAR + 1, WIDTH / span, boxes, labels)
+    bottom = HEAD + _row(schedule) * schedule.ranks
     for time in _ticks(span * view.scale):
         left = LEFT + time / view.scale * WIDTH / span
         boxes.append(Box(left, bottom - 4, 1, 6, "#444444"))
@@ -200,13 +202,12 @@ def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[lis
 def _add_lanes(
     row: Sequence[TimedAction], lanes: int, top: float, scale: float, boxes: list[Box], labels: list[Label]
 ) -> None:
-    """Draws the weights that a rank gathers, each in the first lane that is free, and in the last lane the gradients
-    that it scatters.
+    """A rank's gathered weights, each in the first lane that is free, and in the last lane its gradients.
 
     Args:
         lanes: their number. scale: pixels for a unit of time.
     """
-    used: dict[int, tuple[int, float]] = {}  # for each unit that is gathered: its lane, and when its weights are there
+    used: dict[int, tuple[int, float]] = {}  # lane of a unit, and since when its weights are there
 
     def add(lane: int, start: float, end: float, action: Action) -> None:
         place = LEFT + start * scale, top + lane * LANE
@@ -234,24 +235,14 @@ def _add_legend(schedule: Schedule, top: float, boxes: list[Box], labels: list[L
     for kind, (light, dark) in COLOURS.items():
         if kind in kinds:
             entries += [(light, ""), (dark, NAMES[kind])] if halves else [(light, NAMES[kind])]
-    dark_ones = "; darker: second half of the chunks" if halves else ""
-    explained = f"labels: chunk, kind, micro-batch, or the micro-batch alone{dark_ones}"
-    _add_line(entries, explained, top, boxes, labels)
-    lanes = [(colour, LANE_NAMES[kind]) for kind, colour in LANE_COLOURS.items() if kind in kinds]
-    if lanes:
-        _add_line(lanes, "labels: the chunk", top + LINE, boxes, labels)
-
-
-def _add_line(
-    entries: Sequence[tuple[str, str]], explained: str, top: float, boxes: list[Box], labels: list[Label]
-) -> None:
-    """Draws what these colours mean, and behind them what the labels do."""
+    entries += [(colour, LANE_NAMES[kind]) for kind, colour in LANE_COLOURS.items() if kind in kinds]
     left = float(LEFT)
     for colour, text in entries:
         boxes.append(Box(left, top, 14, 12, colour))
         labels.append(Label(left + 18, top, text))
         left += 36 + 6.2 * len(text) if text else 15
-    labels.append(Label(left, top, explained))
+    dark_ones = "; darker: second half of the chunks" if halves else ""
+    labels.append(Label(left, top, f"labels: chunk, kind, micro-batch, or the micro-batch alone{dark_ones}"))
 
 
 def _ticks(whole: float) -> list[float]:

@@ -1,12 +1,15 @@
-"""How many activations, and bytes of gathered weights, a rank holds, from the order of its actions alone."""
+"""What a rank holds, from the order of its actions: activations, gathered weights, or all that a step needs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NamedTuple
 
-from megasnn.schedule.actions import FINISHING, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.arrivals import known_arrivals
 
 
 def activations_held(
@@ -57,3 +60,117 @@ def stage_shares(placement: Sequence[int]) -> list[float]:
     """The part of its rank's stage that each chunk is: one over the number of chunks on the rank."""
     chunks = Counter(placement)
     return [1 / chunks[rank] for rank in placement]
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """What a unit needs for one micro-batch, bytes.
+
+    Attributes:
+        held: what its forward keeps. entering: the same where it is computed again.
+        working: what a computation needs at most, above what is there before it; what it takes, its input or the
+            gradient of its output, is a part of that.
+        again: seconds to compute the forward again.
+        deferred: what an input gradient leaves for the weight gradient; None: all that the forward has kept.
+        output: its output, and the gradient of that, while they wait for the unit that takes them.
+        message, gradient: the two on the way to another rank.
+    """
+
+    held: float
+    entering: float
+    working: Mapping[Kind, float]
+    again: float
+    deferred: float | None = None
+    output: float = 0.0
+    message: float = 0.0
+    gradient: float = 0.0
+
+
+class Moment(NamedTuple):
+    """What a rank needs while it computes; numbers, or vectors of them.
+
+    Attributes:
+        kept: what forwards have left for their backwards.
+        working: what the computation needs beside that.
+        messages: outputs and gradients that wait for somebody or are on their way.
+    """
+
+    action: Action
+    kept: Any
+    working: Any
+    messages: Any
+
+
+def moments(
+    schedule: Schedule,
+    rank: int,
+    units: Sequence[UnitMemory],
+    one: Any = 1.0,
+    share: Callable[[int, int], Any] = lambda unit, m: 1.0,
+) -> Iterator[Moment]:
+    """Every computation of a rank.
+
+    All is linear in the shares, so that they may be unknown: with vectors for `one` and `share`, vectors come out.
+
+    Args:
+        units: of each chunk of the schedule.
+        one: how one is written. share: how much of a forward (unit, micro-batch) is computed again, of those that the
+            schedule computes again: all of it, 1, or nothing.
+    """
+    row, last = schedule.actions[rank], schedule.chunks - 1
+    again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
+    kept, waiting = 0.0 * one, 0.0 * one
+    arrivals = known_arrivals(schedule, rank)
+    sent: dict[int, list[float]] = {peer: [] for peer in range(schedule.ranks)}
+    for index, action in enumerate(row):
+        unit, kind, m = action
+        memory, mine = units[unit], one * 0.0 if m is None else again.get((unit, m), 0.0 * one)
+        deferred = memory.held if memory.deferred is None else memory.deferred
+        before = units[unit - 1].output if unit else 0.0
+        if kind is Kind.FORWARD:
+            waiting = waiting - one * before
+            kept = kept + mine * memory.entering
+        elif kind in PROPAGATING and unit < last:
+            waiting = waiting - one * memory.output
+        if kind in COMPUTE and kind in memory.working:
+            coming = sum(_size(units, each) for each in _received_next(row, index))
+            # Where a forward is not computed again, that needs nothing.
+            needs = (mine if kind is Kind.RECOMPUTE else one) * memory.working[kind]
+            yield Moment(action, kept, needs, waiting + one * (coming + sum(map(sum, sent.values()))))
+        if kind is Kind.FORWARD:
+            kept = kept + (one - mine) * memory.held
+            waiting = waiting + one * (memory.output if unit < last else 0.0)
+        elif kind is Kind.RECOMPUTE:
+            kept = kept + mine * (memory.held - memory.entering)
+        elif kind in PROPAGATING:
+            kept = kept - one * (memory.held - (deferred if kind is Kind.INPUT_GRADIENT else 0.0))
+            waiting = waiting + one * before
+        elif kind is Kind.WEIGHT_GRADIENT:
+            kept = kept - one * deferred
+        elif kind in SENDS:
+            sent[schedule.placement[action.peer.chunk]].append(_size(units, action))
+            waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else before)
+        elif kind in RECEIVES:
+            waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.output)
+            of_peer, count = sent[schedule.placement[action.peer.chunk]], arrivals[action]
+            of_peer[:count] = [0.0] * count
+
+
+def _received_next(row: Sequence[Action], index: int) -> Iterator[Action]:
+    """What comes in before the next computation: there is room for it beside this one. All units of one forward, or of
+    one backward, are one computation here."""
+    _, kind, m = row[index]
+    together = PROPAGATING | {Kind.RECOMPUTE} if kind in PROPAGATING | {Kind.RECOMPUTE} else {kind}
+    for action in row[index + 1 :]:
+        if action.kind in COMPUTE and (action.kind not in together or action.micro_batch != m):
+            return
+        if action.kind.is_receive:
+            yield action
+
+
+def _size(units: Sequence[UnitMemory], transfer: Action) -> float:
+    """Bytes of a transfer."""
+    chunk, kind, _ = transfer
+    if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
+        return units[chunk if kind is Kind.SEND_FORWARD else chunk - 1].message
+    return units[chunk if kind is Kind.RECV_BACKWARD else chunk - 1].gradient

@@ -3,15 +3,15 @@ contention."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
 
-from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS, Action, Kind, Place, Schedule
+from megasnn.schedule.actions import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
+from megasnn.schedule.replica_link import ReplicaLinks
 from megasnn.schedule.validate import runs
-
-ON_REPLICA_LINK = frozenset({Kind.GATHER_WEIGHTS, Kind.SCATTER_GRADIENTS})
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class Simulation:
 
     Attributes:
         timeline: all actions, in order. A send takes as long as it holds up its rank; a receive ends when the tensor
-        is ready for use; a gather or scatter is on its way from start to end, and holds up nobody.
-        makespan: when everything is over. busy: time spent computing. idle: makespan less `busy`. bubble: the part of
-        `idle` between a rank's first and last computation. peak_activations: the most that is held at once, in the
-        unit of the costs.
+        is ready for use; a gather or scatter is on its way from start to end, and holds up nobody. makespan: when
+        the last rank is done. busy: time spent computing. idle: makespan less
+        `busy`. bubble: the part of `idle` between a rank's first and last computation. peak_activations:
+        the most that is held at once, in the unit of the costs.
     """
 
     timeline: tuple[tuple[TimedAction, ...], ...]
@@ -134,22 +134,23 @@ class Simulation:
     peak_activations: tuple[float, ...]
 
 
-def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
+def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None = None) -> Simulation:
     """When each action of a schedule starts and ends, and what follows from that.
 
-    On each link one receive is posted ahead: the first at the beginning, the next when the one before it is over.
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
-    meanwhile; the receiver waits for its end, the sender does not. Gradient sync takes no time. Gathers and scatters
-    of a rank follow each other on a link of their own; the first computation that uses the weights waits for them.
+    meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
+    `Link`. Gradient sync takes no time. Gathers and scatters of a rank follow each other on a link of their own; the
+    first computation that uses the weights waits for them.
 
     Args:
         costs: one for each chunk.
+        wholes: of every chunk, the number of the one that it is a unit of; None where each is one by itself.
     Raises:
         ValueError: another number of costs; ScheduleError: a deadlock.
     """
     if len(costs) != schedule.chunks:
         raise ValueError(f"{len(costs)} costs for {schedule.chunks} chunks")
-    return summarise(schedule, _times(schedule, costs), [cost.activation for cost in costs])
+    return summarise(schedule, _times(schedule, costs, wholes), [cost.activation for cost in costs])
 
 
 def summarise(
@@ -176,82 +177,101 @@ def summarise(
     )
 
 
-def _times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAction]]:
+def _times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None) -> list[list[TimedAction]]:
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
-    links = _ReplicaLinks(schedule.ranks, costs)
-    for row, ends, actions in zip(timeline, _end_times(schedule, costs, links), schedule.actions, strict=True):
+    replicas = _replica_links(schedule, costs)
+    for row, ends, actions in zip(
+        timeline, _end_times(schedule, costs, wholes, replicas), schedule.actions, strict=True
+    ):
         row += map(TimedAction, actions, [0.0, *ends], ends)
-    for (rank, index), (start, end) in links.apart.items():
+    for (rank, index), (start, end) in replicas.apart.items():
         timeline[rank][index] = TimedAction(schedule.actions[rank][index], start, end)
     return timeline
 
 
-class _ReplicaLinks:
-    """The link of each rank to the other replicas, which carries its gathers and scatters one after another.
+Message = TypeVar("Message")
+
+
+@dataclass
+class Link(Generic[Message]):
+    """All that one rank sends to another, forward and backward, first in, first out.
+
+    One receive is posted at a time: when a computation begins, for what is received between it and the next one; and
+    when that is called, where nothing was posted. What comes before its turn is kept.
 
     Attributes:
-        apart: start and end of gathers and scatters, and of computations that wait for a gather.
-        coming: for each chunk whose weights were gathered and are not used yet, when they are there.
+        coming: what is on its way, when it was handed over, and what it takes. early: what came before its turn.
+        received: when the last receive was over.
     """
 
-    def __init__(self, ranks: int, costs: Sequence[ChunkCost]) -> None:
-        self.apart: dict[Place, tuple[float, float]] = {}
-        self._free_at = [0.0] * ranks
-        self.coming: dict[int, float] = {}
-        self._times = {
-            Kind.GATHER_WEIGHTS: [cost.gather for cost in costs],
-            Kind.SCATTER_GRADIENTS: [cost.scatter for cost in costs],
-        }
+    coming: deque[tuple[Message, float, Transfer]] = field(default_factory=deque)
+    early: list[Message] = field(default_factory=list)
+    received: float = -1.0
 
-    def carry(self, place: Place, action: Action, now: float) -> None:
-        """Takes on a gather or scatter that a rank hands over now."""
-        rank, _ = place
-        start = max(now, self._free_at[rank])
-        end = self._free_at[rank] = start + self._times[action.kind][action.chunk]
-        self.apart[place] = start, end
-        if action.kind is Kind.GATHER_WEIGHTS:
-            self.coming[action.chunk] = end
+    def receive(self, wanted: Message, now: float, started: Sequence[float]) -> float:
+        """When a rank that waits from now on can use a message, which was handed over; it takes those before it, too.
 
-    def use(self, place: Place, action: Action, now: float, time: float) -> float:
-        """When a computation is over that could start now, and takes `time` from when its weights are there."""
-        ready = self.coming.pop(action.chunk, now) if action.kind in USES_WEIGHTS else now
-        if ready > now:
-            self.apart[place] = ready, ready + time
-        return max(now, ready) + time
+        Args:
+            started: when the last computation began; of several units that belong together, each.
+        """
+        if wanted in self.early:
+            self.early.remove(wanted)
+            return now
+        while True:
+            first, sent, way = self.coming.popleft()
+            posted = next((start for start in started if start >= self.received), now)
+            now = self.received = max(now, max(sent, posted) + way.time) + way.receive
+            if first == wanted:
+                return now
+            self.early.append(first)
 
 
-def end_times(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[float]]:
-    """When each action of each rank is over, as far as the rank is held up by it. See `simulate`."""
-    return _end_times(schedule, costs, _ReplicaLinks(schedule.ranks, costs))
+def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None = None) -> list[list[float]]:
+    """When each action of each rank is over, as far as it holds up the rank. See `simulate`."""
+    return _end_times(schedule, costs, wholes, _replica_links(schedule, costs))
 
 
-def _end_times(schedule: Schedule, costs: Sequence[ChunkCost], links: _ReplicaLinks) -> list[list[float]]:
+def _replica_links(schedule: Schedule, costs: Sequence[ChunkCost]) -> ReplicaLinks:
+    gathers, scatters = [cost.gather for cost in costs], [cost.scatter for cost in costs]
+    return ReplicaLinks(schedule.ranks, {Kind.GATHER_WEIGHTS: gathers, Kind.SCATTER_GRADIENTS: scatters})
+
+
+def _end_times(
+    schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None, replicas: ReplicaLinks
+) -> list[list[float]]:
     ends: list[list[float]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
     computing = {kind: [cost.times()[kind] for cost in costs] for kind in COMPUTE}
-    ways = _ways(costs)
-    sent_at: dict[tuple[int, Kind, int | None], float] = {}  # by the action that receives it
-    posted_at = _posting(schedule)
+    ways, links = _ways(costs), _links(schedule)
+    whole = range(schedule.chunks) if wholes is None else wholes
+    together: list[tuple[int, Kind, int | None] | None] = [None] * schedule.ranks
+    started: list[list[float]] = [[] for _ in schedule.actions]
     for rank, run in runs(schedule):
         now, append, actions = clock[rank], ends[rank].append, schedule.actions[rank]
         for index in run:
             action = actions[index]
-            chunk, kind, _ = action
+            chunk, kind, m = action
             if kind in computing:
+                part = whole[chunk], _PASSES.get(kind, kind), m
+                if part != together[rank]:
+                    together[rank], started[rank] = part, []
+                started[rank].append(now)
                 time = computing[kind][chunk]
-                now = links.use((rank, index), action, now, time) if links.coming else now + time
+                now = replicas.use((rank, index), action, now, time) if replicas.coming else now + time
             elif kind in SENDS:
                 now += ways[kind][chunk].send
-                sent_at[action.peer] = now
+                links[kind][chunk].coming.append((action.peer, now, ways[kind][chunk]))
             elif kind in RECEIVES:
-                way, posted = ways[kind][chunk], posted_at[kind][chunk]
-                now = max(now, max(sent_at[action], posted[0]) + way.time) + way.receive
-                posted[0] = now
-            elif kind in ON_REPLICA_LINK:
-                links.carry((rank, index), action, now)
+                now = links[kind][chunk].receive(action, now, started[rank])
+            elif kind in COLLECTIVES and kind is not Kind.SYNC_GRADIENTS:
+                replicas.carry((rank, index), action, now)
             append(now)
         clock[rank] = now
     return ends
+
+
+_PASSES = {Kind.INPUT_GRADIENT: Kind.BACKWARD, Kind.RECOMPUTE: Kind.BACKWARD}
+"""Computations of units that are parts of one backward; see Transfers.announce."""
 
 
 def _ways(costs: Sequence[ChunkCost]) -> dict[Kind, list[Transfer]]:
@@ -265,13 +285,18 @@ def _ways(costs: Sequence[ChunkCost]) -> dict[Kind, list[Transfer]]:
     }
 
 
-def _posting(schedule: Schedule) -> dict[Kind, list[list[float]]]:
-    """When each chunk's next receive was posted: a box that it shares with the chunks that receive on the same link."""
+def _links(schedule: Schedule) -> dict[Kind, list[Link[Action]]]:
+    """For each kind of transfer, the link that each chunk's goes over."""
     placement = schedule.placement
-    links: dict[tuple[int, int, Kind], list[float]] = {}
-    boxes: dict[Kind, list[list[float]]] = {}
-    for kind, step in ((Kind.RECV_FORWARD, -1), (Kind.RECV_BACKWARD, 1)):
-        senders = [placement[(chunk + step) % len(placement)] for chunk in range(len(placement))]
-        pairs = zip(senders, placement, strict=True)
-        boxes[kind] = [links.setdefault((*pair, kind), [0.0]) for pair in pairs]
-    return boxes
+    links: dict[tuple[int, int], Link[Action]] = {}
+    before, after = (placement[-1], *placement[:-1]), (*placement[1:], placement[0])
+    ends = {
+        Kind.SEND_FORWARD: (placement, after),
+        Kind.RECV_FORWARD: (before, placement),
+        Kind.SEND_BACKWARD: (placement, before),
+        Kind.RECV_BACKWARD: (after, placement),
+    }
+    return {
+        kind: [links.setdefault(pair, Link()) for pair in zip(sources, targets, strict=True)]
+        for kind, (sources, targets) in ends.items()
+    }

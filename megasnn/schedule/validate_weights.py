@@ -73,10 +73,9 @@ def validate_replicas(schedules: Sequence[Schedule]) -> None:
     Args:
         schedules: what each replica executes.
     """
-    first = schedules[0]
     for replica, schedule in enumerate(schedules):
-        for rank in range(first.ranks):
-            difference = _difference(first, schedule, rank)
+        for rank in range(schedule.ranks):
+            difference = _difference(schedules[0], schedule, rank)
             if difference is not None:
                 expected, found, place = difference
                 problem = f"replica {replica} comes to {found} where replica 0 comes to {expected}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -13,7 +14,7 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count, wire_options
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.memory import NotMeasuredError, measure_memory, step_peaks
+from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.sharding import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
@@ -72,25 +73,11 @@ def forecast_memory(
 
     Measures the layers' memory where the plan has not; see `megasnn.pipeline.memory`.
     """
-    size = config.training.micro_batch_size
-    costs = plan.costs
-    if costs is None:
-        wires = wire_options(config.parallel)
-        try:
-            costs = measure_memory(
-                distributed.model,
-                size,
-                distributed.context,
-                state.device,
-                wires,
-                state.world,
-                TRIAL_SECONDS,
-                plan.schedules.units is not None,
-            )
-        except NotMeasuredError as reason:
-            reporter.line(f"memory is not predicted: {reason}")
-            return []
-    peak = step_peaks(plan.schedules.training(plan.micro_batches), plan.executed_bounds, costs)[state.pipeline.rank]
+    try:
+        peak = step_peak(config, distributed, plan, state, TRIAL_SECONDS)
+    except NotMeasuredError as reason:
+        reporter.line(f"memory is not predicted: {reason}")
+        return []
     owned = distributed.owned
     held = (*distributed.copies, *distributed.tensors)
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
@@ -121,6 +108,34 @@ def forecast_memory(
     if state.world.size > 1:
         dist.all_gather_object(of_ranks, mine, group=state.world.handle)
     return of_ranks
+
+
+def step_peak(
+    config: PretrainConfig,
+    distributed: DistributedModel,
+    plan: PipelinePlan,
+    state: ParallelState,
+    seconds: float = math.inf,
+) -> StepPeak:
+    """What this rank will need in a usual step. Collective over the world.
+
+    Args:
+        seconds: see `measure_memory`, for which there is no need where the plan has costs.
+    Raises:
+        NotMeasuredError: on every rank, where the layers cannot be tried out.
+    """
+    costs = plan.costs or measure_memory(
+        distributed.model,
+        config.training.micro_batch_size,
+        distributed.context,
+        state.device,
+        wire_options(config.parallel),
+        state.world,
+        seconds,
+        plan.schedules.units is not None,
+    )
+    schedule = plan.schedules.training(plan.micro_batches)
+    return step_peaks(schedule, plan.executed_bounds, costs)[state.pipeline.rank]
 
 
 def _moments(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from megasnn.comm.codec import Content
 from megasnn.comm.group import alone
 from megasnn.config import ConfigError, parse, validate
+from megasnn.engine import Engine
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.kernels.packed import bits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
@@ -27,7 +29,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.executor import MicroBatchInput
-from megasnn.pipeline.kept_costs import kept_costs
+from megasnn.pipeline.kept_costs import code_of, kept_costs
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.memory import measure_memory
@@ -54,13 +56,14 @@ def _batches(model: Model) -> list[MicroBatchInput]:
 
 
 class _Live:
-    """Bytes that graphs and kept inputs hold, each memory once, and not that of weights."""
+    """Bytes that graphs and kept inputs hold, each memory once, and not that of weights and of the batch."""
 
-    def __init__(self, engine: DistributedModel) -> None:
+    def __init__(self, engine: DistributedModel, batches: Iterable[MicroBatchInput]) -> None:
         self.after: list[tuple[Action, int]] = []
         self._holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[KeptInput] = weakref.WeakSet()
-        self._known = {each.tensor.untyped_storage().data_ptr() for each in engine.tensors}
+        known = [each.tensor for each in engine.tensors] + [each.images for each in batches if each.images is not None]
+        self._known = {each.untyped_storage().data_ptr() for each in known}
         engine.executor.observer = lambda action, start, end: self.after.append((action, self._bytes()))
 
     def pack(self, tensor: Tensor) -> _Holder:
@@ -89,13 +92,13 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     engine, batches = _engine(model, recompute), _batches(model)
     try:
         engine.forward_backward(batches, 2 * SAMPLES)  # weights have gradients from now on
-        live = _Live(engine)
+        live = _Live(engine, batches)
         made = mock.patch("megasnn.pipeline.executor.KeptInput", lambda *args: live.keep(KeptInput, *args))
         with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
             engine.forward_backward(batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = measure_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions())
+    costs = measure_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions(), repeats=True)
     units = engine.plan.unit_bounds([range(len(engine.model.layers))])
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
@@ -237,6 +240,43 @@ def test_costs_are_kept_for_the_next_run(tmp_path: Path) -> None:
         for file in (tmp_path / "cache").rglob("*.json"):
             file.write_text(file.read_text()[:-9])
         assert kept_costs(("a", "b"), alone("world"), measure) == COSTS and measure.call_count == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Changing(Model):
+    """As if it were edited between two runs: same flags, other layers."""
+
+    image_size: int = 8
+    in_channels: int = 4
+    units: ClassVar[int] = 1
+
+    def layers(self) -> Iterable[Layer]:
+        for index in range(self.units):
+            yield layer(f"unit.{index}", ConvNormNeuron(4, 4))
+        yield layer("head", MeanLinear(4, self.num_classes))
+
+
+def test_costs_are_not_those_of_a_model_before_it_was_changed(tmp_path: Path) -> None:
+    flags = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 1, "neuron_backend": "torch"}
+    with mock.patch.dict("os.environ", {"MEGASNN_CACHE": str(tmp_path / "cache")}):
+        for units in (1, 2):
+            with (
+                mock.patch.object(_Changing, "units", units),
+                Engine(_Changing(), **flags, memory_budget=1000) as engine,
+            ):
+                assert engine.plan.costs is not None and len(engine.plan.costs.layers) == units + 1
+
+
+def test_code_of_ones_own_is_part_of_what_costs_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a_layer_of_ones_own.py"
+    file.write_text("class Own: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module(file.stem).Own()
+    assert code_of([own, own, nn.ReLU(), MeanLinear(4, 2)]) == ("class Own: pass\n",)
+    assert code_of([nn.ReLU()]) == ()
+    scope: dict[str, Any] = {"__name__": "in_a_notebook"}
+    exec("class Own: pass", scope)
+    assert code_of([scope["Own"]()]) is None
 
 
 def test_flags_that_do_not_go_together() -> None:

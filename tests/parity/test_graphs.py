@@ -128,7 +128,7 @@ def in_one_slot(self: ChunkGraphs, micro_batch: int) -> Iterator[None]:
 
 gradients, begun = torch.autograd.grad, ChunkGraphs.begun
 WRONG = {
-    "memory is freed": ("pipeline.graphs.torch.autograd.grad", forgetful),
+    "memory is freed": ("pipeline.layer_graphs.torch.autograd.grad", forgetful),
     "one slot for all": ("pipeline.graphs.ChunkGraphs.begun", in_one_slot),
 }
 

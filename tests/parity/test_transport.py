@@ -24,11 +24,11 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.timers import DeviceClock
-from tests.nccl_like import Device, nccl_like
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, build_engine, one_step, record_step
 from tests.parity.test_schedules import SCHEDULES
+from tools.benchmark.nccl_like import Device, nccl_like
 
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
 MOST_RANKS = 8

@@ -9,8 +9,8 @@ from itertools import combinations
 import pytest
 
 from megasnn.schedule import Kind, Schedule, generate, validate
-from megasnn.schedule.budget import BudgetError, Chosen, UnitMemory, within_budget
-from megasnn.schedule.memory import activations_held
+from megasnn.schedule.budget import BudgetError, Chosen, within_budget
+from megasnn.schedule.memory import UnitMemory, activations_held
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.refine import insert_recompute, refine
 
@@ -34,7 +34,12 @@ def peak(schedule: Schedule, rank: int, units: list[UnitMemory], chosen: Chosen)
     validate(done)
     held = activations_held(done, rank, [each.held for each in units], [each.entering for each in units])
     actions = done.actions[rank]
-    needed = [units[action.chunk].working.get(action.kind, 0) for action in actions]
+    again = {(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE}
+    needed = [
+        # The input is kept before its forward begins.
+        units[unit].working.get(kind, 0) + (kind is Kind.FORWARD and (unit, m) in again) * units[unit].entering
+        for unit, kind, m in actions
+    ]
     return max(before + more for before, more in zip([0, *held], needed, strict=False))
 
 
@@ -51,29 +56,29 @@ def test_none_is_cheaper(seed: int) -> None:
     every = [frozenset(some) for count in range(9) for some in combinations(places, count)]
     by_peak = sorted((peak(schedule, 0, units, some), seconds(some, units)) for some in every)
     for budget in sorted({each for each, _ in by_peak})[::5]:
-        found = within_budget(schedule, units, [0], budget + 1)
+        found = within_budget(schedule, units, budget + 1)
         assert peak(schedule, 0, units, found) <= budget + 1
         assert seconds(found, units) == min(cost for needed, cost in by_peak if needed <= budget)
     least = by_peak[0][0]
     with pytest.raises(BudgetError, match=f"the least is --memory-budget {-(-least // MB):g};"):
-        within_budget(schedule, units, [0], least - MB)
+        within_budget(schedule, units, least - MB)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_rank_of_every_schedule_keeps_it(name: str) -> None:
     schedule = generate(name, 4, 8)
     schedule = refine(schedule, [3] * schedule.chunks)
-    units, messages = units_of(schedule.chunks, 7), [MB, 2 * MB, 0, 0]
-    without = [peak(schedule, rank, units, frozenset()) + messages[rank] for rank in range(4)]
+    units = units_of(schedule.chunks, 7)
+    without = [peak(schedule, rank, units, frozenset()) for rank in range(4)]
     everything = frozenset((unit, m) for unit in range(schedule.chunks) for m in range(8))
-    least = [peak(schedule, rank, units, everything) + messages[rank] for rank in range(4)]
+    least = [peak(schedule, rank, units, everything) for rank in range(4)]
     budget = (max(least) + max(without)) / 2
-    chosen = within_budget(schedule, units, messages, budget)
+    chosen = within_budget(schedule, units, budget)
     for rank, needed in enumerate(without):
-        assert peak(schedule, rank, units, chosen) + messages[rank] <= budget + 1
+        assert peak(schedule, rank, units, chosen) <= budget + 1
         if needed <= budget:
             assert not any(schedule.placement[unit] == rank for unit, _ in chosen), "nothing that is not needed"
-    assert within_budget(schedule, units, messages, max(without) + 1) == frozenset()
+    assert within_budget(schedule, units, max(without) + 1) == frozenset()
 
 
 @pytest.mark.slow
@@ -82,6 +87,6 @@ def test_a_large_model_takes_less_than_five_seconds() -> None:
     units = units_of(40, 3)
     full = max(peak(schedule, rank, units, frozenset()) for rank in range(2))
     begun = time.thread_time()
-    chosen = within_budget(schedule, units, [0, 0], full / 2)
+    chosen = within_budget(schedule, units, full / 2)
     assert time.thread_time() - begun < 5
     assert max(peak(schedule, rank, units, chosen) for rank in range(2)) <= full / 2 + 1

@@ -1,3 +1,4 @@
+from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -46,6 +47,25 @@ def test_a_chart_of_seconds_is_in_milliseconds() -> None:
     assert ">20</text>" in text, "the axis ends with what the width stands for"
 
 
+def test_gathered_weights_have_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One below a rank's computations for each unit that is there at the same time, and one for gradients."""
+    flags = "--stages 1 --micro-batches 2 --units 3 --live-units 2 --gather 0.3 --recompute always --scatter 0.3"
+    main(["1f1b", *flags.split(), "--output", str(tmp_path / "g.svg")])
+    assert "gathers 6" in capsys.readouterr().out
+    tree = ElementTree.parse(tmp_path / "g.svg")
+    lanes = defaultdict(list)
+    for group in tree.iter("{http://www.w3.org/2000/svg}g"):
+        title, box = group
+        if any(kind in str(title.text) for kind in ("GATHER", "FREE", "SCATTER")):
+            lanes[float(box.attrib["y"])].append(str(title.text))
+    first, second, gradients = (lanes[top] for top in sorted(lanes))
+    assert first == "0GATHER 0FREE 2GATHER 2FREE 0GATHER 0FREE 2GATHER 2FREE 0GATHER 0FREE".split()
+    assert second == ["1GATHER", "1FREE"]
+    assert gradients == "2SCATTER0 1SCATTER0 0SCATTER0 2SCATTER1 1SCATTER1 0SCATTER1".split()
+    texts = {element.text for element in tree.iter() if element.tag.endswith("text")}
+    assert {"gathering weights", "gathered", "scattering"} <= texts
+
+
 def test_a_picture_can_be_opened(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -61,9 +81,12 @@ def test_a_picture_can_be_opened(tmp_path: Path) -> None:
     [
         ("--output g.gif", "--output g.gif: the name must end in .svg or .png"),
         ("--output nowhere/g.svg", "--output nowhere/g.svg: there is no folder nowhere"),
-        ("--forward nan", "finite and not negative, got nan 1 1 0"),
-        ("--weight-grad inf", "finite and not negative, got 1 1 inf 0"),
-        ("--transfer -1", "finite and not negative, got 1 1 1 -1"),
+        ("--forward nan", "finite and not negative, got nan 1 1 0 0 0"),
+        ("--weight-grad inf", "finite and not negative, got 1 1 inf 0 0 0"),
+        ("--transfer -1", "finite and not negative, got 1 1 1 -1 0 0"),
+        ("--gather -2", "finite and not negative, got 1 1 1 0 -2 0"),
+        ("--scatter inf", "finite and not negative, got 1 1 1 0 0 inf"),
+        ("--live-units -1", "--live-units and --gathered-ahead must not be negative, got -1 and 1"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_anything_is_printed(

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, Transfer, generate, plan_schedule, simulate
+from megasnn.schedule.refine import refine
 
 
 def test_1f1b_reference_values() -> None:
@@ -51,6 +52,22 @@ def test_a_receive_is_posted_before_it_is_needed() -> None:
         (8, 12),
         (12, 16),
     ]
+
+
+def test_a_receive_is_not_posted_before_the_computation_before_it() -> None:
+    """The second tensor was sent at 2, and the last stage computes from 6 to 9: it is on its way from 7 on, when the
+    backward begins behind which it is received."""
+    result = simulate(generate("1f1b", 2, 3), [ChunkCost(1, 2, transfer=5), ChunkCost(1, 2)])
+    times = {str(timed.action): (timed.start, timed.end) for timed in result.timeline[1]}
+    assert (times["1F0"], times["1B0"], times["1F1"]) == ((6, 7), (7, 9), (12, 13))
+
+
+def test_units_of_a_chunk_are_one_computation_for_what_is_received_behind_them() -> None:
+    """As above, where the second unit of the backward begins at 8."""
+    schedule, units = refine(generate("1f1b", 2, 3), [2, 2]), [ChunkCost(0.5, 1, transfer=5)] * 4
+    for wholes, start in (([0, 0, 1, 1], 12), (None, 13)):
+        timeline = simulate(schedule, units, wholes).timeline[1]
+        assert next(timed.start for timed in timeline if str(timed.action) == "2F1") == start
 
 
 def test_packing_holds_up_the_sender_and_unpacking_the_receiver() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import platform
 import subprocess
 import sys
 
@@ -67,3 +69,33 @@ def test_peak_on_cuda_counts_tensors():
     block = torch.ones(50_000_000, dtype=torch.uint8, device=device)
     del block
     assert 50 <= peak_memory_mb(device) - before < 60
+
+
+STEPS = """
+import resource
+import torch
+import megasnn
+
+engine = megasnn.Engine(megasnn.MODELS["spikformer"](variant="spikformer_ti", image_size=32), micro_batch_size=8,
+                        global_batch_size=8, train_iters=9)
+images, labels = torch.rand(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
+for _ in range(5):
+    engine.train_step(images, labels)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    engine.train_step(images, labels)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_a_step_takes_the_memory_that_the_one_before_has_freed():
+    def faults(**variables: str) -> int:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        child = subprocess.run(
+            [sys.executable, "-c", STEPS], env=plain | variables, capture_output=True, text=True, check=True
+        )
+        return int(child.stdout.split()[-1])
+
+    assert faults() < 500
+    assert faults(MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 5000  # what the user sets stays

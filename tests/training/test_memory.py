@@ -57,13 +57,13 @@ def test_what_layers_keep_is_measured_with_few_samples_and_grows_with_them() -> 
     config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
     model, context = describe(config, NeuronSpec()), BuildContext()
     state = torch.random.get_rng_state()
-    few, many = (
-        measure_memory(model, samples, context, torch.device("cpu"), WireOptions()).layers for samples in (2, 12)
+    few, more, many = (
+        measure_memory(model, samples, context, torch.device("cpu"), WireOptions()).layers for samples in (2, 7, 12)
     )
     assert torch.equal(state, torch.random.get_rng_state()), "training's own randomness has not moved"
     assert len(few) == len(model.layers)
-    for one, other in zip(few, many, strict=True):
-        assert other.held == 6 * one.held > 0 and other.gradient == 6 * one.gradient
+    for one, middle, other in zip(few, more, many, strict=True):
+        assert other.held - middle.held == middle.held - one.held > 0 and other.gradient == 6 * one.gradient
     # The first stage keeps at least its output's spikes, one bit each.
     assert few[0].held >= 2 * 2 * 4 * 16 * 16 // 8
 
@@ -131,8 +131,8 @@ def test_a_trial_that_takes_long_or_fails_ends_without_a_forecast(monkeypatch) -
         measure_memory(*arguments, seconds=0)
     assert len(tried) == 1
     # A busy machine, and one that compiles, let a layer wait; it computes no more for that.
-    run = MeasuredLayer.forward
-    with mock.patch.object(MeasuredLayer, "forward", lambda *given: (time.sleep(0.05), run(*given))[1]):
+    run = MeasuredLayer.output_of
+    with mock.patch.object(MeasuredLayer, "output_of", lambda *given: (time.sleep(0.05), run(*given))[1]):
         assert len(measure_memory(*arguments, seconds=0.5).layers) == len(model.layers) > 0.5 / 0.1
     second = model.layers[1].name
     with _tracked(tried, second), pytest.raises(NotMeasuredError, match=f"{second} failed with MemoryError: no room"):

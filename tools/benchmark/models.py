@@ -14,11 +14,19 @@ from megasnn.config import PretrainConfig
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
+from tools.benchmark.pipeline_flags import ModelName
 
 Dimensions = Spikformer | VggDvs
 
 # Smaller images than those of the Spikformers for ImageNet: a step takes seconds on one core.
 IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32}
+
+
+def dimensions_of(model: ModelName) -> Dimensions:
+    """By name, those that schedules are measured with."""
+    if model == "vgg_dvs":
+        return VggDvs()
+    return Spikformer(variant=model, num_classes=10, image_size=IMAGE_SIZES[model])
 
 
 def configuration(model: Dimensions, **parts: Any) -> PretrainConfig:

@@ -14,8 +14,6 @@ from megasnn.comm.statistics import statistics
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import BACKENDS, initialize_model_parallel
 from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.measured import agreed_costs
@@ -24,7 +22,7 @@ from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.evaluate import idle_share
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
-from tools.benchmark.models import IMAGE_SIZES, Dimensions, configuration
+from tools.benchmark.models import configuration, dimensions_of
 from tools.benchmark.pipeline_flags import ONE_BATCH, ModelName, PipelineBenchmark, PipelineTurn
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
 from tools.benchmark.training_steps import ENDLESS, OPTIMIZER, MegaSNNStep
@@ -43,7 +41,7 @@ class PipelineRank:
         if task.ranks > 1:
             join_ranks(task.store, task.rank, task.ranks, BACKENDS[self._device.type])
         self._state = initialize_model_parallel(1, task.ranks, self._device)
-        self._dimensions = _dimensions(model)
+        self._dimensions = dimensions_of(model)
         self._model = describe(self._dimensions)
         self._context = build_context(self._state, "fp32", "auto")
         self._rows: dict[str, _Row] = {}
@@ -139,12 +137,6 @@ class _Row:
             facts["bubble"] = idle_share(simulation)
             facts["peak_mb"] = [held / 1e6 for held in plan.peak_bytes(count)]
         return facts
-
-
-def _dimensions(model: ModelName) -> Dimensions:
-    if model == "vgg_dvs":
-        return VggDvs()
-    return Spikformer(variant=model, num_classes=10, image_size=IMAGE_SIZES[model])
 
 
 def _together() -> None:

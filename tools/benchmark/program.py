@@ -12,6 +12,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
 
     python tools/benchmark --readers                      # event recordings and frames, beside SpikingJelly's
     python tools/benchmark --pipeline                     # every schedule, beside its simulation and one rank
+    python tools/benchmark --rehearsal                    # schedules on ranks that sleep, over links that take time
     python tools/benchmark --data                         # the loader, beside PyTorch's DataLoader
     python tools/benchmark --kernels                      # norm and neuron, in copies of their input
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
@@ -35,6 +36,7 @@ from tools.benchmark.loading import LOADING
 from tools.benchmark.pipeline import PIPELINE
 from tools.benchmark.ranks import RankError
 from tools.benchmark.readers import READERS
+from tools.benchmark.rehearsal import REHEARSAL
 
 OTHERS: dict[str, Case[Any]] = {
     "--checkpoint": CHECKPOINTS,
@@ -42,6 +44,7 @@ OTHERS: dict[str, Case[Any]] = {
     "--kernels": KERNELS,
     "--readers": READERS,
     "--pipeline": PIPELINE,
+    "--rehearsal": REHEARSAL,
 }
 
 

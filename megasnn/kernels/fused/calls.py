@@ -47,7 +47,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
     p = constants_of(unit.spec, data.dtype, w, learn=False)
     length = space[1] * channels if unit.pool else _BLOCK * _width(channels)
     whole_bytes = packed and length % 8 == 0 and flat.shape[1] % 8 == 0
-    bits = np.empty(flat.size // 8, np.uint8) if whole_bytes else no_bits()
+    bits = empty_array((flat.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
     coefficients = _coefficients(norm, unit.eps, length, data.dtype)
     if unit.pool:
         run(pool.fire_pooled, samples * space[0], data, coefficients, flat, bits, p)

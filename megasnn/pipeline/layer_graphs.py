@@ -1,0 +1,235 @@
+"""One layer as graphs: forward, the gradients of its inputs, and those of its weights; see graphs.py for what holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megasnn.bundle import Bundle, entries_of, map_entries
+from megasnn.device_checks import DeviceChecks, refuse
+from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.keyed import RefilledKeys
+from megasnn.layers.weight_gradients import WeightGradients
+from megasnn.layers.whole import apply_layer
+from megasnn.pipeline.capture import Capture
+
+
+class GraphRoom:
+    """What the graphs of a chunk have in common: how they are made, and which memory they have left something in.
+
+    Attributes:
+        weight_gradients: where layers leave the second part of their backward.
+        anchor: makes what a graph gives part of autograd's graph.
+    """
+
+    def __init__(self, capture: Capture, weight_gradients: WeightGradients) -> None:
+        self.capture, self.weight_gradients = capture, weight_gradients
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._fixed: set[int] = set()
+
+    def is_fixed(self, x: Tensor) -> bool:
+        """Whether it is where a graph has left it."""
+        return x.untyped_storage().data_ptr() in self._fixed
+
+    def fix(self, x: Tensor) -> None:
+        """From now on this memory is where a graph leaves it; the graph holds it."""
+        self._fixed.add(x.untyped_storage().data_ptr())
+
+    def forget(self) -> None:
+        """All graphs are gone."""
+        self._fixed = set()
+
+    def places(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """What a graph has to know of where tensors are."""
+        return tuple(None if x is None else (x.stride(), x.data_ptr() if self.is_fixed(x) else 0) for x in tensors)
+
+
+@contextmanager
+def _making(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} cannot be made a CUDA graph, use --cuda-graphs off: {error}") from error
+
+
+class LayerGraphs:
+    """One layer, for micro-batches in one slot.
+
+    Attributes:
+        room: in which its graphs are.
+        inputs: where it takes them. outputs: where it leaves them; they hold what backward needs.
+        parameters: those that it learns.
+    """
+
+    def __init__(
+        self, room: GraphRoom, name: str, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None
+    ) -> None:
+        self.room, self._name = room, name
+        self.inputs = _Places(room, [entry for x in inputs for entry in entries_of(x).values()])
+        self.parameters = [each for each in layer.parameters() if each.requires_grad]
+        self._keys = RefilledKeys()
+        self._backward: _Backward | None = None
+        places = iter(self.inputs.tensors)
+        bundles = [map_entries(lambda _: next(places), x) for x in inputs]
+        with _making(name):
+            self._replay = room.capture(partial(self._forward, layer, bundles, samples))
+        for y in self.outputs:
+            room.fix(y)
+
+    def _forward(self, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None) -> None:
+        norms = [each for each in layer.modules() if isinstance(each, ParallelBatchNorm)]
+        before = [(norm, len(norm.pending)) for norm in norms]
+        checks = DeviceChecks(self.inputs.tensors[0].device)
+        with checks.collecting(), self._keys.entered():
+            self._output = apply_layer(layer, inputs[0], samples, *inputs[1:])
+        self.outputs = list(entries_of(self._output).values())
+        noted = checks.noted()
+        self._complaints = [text for _, text in noted]
+        self._records = [(norm, count) for norm, start in before for _, _, count in norm.pending[start:]]
+        values = [value for norm, start in before for mean, var, _ in norm.pending[start:] for value in (mean, var)]
+        for norm, start in before:
+            del norm.pending[start:]
+        # Each kind in one tensor, which takes one copy.
+        self._flags, self._statistics = _joined([flag for flag, _ in noted]), _joined(values)
+        self._sizes = [value.numel() for value in values]
+
+    def apply(self, entries: Sequence[Tensor], samples: range | None) -> Bundle:
+        self.inputs.fill(entries)
+        self._keys.refill(samples)
+        self._replay()
+        if self._flags is not None:
+            for flag, text in zip(self._flags.clone().split(1), self._complaints, strict=True):
+                refuse(flag, text)
+        if self._statistics is not None:
+            values = iter(self._statistics.clone().split(self._sizes))
+            for norm, count in self._records:
+                norm.record(next(values), next(values), count)
+        made = iter(_Replayed.apply(self, self.room.anchor, *entries))
+        return map_entries(lambda y: remember_bits(next(made), bits_of(y)), self._output)
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs, from those of the outputs."""
+        if self._backward is None:
+            with _making(self._name):
+                self._backward = _Backward(self, grads)
+        return self._backward.apply(grads)
+
+
+class _Backward:
+    """The backward of a layer in a slot, for gradients of some of its outputs."""
+
+    def __init__(self, layer: LayerGraphs, grads: Sequence[Tensor | None]) -> None:
+        self._layer, self._room = layer, layer.room
+        given = [(y, grad) for y, grad in zip(layer.outputs, grads, strict=True) if grad is not None]
+        self._are = self._room.places(grads)
+        self._grads = _Places(self._room, [grad for _, grad in given])
+        self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
+        self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
+        for grad, is_copied in zip(self._found, layer.inputs.are_copied, strict=True):
+            if grad is not None and not is_copied:
+                self._room.fix(grad)
+
+    def _differentiate(self, outputs: list[Tensor]) -> None:
+        layer, weight_gradients = self._layer, self._room.weight_gradients
+        learning = [x for x in layer.inputs.tensors if x.requires_grad]
+        wanted = [*learning, *layer.parameters, weight_gradients.anchor]
+        with weight_gradients.collected() as tasks:
+            # What forward has kept stays: its memory is no other graph's.
+            found = torch.autograd.grad(outputs, wanted, self._grads.tensors, retain_graph=True, allow_unused=True)
+        self._tasks, of_inputs = tasks, iter(found)
+        self._found = [next(of_inputs) if x.requires_grad else None for x in layer.inputs.tensors]
+        self._learnt = []
+        with torch.no_grad():
+            for parameter, grad in zip(layer.parameters, found[len(learning) :], strict=False):
+                if grad is not None:
+                    _gradient(parameter).add_(grad)  # as autograd would
+                    self._learnt.append(parameter)
+
+    def _add_weight_gradients(self) -> None:
+        with torch.no_grad():
+            for parameter, add in self._tasks:
+                add(_gradient(parameter))
+
+    def apply(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if self._room.places(grads) != self._are:
+            raise RuntimeError("gradients reach the outputs of a layer otherwise than when its CUDA graphs were made")
+        self._grads.fill([grad for grad in grads if grad is not None])
+        self._replay()
+        for parameter in self._learnt:
+            self._room.weight_gradients.added(parameter)
+        if self._replay_weights is not None:
+            self._room.weight_gradients.leave(self._weights)
+        return [
+            grad.clone() if grad is not None and is_copied else grad
+            for grad, is_copied in zip(self._found, self._layer.inputs.are_copied, strict=True)
+        ]
+
+    def _weights(self) -> None:
+        assert self._replay_weights is not None
+        self._replay_weights()
+        for parameter, _ in self._tasks:
+            self._room.weight_gradients.added(parameter)
+
+
+class _Replayed(torch.autograd.Function):
+    """Gives the outputs of a layer that was replayed, and replays its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: LayerGraphs, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        outputs = tuple(y.detach() for y in layer.outputs)
+        learnt = zip(outputs, layer.outputs, strict=True)
+        ctx.mark_non_differentiable(*(output for output, y in learnt if not y.requires_grad))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.layer.backward(grads)
+
+
+class _Places:
+    """Where a graph finds what it is given.
+
+    Attributes:
+        tensors: there. are_copied: which of them are filled before each replay; the others come from other graphs.
+    """
+
+    def __init__(self, room: GraphRoom, given: Sequence[Tensor]) -> None:
+        self.are_copied = [not room.is_fixed(x) for x in given]
+        self.tensors = []
+        for x, is_copied in zip(given, self.are_copied, strict=True):
+            if is_copied:  # in the same memory order, also where values are repeated
+                place = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            else:
+                place = remember_bits(x.detach(), bits_of(x))
+            self.tensors.append(place.requires_grad_(x.requires_grad))
+
+    def fill(self, given: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for place, x, is_copied in zip(self.tensors, given, self.are_copied, strict=True):
+                if is_copied:
+                    _distinct(place).copy_(_distinct(x))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _distinct(x: Tensor) -> Tensor:
+    """Each place in memory once, of a tensor that may be expanded; autograd does not see when it is written to."""
+    once = [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return x.data.as_strided(once, x.stride(), x.storage_offset())
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor | None:
+    return torch.cat([each.detach().reshape(-1) for each in values]) if values else None
