@@ -119,10 +119,12 @@ class SchedulePlan:
         try:
             validate_replicas(schedules)
         except ScheduleError as error:
+            whole = f"allow {weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
+            if weights.scattered:
+                whole = f"scatter gradients once a step and {whole}"
             raise ValueError(
                 f"replicas have {' and '.join(map(str, counts))} micro-batches in one step, and would not gather "
-                f"weights in the same order; let them have equally many (--global-batch-size), or allow "
-                f"{weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
+                f"weights in the same order; let them have equally many (--global-batch-size), or {whole}"
             ) from error
         return plan
 

@@ -60,15 +60,19 @@ def insert_gathers(schedule: Schedule, unit_bytes: Sequence[int], limit: int | N
     Raises:
         ValueError: the limit is less than a unit takes; another number of units.
     """
-    _check(schedule, unit_bytes, limit, ahead)
     if limit is None:
         limit = default_limit(schedule, unit_bytes, ahead)
+    _check(schedule, unit_bytes, limit, ahead)
     rows = tuple(_with_gathers(row, unit_bytes, limit, ahead) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 
 def default_limit(schedule: Schedule, unit_bytes: Sequence[int], ahead: int = 1) -> int:
-    """The least bytes with which a unit can always compute while the `ahead` next ones are gathered, on any rank."""
+    """The least bytes with which a unit can always compute while the `ahead` next ones are gathered, on any rank.
+
+    Raises ValueError for another number of units.
+    """
+    _check(schedule, unit_bytes, None, ahead)
     return max(
         (
             sum(unit_bytes[unit] for _, unit in upcoming[: ahead + 1])
