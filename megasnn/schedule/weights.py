@@ -32,10 +32,9 @@ class SharedWeights:
 
     def insert(self, schedule: Schedule) -> Schedule:
         """The schedule with gathers, frees and scatters, proved right. Raises ValueError for a limit too small."""
-        limit = self.limit_of(schedule)
         scattered = schedule if schedule.forward_only else insert_scatters(schedule, self.scattered)
-        complete = insert_gathers(scattered, self.unit_bytes, limit, self.ahead)
-        validate_weights(complete, self.unit_bytes, limit, self.scattered)
+        complete = insert_gathers(scattered, self.unit_bytes, self.limit, self.ahead)
+        validate_weights(complete, self.unit_bytes, self.limit_of(schedule), self.scattered)
         return complete
 
     def limit_of(self, schedule: Schedule) -> int:
@@ -60,19 +59,15 @@ def insert_gathers(schedule: Schedule, unit_bytes: Sequence[int], limit: int | N
     Raises:
         ValueError: the limit is less than a unit takes; another number of units.
     """
+    _check(schedule, unit_bytes, limit, ahead)
     if limit is None:
         limit = default_limit(schedule, unit_bytes, ahead)
-    _check(schedule, unit_bytes, limit, ahead)
     rows = tuple(_with_gathers(row, unit_bytes, limit, ahead) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 
 def default_limit(schedule: Schedule, unit_bytes: Sequence[int], ahead: int = 1) -> int:
-    """The least bytes with which a unit can always compute while the `ahead` next ones are gathered, on any rank.
-
-    Raises ValueError for another number of units.
-    """
-    _check(schedule, unit_bytes, None, ahead)
+    """The least bytes with which a unit can always compute while the `ahead` next ones are gathered, on any rank."""
     return max(
         (
             sum(unit_bytes[unit] for _, unit in upcoming[: ahead + 1])

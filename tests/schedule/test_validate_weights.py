@@ -97,8 +97,8 @@ def freed_twice(row: Row) -> Iterator[Mutant]:
 
 
 def never_freed(row: Row) -> Iterator[Mutant]:
-    """A FREE behind the last GATHER is missing; where one is missing before that, the limit does not hold."""
-    last = places(row, Kind.GATHER_WEIGHTS)[-1]
+    """A FREE is missing behind which nothing is gathered for which it would make room."""
+    last = max(places(row, Kind.GATHER_WEIGHTS))
     for at in (at for at in places(row, Kind.FREE_WEIGHTS) if at > last):
         yield Mutant(without(row, at), f"the weights of unit {row[at].chunk} are never freed", len(row) - 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from itertools import chain, combinations
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -242,11 +242,14 @@ def test_what_is_gathered_ahead_takes_no_time() -> None:
 
 def test_planning_is_cheap() -> None:
     """64 chunks of 4 units, 128 micro-batches, on one rank, on 32 and on 64."""
-    for name, stages, chunks in (("interleaved", 1, 64), ("zbv", 32, 2), ("1f1b", 64, 1)):
-        schedule = generate(name, stages, 128, chunks)
-        refined = refine(schedule, [4] * 64)
-        for limit in (2, 100):
-            start = time.process_time()
-            SharedWeights((1,) * 256, limit, scattered=frozenset(range(256))).insert(refined)
-            assert time.process_time() - start < 2
-    assert sum(map(len, chain(refined.actions))) > 60000
+    for name, stages, chunks, limit in (
+        ("interleaved", 1, 64, 2),
+        ("interleaved", 1, 64, 100),
+        ("zbv", 32, 2, 2),
+        ("1f1b", 64, 1, 2),
+    ):
+        schedule = refine(generate(name, stages, 128, chunks), [4] * 64)
+        start = time.process_time()
+        planned = SharedWeights((1,) * 256, limit, scattered=frozenset(range(256))).insert(schedule)
+        assert time.process_time() - start < 2
+        assert sum(gathers(planned)) < sum(uses(planned)) and sum(uses(planned)) >= 2 * 256 * 128
