@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from megasnn.schedule.actions import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.replica_link import ReplicaLinks
 from megasnn.schedule.validate import runs
@@ -39,6 +39,7 @@ class ChunkCost:
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
+        moved: time to move what it is computed from to the host's memory, or back.
         gather, scatter: how long the link to the other replicas takes for the chunk's weights, and for the gradients of
         one micro-batch.
     """
@@ -52,6 +53,7 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
+    moved: float = 0.0
     gather: float = 0.0
     scatter: float = 0.0
 
@@ -139,8 +141,9 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[in
 
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
     meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
-    `Link`. Gradient sync takes no time. Gathers and scatters of a rank follow each other on a link of their own; the
-    first computation that uses the weights waits for them.
+    `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside
+    what it computes; a forward waits for what it is computed from. So it does with gathers and scatters, on a link of
+    their own; the first computation that uses the weights waits for them.
 
     Args:
         costs: one for each chunk.
@@ -246,6 +249,8 @@ def _end_times(
     whole = range(schedule.chunks) if wholes is None else wholes
     together: list[tuple[int, Kind, int | None] | None] = [None] * schedule.ranks
     started: list[list[float]] = [[] for _ in schedule.actions]
+    moves_end = [0.0] * schedule.ranks
+    there_at: dict[tuple[int, int | None], float] = {}  # inputs that were moved back, by chunk and micro-batch
     for rank, run in runs(schedule):
         now, append, actions = clock[rank], ends[rank].append, schedule.actions[rank]
         for index in run:
@@ -256,11 +261,15 @@ def _end_times(
                 if part != together[rank]:
                     together[rank], started[rank] = part, []
                 started[rank].append(now)
+                if kind is Kind.RECOMPUTE:
+                    now = max(now, there_at.get((chunk, m), 0.0))
                 time = computing[kind][chunk]
                 now = replicas.use((rank, index), action, now, time) if replicas.coming else now + time
             elif kind in SENDS:
                 now += ways[kind][chunk].send
                 links[kind][chunk].coming.append((action.peer, now, ways[kind][chunk]))
+            elif kind in MOVES:
+                there_at[chunk, m] = moves_end[rank] = max(now, moves_end[rank]) + costs[chunk].moved
             elif kind in RECEIVES:
                 now = links[kind][chunk].receive(action, now, started[rank])
             elif kind in COLLECTIVES and kind is not Kind.SYNC_GRADIENTS:
