@@ -142,8 +142,8 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[in
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
     meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
     `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside
-    what it computes; a forward waits for what it is computed from. Gathers and scatters of a rank follow each other on
-    a link of their own; the first computation that uses the weights waits for them.
+    what it computes; a forward waits for what it is computed from. So it does with gathers and scatters, on a link of
+    their own; the first computation that uses the weights waits for them.
 
     Args:
         costs: one for each chunk.
