@@ -57,11 +57,11 @@ class Options:
     recompute: RecomputeName = NEVER
     """which forwards of these layers are computed again for their backward."""
     live_units: int = 0
-    """layers of which a rank holds gathered weights at the same time, where ranks share weights by rows; 0: all."""
-    gathered_ahead: int = 1
-    """layers that are gathered while one is computed."""
-    gather: float = 0.0
-    """time to gather a stage's weights; that of a layer is its share."""
+    """layers of which a rank may hold gathered weights at the same time; 0: it has all weights, and gathers none."""
+    gathered_ahead: int | None = None
+    """layers that are gathered while one is computed; 1 when not given."""
+    gather: float | None = None
+    """time to gather a stage's weights, of which a layer takes its share; none when not given."""
     scatter: float | None = None
     """time to scatter a stage's gradients after each micro-batch; once a step, without time, when not given."""
     forward: float = 1.0
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.transfer,
         input_gradient=options.input_grad,
         weight_gradient=options.weight_grad,
-        gather=options.gather,
+        gather=options.gather or 0.0,
         scatter=options.scatter or 0.0,
     )
     costs_of = per_stage([whole] * options.stages)
@@ -108,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.live_units:
         units = range(schedule.chunks)
         scattered = frozenset(() if options.scatter is None else units)
-        weights = SharedWeights((1,) * len(units), options.live_units, options.gathered_ahead, scattered)
-        schedule = weights.insert(schedule)
+        ahead = 1 if options.gathered_ahead is None else options.gathered_ahead
+        schedule = SharedWeights((1,) * len(units), options.live_units, ahead, scattered).insert(schedule)
     wholes = [unit // options.units for unit in range(schedule.chunks)]
     result = simulate(schedule, costs_of(schedule.placement), wholes)
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
@@ -135,9 +135,12 @@ def _gathers(schedule: Schedule, rank: int) -> int:
 def _check(options: Options) -> None:
     if options.units < 1:
         raise ValueError(f"--units must be at least 1, got {options.units}")
-    if min(options.live_units, options.gathered_ahead) < 0:
-        given = f"{options.live_units} and {options.gathered_ahead}"
-        raise ValueError(f"--live-units and --gathered-ahead must not be negative, got {given}")
+    if options.live_units < 0:
+        raise ValueError(f"--live-units must not be negative, got {options.live_units}")
+    of_gathers = {"gathered-ahead": options.gathered_ahead, "gather": options.gather, "scatter": options.scatter}
+    without = [name for name, value in of_gathers.items() if value is not None]
+    if without and not options.live_units:
+        raise ValueError(f"--{without[0]} is for layers whose weights are gathered: give --live-units, at least 1")
     own = SCHEDULES[options.schedule].chunks if options.schedule in SCHEDULES else 1
     chunks = options.num_virtual_stages_per_pipeline_rank or own
     if options.stages * options.micro_batches * chunks * options.units > MOST:
@@ -152,7 +155,7 @@ def _check(options: Options) -> None:
             f"name a schedule"
         )
     computing = options.forward, options.input_grad, options.weight_grad
-    costs = *computing, options.transfer, options.gather, options.scatter or 0.0
+    costs = *computing, options.transfer, options.gather or 0.0, options.scatter or 0.0
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         given = " ".join(f"{cost:g}" for cost in costs)
         raise ValueError(

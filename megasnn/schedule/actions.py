@@ -4,10 +4,9 @@ An action prints in the notation of ``torch.distributed.pipelining`` and parses 
 of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, or
 in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again
 where it left nothing for the backward, ``1OUT3`` moves what it does that from to the host's memory and ``1IN3`` back;
-``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces
-the gradients of chunk 0 over the data parallel replicas. Where ranks share weights by rows, ``3GATHER`` starts to
-gather those of chunk 3, ``3FREE`` lets them go, and ``3SCATTER5`` sends the gradients that micro-batch 5 has left to
-the owners of the rows.
+``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces the gradients of chunk 0 over the data
+parallel replicas. Where ranks share weights by rows, ``3GATHER`` starts to gather those of chunk 3, ``3FREE`` lets them
+go, and ``3SCATTER5`` sends the gradients that micro-batch 5 has left to the owners of the rows.
 
 A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
 the loss over the whole pipeline, and `Schedule.placement` says on which pipeline rank each of them lives.

@@ -83,8 +83,8 @@ class SchedulePlan:
         units: how many units each chunk is executed in; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
         chosen: for some numbers of micro-batches, those in its place.
-        weights: of units, where ranks share them by rows; None: every rank has its own whole.
         offloads: whether what they are computed from is moved to the host's memory meanwhile.
+        weights: of units, where ranks share them by rows; None: every rank has its own whole.
     """
 
     name: str
@@ -95,8 +95,8 @@ class SchedulePlan:
     units: tuple[int, ...] | None = None
     recompute: str = NEVER
     chosen: Mapping[int, Chosen] = field(default_factory=dict)
-    weights: SharedWeights | None = None
     offloads: bool = False
+    weights: SharedWeights | None = None
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
         """The same, executed layer by layer.
@@ -122,10 +122,12 @@ class SchedulePlan:
         try:
             validate_replicas(schedules)
         except ScheduleError as error:
+            whole = f"allow {weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
+            if weights.scattered:
+                whole = f"scatter gradients once a step and {whole}"
             raise ValueError(
                 f"replicas have {' and '.join(map(str, counts))} micro-batches in one step, and would not gather "
-                f"weights in the same order; let them have equally many (--global-batch-size), or allow "
-                f"{weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
+                f"weights in the same order; let them have equally many (--global-batch-size), or {whole}"
             ) from error
         return plan
 

@@ -155,16 +155,12 @@ def _edge(box: Box) -> str:
 
 
 def _size(schedule: Schedule) -> tuple[int, int]:
-    return LEFT + WIDTH + 24, HEAD + _row(schedule) * schedule.ranks + FOOT
-
-
-def _row(schedule: Schedule) -> int:
-    """Height of a rank: its computations, and lanes below them."""
-    return ROW + LANE * _lanes(schedule)
+    return LEFT + WIDTH + 24, HEAD + (ROW + LANE * _lanes(schedule)) * schedule.ranks + FOOT
 
 
 def _lanes(schedule: Schedule) -> int:
-    """One for each unit whose weights a rank has gathered at the same time, and one for gradients."""
+    """How many lanes there are below the computations of each rank: one for each unit whose weights it has gathered at
+    the same time, and one for gradients."""
     each_one = [1] * schedule.chunks
     weights = max(max(weights_held(schedule, rank, each_one), default=0) for rank in range(schedule.ranks))
     return weights + any(action.kind is Kind.SCATTER_GRADIENTS for row in schedule.actions for action in row)
@@ -174,9 +170,10 @@ def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[lis
     """All of the chart: caption, a row for each rank, an axis of time, and what the colours mean."""
     span = (simulation.makespan if view.span is None else view.span) or 1.0
     labels = [Label(LEFT, 6, _caption(schedule, simulation, view))]
-    boxes = []
+    boxes, lanes = [], _lanes(schedule)
+    height = ROW + LANE * lanes
     for rank, row in enumerate(simulation.timeline):
-        top = HEAD + _row(schedule) * rank
+        top = HEAD + height * rank
         labels.append(Label(4, top + 8, f"rank {rank}"))
         boxes.append(Box(LEFT, top, WIDTH, BAR, WAITING))
         for timed in row:
@@ -188,8 +185,8 @@ def _shapes(schedule: Schedule, simulation: Simulation, view: View) -> tuple[lis
             boxes.append(box)
             if width >= 12:
                 labels.append(Label(box.left + 2, top + 8, _label(timed.action, width)))
-        _add_lanes(row, _lanes(schedule), top + BAR + 1, WIDTH / span, boxes, labels)
-    bottom = HEAD + _row(schedule) * schedule.ranks
+        _add_lanes(row, lanes, top + BAR + 1, WIDTH / span, boxes, labels)
+    bottom = HEAD + height * schedule.ranks
     for time in _ticks(span * view.scale):
         left = LEFT + time / view.scale * WIDTH / span
         boxes.append(Box(left, bottom - 4, 1, 6, "#444444"))

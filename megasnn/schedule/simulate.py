@@ -39,9 +39,9 @@ class ChunkCost:
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
+        moved: time to move what it is computed from to the host's memory, or back.
         gather, scatter: how long the link to the other replicas takes for the chunk's weights, and for the gradients of
         one micro-batch.
-        moved: time to move what it is computed from to the host's memory, or back.
     """
 
     forward: float
@@ -53,9 +53,9 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
+    moved: float = 0.0
     gather: float = 0.0
     scatter: float = 0.0
-    moved: float = 0.0
 
     def time(self, kind: Kind) -> float:
         """Of one computation. Raises KeyError for a kind that is none."""
@@ -141,9 +141,9 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[in
 
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
     meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
-    `Link`. Gradient sync takes no time. Gathers and scatters of a rank follow each other on a link of their own; the
-    first computation that uses the weights waits for them. A rank moves tensors to its host's memory and back one after
-    another beside what it computes; a forward waits for what it is computed from.
+    `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside
+    what it computes; a forward waits for what it is computed from. So it does with gathers and scatters, on a link of
+    their own; the first computation that uses the weights waits for them.
 
     Args:
         costs: one for each chunk.

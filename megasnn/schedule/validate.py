@@ -37,8 +37,8 @@ def validate(schedule: Schedule, memory_limit: float | None = None, activation: 
     a chunk's forwards and backwards are in ascending order, so that every schedule accumulates alike; receives
     on a link are in the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is
     either whole (B) or in two parts (I and W). A forward may be computed again (R) once, before its backward;
-    what it is computed from may be moved out (OUT) and back (IN) in between. Where a
-    chunk's gradients are scattered, they are so once for each micro-batch, before the next one adds its own. With a
+    what it is computed from may be moved out (OUT) and back (IN) in between. Where a chunk's gradients are scattered,
+    they are so once for each micro-batch, before the next one adds its own. With a
     `memory_limit`, no rank ever holds more activations than that; see `activations_held` for what is counted, and
     `activation` for how much each chunk's are.
     """

@@ -14,6 +14,8 @@ from heapq import heappop, heappush
 from megasnn.schedule.actions import FINISHING, GATHERING, SENDS, USES_WEIGHTS, Action, Kind, Schedule
 from megasnn.schedule.validate_weights import validate_weights
 
+BEHIND_COMPUTING = SENDS | {Kind.OFFLOAD}
+
 
 @dataclass(frozen=True)
 class SharedWeights:
@@ -128,7 +130,7 @@ def _with_gathers(row: Sequence[Action], unit_bytes: Sequence[int], limit: int, 
     start = 0
     for (at, _), gone, coming in zip(uses, freed, [*gathered[1:], []], strict=True):
         end = at + 1
-        while end < len(row) and row[end].kind in SENDS:  # others wait for them
+        while end < len(row) and row[end].kind in BEHIND_COMPUTING:  # others wait for what is sent
             end += 1
         result += row[start:end]
         result += [Action(unit, Kind.FREE_WEIGHTS) for unit in gone]

@@ -84,9 +84,12 @@ def test_a_picture_can_be_opened(tmp_path: Path) -> None:
         ("--forward nan", "finite and not negative, got nan 1 1 0 0 0"),
         ("--weight-grad inf", "finite and not negative, got 1 1 inf 0 0 0"),
         ("--transfer -1", "finite and not negative, got 1 1 1 -1 0 0"),
-        ("--gather -2", "finite and not negative, got 1 1 1 0 -2 0"),
-        ("--scatter inf", "finite and not negative, got 1 1 1 0 0 inf"),
-        ("--live-units -1", "--live-units and --gathered-ahead must not be negative, got -1 and 1"),
+        ("--live-units 2 --gather -2", "finite and not negative, got 1 1 1 0 -2 0"),
+        ("--live-units 2 --scatter inf", "finite and not negative, got 1 1 1 0 0 inf"),
+        ("--live-units 2 --gathered-ahead -1", "weights are gathered -1 units ahead; it must be 0 or more"),
+        ("--live-units -1", "--live-units must not be negative, got -1"),
+        ("--gather 1", "--gather is for layers whose weights are gathered: give --live-units, at least 1"),
+        ("--gathered-ahead 1", "--gathered-ahead is for layers whose weights are gathered: give --live-units"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_anything_is_printed(

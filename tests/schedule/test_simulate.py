@@ -3,7 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, Transfer, generate, plan_schedule, simulate
-from megasnn.schedule.refine import refine
+from megasnn.schedule.actions import COMPUTE, USES_WEIGHTS
+from megasnn.schedule.named import SCHEDULES
+from megasnn.schedule.refine import insert_recompute, refine
+from megasnn.schedule.weights import SharedWeights
 
 
 def test_1f1b_reference_values() -> None:
@@ -105,3 +108,36 @@ def test_the_number_of_costs_must_fit() -> None:
     schedule = Schedule("one", (0,), 1, ((Action.parse("0F0"),),), forward_only=True)
     with pytest.raises(ValueError, match="2 costs for 1 chunks"):
         simulate(schedule, [ChunkCost(1, 1)] * 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(tuple(SCHEDULES)),
+    st.integers(2, 6),
+    st.integers(0, 2),
+    st.booleans(),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+def test_gathers_of_any_schedule(name: str, limit: int, ahead: int, scattered: bool, gather: int, scatter: int) -> None:
+    schedule = generate(name, 2, 4)
+    schedule = insert_recompute(refine(schedule, [2] * schedule.chunks), lambda unit, m: m < 3)
+    units = range(schedule.chunks)
+    shared = SharedWeights((1,) * len(units), limit, ahead, frozenset(units if scattered else ())).insert(schedule)
+    alone = simulate(schedule, [ChunkCost(1, 2)] * len(units))
+    result = simulate(shared, [ChunkCost(1, 2, gather=gather, scatter=scatter)] * len(units))
+    assert result.busy == alone.busy and result.peak_activations == alone.peak_activations
+    assert result.makespan >= alone.makespan
+    if gather == 0 and (scatter == 0 or not scattered):
+        assert result.makespan == alone.makespan
+    for row in result.timeline:
+        on_link = [t for t in row if t.action.kind in (Kind.GATHER_WEIGHTS, Kind.SCATTER_GRADIENTS)]
+        computed = [t for t in row if t.action.kind in COMPUTE]
+        for timed in (on_link, computed):
+            assert all(before.end <= after.start for before, after in zip(timed, timed[1:], strict=False))
+        there: dict[int, float] = {}
+        for action, start, end in row:
+            if action.kind is Kind.GATHER_WEIGHTS:
+                there[action.chunk] = end
+            elif action.kind in USES_WEIGHTS:
+                assert start >= there[action.chunk]

@@ -184,10 +184,13 @@ def test_replicas_with_other_numbers_of_micro_batches() -> None:
         plan.sharing(SharedWeights((2,) * units, limit=2 * whole), [4, 3])
         plan.sharing(SharedWeights((2,) * units, limit=4), [4, 4])
         scattered = SharedWeights((2,) * units, 2 * whole, scattered=frozenset({0}))
-        for weights in (SharedWeights((2,) * units, limit=2), scattered):
-            with pytest.raises(
-                ValueError, match="replicas have 3 and 4 micro-batches in one step, and would not gather"
-            ):
+        whole_allowed = f"allow {whole} bytes of gathered weights, which is all of a rank's"
+        for weights, way_out in (
+            (SharedWeights((2,) * units, limit=2), rf"\(--global-batch-size\), or {whole_allowed}"),
+            (scattered, f"or scatter gradients once a step and {whole_allowed}"),
+        ):
+            problem = f"replicas have 3 and 4 micro-batches in one step, and would not gather .* {way_out}"
+            with pytest.raises(ValueError, match=problem):
                 plan.sharing(weights, [4, 3])
 
 
