@@ -41,6 +41,9 @@ class ParallelConfig:
     memory_budget: float | None = None
     """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. As few seconds as
     possible of forwards are computed again so that it is kept; the plan is printed and lies beside the run."""
+    offload_activations: bool = False
+    """With --recompute or --memory-budget: what forwards are computed again from is moved to the host's memory and back
+    (on a GPU pinned, and while it computes). No bit of the result changes."""
     use_distributed_optimizer: bool = False
     """Each data parallel replica keeps the optimizer's state of some rows of each parameter only, updates these, and
     sends them to the others (ZeRO-1). It saves that memory, and every rank writes its part of a checkpoint."""
@@ -104,6 +107,11 @@ class ParallelConfig:
             wrong.append(
                 f"--memory-budget {self.memory_budget:g} with --recompute {self.recompute}: the budget decides what is "
                 "computed again; leave one of them out"
+            )
+        if self.offload_activations and self.recompute == NEVER and self.memory_budget is None:
+            wrong.append(
+                "--offload-activations with --recompute never: only what forwards are computed again from is moved to "
+                "the host's memory; use --recompute always or except-last, or --memory-budget"
             )
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")

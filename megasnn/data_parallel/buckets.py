@@ -23,6 +23,10 @@ BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU
 
 
+def _never() -> bool:
+    return False
+
+
 class _Bucket:
     """Some parameters' gradients side by side in one tensor; `param.grad` are views of it.
 
@@ -43,7 +47,7 @@ class _Bucket:
         self.flat = torch.zeros(sum(places), dtype=first.dtype, device=first.device)
         self.due: dict[Tensor, int] = {}
         self.finish: Callable[[], object] | None = None
-        self.is_complete: Callable[[], bool] = lambda: False
+        self.is_complete: Callable[[], bool] = _never
         offset = 0
         self.views = []
         for parameter, place in zip(parameters, places, strict=True):
@@ -56,7 +60,7 @@ class _Bucket:
         """Waits for the sum over the replicas, where one is on its way."""
         if self.finish is not None:
             self.finish()
-            self.finish = None
+            self.finish, self.is_complete = None, _never  # which hold what has been sent and received
 
     def attach(self) -> None:
         for parameter, view in zip(self.parameters, self.views, strict=True):

@@ -54,6 +54,7 @@ from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.precisions import PRECISIONS
 from megasnn.process.fault import placed
 from megasnn.schedule.partition import layout_to_bounds
+from megasnn.schedule.refine import NEVER
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 
@@ -173,6 +174,7 @@ def plan_of(
         predicts=predicts,
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
+        offloads=parallel.offload_activations,
         costs_kept_as=costs_kept_as,
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))
@@ -227,6 +229,8 @@ def built(
         raise ValueError("--wait-after-actions is for GPUs, and this rank computes on a CPU: leave it out")
     graphs = graph_options(config, state)
     training, parallel, windows = config.training, config.parallel, window_count(config)
+    if training.evaluate_only:  # nothing is kept, and so nothing is computed again
+        parallel = replace(parallel, recompute=NEVER, memory_budget=None)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     context = build_context(state, training.precision, backend, seed, carries=windows > 1)
     context = replace(context, cast_weights=CastWeights(stay=graphs is not None))

@@ -10,6 +10,8 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.schedule import ChunkCost, Kind, Transfer
 from megasnn.schedule.memory import UnitMemory, stage_shares
 
+HOST_BYTES_PER_SECOND = 10e9  # between a GPU and its host, as PCI Express 3 gives them
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -158,6 +160,7 @@ class PipelineCosts:
             output=self._transfer(last.message, last.pack, last.unpack),
             gradient=self._transfer(last.gradient, 0.0, 0.0),
             again=sum(each.forward if each.again is None else each.again for each in layers),
+            moved=self._crossing(span.start)[1] / HOST_BYTES_PER_SECOND,
         )
 
     def _transfer(self, size: int, pack: float, unpack: float) -> Transfer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,13 +14,12 @@ from torch import Tensor
 from megasnn.again import first_forward, second_forward
 from megasnn.bundle import Bundle, map_entries
 from megasnn.device_checks import at
-from megasnn.kernels.packed import bits_of, remember_bits
-from megasnn.layers.weight_gradients import Task
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.edges import Entry, backward_of
+from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.step_state import StepState, handed_on
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS
@@ -79,30 +78,6 @@ OutputConsumer = Callable[[Bundle, Tensor], None]
 ActionObserver = Callable[[Action, Mark, Mark], None]
 
 
-@dataclass
-class _Run:
-    """The tensors alive during one step, by (chunk, micro-batch).
-
-    Of what a chunk hands on, tensors that require a gradient are given one: `gradients` are of those, and `learning` is
-    their number.
-
-    Attributes:
-        backwards: those of what has been forward; None where there is nothing to learn.
-        repeated: the forwards that are computed again. kept: what they do it from.
-    """
-
-    micro_batches: Sequence[MicroBatchInput]
-    repeated: frozenset[tuple[int, int]] = frozenset()
-    kept: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
-    learning: dict[tuple[int, int], int] = field(default_factory=dict)
-    inputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
-    backwards: dict[tuple[int, int], Callable[[], None] | None] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], Sequence[Tensor]] = field(default_factory=dict)
-    weight_gradients: dict[tuple[int, int], list[Task]] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
-
-
 class PipelineExecutor:
     """One for all schedules, a single rank included.
 
@@ -121,6 +96,7 @@ class PipelineExecutor:
     Attributes:
         observer: may be set and taken away between steps.
         clock: of its marks.
+        host_memory: where kept inputs are moved.
     """
 
     def __init__(
@@ -142,8 +118,9 @@ class PipelineExecutor:
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
+        self.host_memory = HostMemory(state.device)
         self._transfers = Transfers(self._placement, state, wires, wholes)
-        methods: dict[Kind, Callable[[_Run, Action], None]] = {
+        methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._whole_backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
@@ -154,6 +131,8 @@ class PipelineExecutor:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
             Kind.SYNC_GRADIENTS: self._sync_gradients,
+            Kind.OFFLOAD: self._offload,
+            Kind.FETCH: self._fetch,
         }
         self._methods = {kind: self._named(method) for kind, method in methods.items()}
 
@@ -179,7 +158,7 @@ class PipelineExecutor:
         finally:
             self._consume = None
 
-    def _run(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], forward_only: bool) -> _Run:
+    def _run(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], forward_only: bool) -> StepState:
         if schedule.micro_batches != len(micro_batches) or schedule.placement != self._placement:
             raise ValueError(
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
@@ -189,7 +168,9 @@ class PipelineExecutor:
             if chunk.graphs is not None and not forward_only:
                 chunk.graphs.begin()
         actions = schedule.actions[self._state.pipeline.rank]
-        run = _Run(micro_batches, frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE))
+        run = StepState(
+            micro_batches, self._anchor, frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
+        )
         with torch.no_grad() if forward_only else nullcontext():
             self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
             for position, action in enumerate(actions):
@@ -226,10 +207,10 @@ class PipelineExecutor:
         """From now on these tensors travel dense between stages. To be called on all ranks alike, between steps."""
         self._transfers.go_dense(names)
 
-    def _named(self, method: Callable[[_Run, Action], None]) -> Callable[[_Run, Action], None]:
+    def _named(self, method: Callable[[StepState, Action], None]) -> Callable[[StepState, Action], None]:
         """The method; in a trace, with the names of the action and of the message that it sends or waits for."""
 
-        def run(step: _Run, action: Action) -> None:
+        def run(step: StepState, action: Action) -> None:
             if not is_traced():
                 method(step, action)
                 return
@@ -249,7 +230,7 @@ class PipelineExecutor:
 
     # --- computing
 
-    def _forward(self, run: _Run, action: Action) -> None:
+    def _forward(self, run: StepState, action: Action) -> None:
         key = _key(action)
         if key not in run.repeated:
             self._hand_on(run, key, self._output(run, key))
@@ -263,99 +244,60 @@ class PipelineExecutor:
         self._hand_on(run, key, y)
         del run.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
-    def _forward_again(self, run: _Run, action: Action) -> None:
+    def _forward_again(self, run: StepState, action: Action) -> None:
         key = _key(action)
         chunk, kept = self._chunks[action.chunk], run.kept.pop(key)
         if not chunk.is_first:
+            self.host_memory.wait()
             run.inputs[key] = kept.restored()
         with chunk.only_graph(), second_forward(kept.findings):
             y = self._output(run, key)
             if chunk.is_last:
                 run.backwards[key] = partial(torch.autograd.backward, self._loss_of(run, key, y))
             else:
-                self._await_gradients(run, key, y)
+                run.await_gradients(key, y)
 
-    def _output(self, run: _Run, key: tuple[int, int]) -> Any:
+    def _output(self, run: StepState, key: tuple[int, int]) -> Any:
         micro = run.micro_batches[key[1]]
         chunk = self._chunks[key[0]]
         graphs = chunk.graphs if torch.is_grad_enabled() else None
         with nullcontext() if graphs is None else graphs.begun(key[1]):
-            return chunk(self._entry(run, key), micro.samples, micro.goes_on)
+            return chunk(run.images(key[1]) if chunk.is_first else run.entered(key), micro.samples, micro.goes_on)
 
-    def _entry(self, run: _Run, key: tuple[int, int]) -> Tensor | list[Tensor]:
-        chunk, micro_batch = key
-        if self._chunks[chunk].is_first:
-            images = run.micro_batches[micro_batch].images
-            assert images is not None
-            return images
-        xs = run.inputs.pop(key)
-        learning = [index for index, x in enumerate(xs) if x.requires_grad]
-        if not torch.is_grad_enabled() or not learning:
-            run.gradients[chunk - 1, micro_batch] = ()
-            return xs
-
-        def deliver(gradients: Sequence[Tensor]) -> None:
-            run.gradients[chunk - 1, micro_batch] = gradients
-
-        entered = Entry.apply(self._anchor, deliver, *(xs[index].detach() for index in learning))
-        for index, x in zip(learning, entered, strict=True):
-            xs[index] = remember_bits(x, bits_of(xs[index]))
-        return xs
-
-    def _hand_on(self, run: _Run, key: tuple[int, int], y: Any) -> None:
+    def _hand_on(self, run: StepState, key: tuple[int, int], y: Any) -> None:
         """What becomes of a chunk's output in its first forward: the loss, or the input of the next chunk."""
         chunk, micro_batch = key
         if self._chunks[chunk].is_last and self._consume is not None:
-            self._consume(y, self._labels(run, micro_batch))
+            self._consume(y, run.labels(micro_batch))
             return
         if self._chunks[chunk].is_last:
             loss = self._loss_of(run, key, y)
             run.backwards[key] = partial(torch.autograd.backward, loss)
             run.losses.append(loss.detach())
             if self._seen is not None:
-                self._seen(map_entries(Tensor.detach, y), self._labels(run, micro_batch))
+                self._seen(map_entries(Tensor.detach, y), run.labels(micro_batch))
             return
-        self._await_gradients(run, key, y)
-        values = [remember_bits(each.detach().requires_grad_(each.requires_grad), bits_of(each)) for each in y]
+        run.await_gradients(key, y)
         if self._placement[chunk + 1] == self._state.pipeline.rank:
-            run.inputs[chunk + 1, micro_batch] = values
+            run.inputs[chunk + 1, micro_batch] = handed_on(y)
         else:
-            run.outputs[key] = values
+            run.outputs[key] = handed_on(y)
 
-    def _loss_of(self, run: _Run, key: tuple[int, int], y: Any) -> Tensor:
+    def _loss_of(self, run: StepState, key: tuple[int, int], y: Any) -> Tensor:
         assert self._loss is not None
-        return self._loss(y, self._labels(run, key[1]))
+        return self._loss(y, run.labels(key[1]))
 
-    def _await_gradients(self, run: _Run, key: tuple[int, int], y: Sequence[Tensor]) -> None:
-        """Backward starts from the edges of the graph; the values are needed by the next chunk only."""
-        learning = [each for each in y if each.requires_grad]
-        run.learning[key] = len(learning)
-        run.backwards[key] = backward_of(learning, partial(run.gradients.pop, key)) if learning else None
-
-    def _labels(self, run: _Run, micro_batch: int) -> Tensor:
-        labels = run.micro_batches[micro_batch].labels
-        assert labels is not None
-        return labels
-
-    def _whole_backward(self, run: _Run, action: Action) -> None:
-        self._backward(run, action)
+    def _whole_backward(self, run: StepState, action: Action) -> None:
+        run.backward(_key(action))
         self._done(action)
 
-    def _backward(self, run: _Run, action: Action) -> None:
-        key = _key(action)
-        backward = run.backwards.pop(key)
-        if backward is None:  # a chunk may have nothing to learn
-            run.gradients.pop(key, None)
-        else:
-            backward()
-
-    def _input_gradient(self, run: _Run, action: Action) -> None:
+    def _input_gradient(self, run: StepState, action: Action) -> None:
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
-            self._backward(run, action)
+            run.backward(_key(action))
         tasks.reverse()
         run.weight_gradients[_key(action)] = tasks
 
-    def _weight_gradient(self, run: _Run, action: Action) -> None:
+    def _weight_gradient(self, run: StepState, action: Action) -> None:
         tasks = run.weight_gradients.pop(_key(action))
         while tasks:
             tasks.pop()()  # and its tensors are free
@@ -367,25 +309,31 @@ class PipelineExecutor:
         if graphs is not None:
             graphs.done(micro_batch)
 
-    def _sync_gradients(self, run: _Run, action: Action) -> None:
+    def _offload(self, run: StepState, action: Action) -> None:
+        run.kept[_key(action)].move_out(self.host_memory)
+
+    def _fetch(self, run: StepState, action: Action) -> None:
+        run.kept[_key(action)].move_in(self.host_memory)
+
+    def _sync_gradients(self, run: StepState, action: Action) -> None:
         if self._sync is not None:
             self._sync.finish(action.chunk)
 
     # --- transfers
 
-    def _send_forward(self, run: _Run, action: Action) -> None:
+    def _send_forward(self, run: StepState, action: Action) -> None:
         self._transfers.send(action, run.outputs.pop(_key(action)), self._chunks[action.chunk].hands_on)
 
-    def _send_backward(self, run: _Run, action: Action) -> None:
+    def _send_backward(self, run: StepState, action: Action) -> None:
         self._transfers.send(action, run.gradients.pop((action.chunk - 1, _key(action)[1])))
 
-    def _receive_forward(self, run: _Run, action: Action) -> None:
+    def _receive_forward(self, run: StepState, action: Action) -> None:
         run.inputs[_key(action)] = self._transfers.receive(action)
 
-    def _receive_backward(self, run: _Run, action: Action) -> None:
+    def _receive_backward(self, run: StepState, action: Action) -> None:
         run.gradients[_key(action)] = self._transfers.receive(action)
 
-    def _expected(self, run: _Run, receive: Action) -> int:
+    def _expected(self, run: StepState, receive: Action) -> int:
         """The tensors that a receive brings: gradients of what was handed on, once it was."""
         if receive.kind is Kind.RECV_FORWARD:
             return len(self._chunks[receive.chunk].receives)

@@ -14,6 +14,7 @@ from megasnn.device_checks import explained
 from megasnn.kernels.layout import is_dense
 from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.models.description import Carried
+from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.p2p import TensorDescriptor, message_of
 
 
@@ -38,6 +39,14 @@ class KeptInput:
         self._tensors = [
             _packed(tensor, each.name, content_of(each)) for tensor, each in zip(tensors, carried, strict=True)
         ]
+
+    def move_out(self, host: HostMemory) -> None:
+        """To the host's memory."""
+        self._tensors = [(descriptor, host.put(payload)) for descriptor, payload in self._tensors]
+
+    def move_in(self, host: HostMemory) -> None:
+        """Back from there."""
+        self._tensors = [(descriptor, host.get(payload)) for descriptor, payload in self._tensors]
 
     def restored(self) -> list[Tensor]:
         """The tensors, in their memory order; to be called once."""

@@ -21,6 +21,7 @@ from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.schedule import Schedule
 from megasnn.schedule.memory import Moment, moments
+from megasnn.schedule.offload import most_on_host
 
 TRIAL_SAMPLES = 1, 2
 
@@ -32,12 +33,14 @@ class StepPeak:
     Attributes:
         kept: what forwards have left for their backwards.
         working: what the computation under way needs beside that.
-        messages: tensors on their way from and to other stages.
+        messages: tensors that wait, or are on their way from and to other stages.
+        on_host: of all moments the most that is in the host's memory, which is no part of the total.
     """
 
     kept: int
     working: int
     messages: int
+    on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -51,7 +54,10 @@ def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts
         bounds: the layers of each chunk.
     """
     units = costs.unit_memory(bounds, schedule.placement)
-    return [_peak([*moments(schedule, rank, units)]) for rank in range(schedule.ranks)]
+    return [
+        replace(_peak([*moments(schedule, rank, units)]), on_host=round(most_on_host(schedule, rank, units)))
+        for rank in range(schedule.ranks)
+    ]
 
 
 def _peak(found: Sequence[Moment]) -> StepPeak:

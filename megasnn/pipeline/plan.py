@@ -39,6 +39,7 @@ class PipelineRequest:
         predicts: whether costs are wanted even where the plan would not need any.
         recompute: a name in `RECOMPUTE`.
         memory_budget: bytes that a step may need on a rank (`StepPeak.total`); forwards are computed again to keep it.
+        offloads: whether what they are computed from is moved to the host's memory meanwhile.
         costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
     """
 
@@ -51,6 +52,7 @@ class PipelineRequest:
     predicts: bool = False
     recompute: str = NEVER
     memory_budget: float | None = None
+    offloads: bool = False
     costs_kept_as: tuple[str, ...] | None = None
 
     @property
@@ -212,6 +214,7 @@ def _decide(request: PipelineRequest, stages: int, layers: int, costs: PipelineC
         schedules = schedules.in_units(bounds, request.recompute)
     if request.memory_budget is not None and costs is not None:
         schedules = _within_budget(schedules, request, bounds, costs)
+    schedules = replace(schedules, offloads=request.offloads and schedules.units is not None)
     if cut is None:
         return PipelinePlan(bounds, schedules, usual)
     compared = counts if request.bounds is not None else (1, 2)[: layers // stages]

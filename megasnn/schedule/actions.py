@@ -3,7 +3,8 @@
 An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
 of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, or
 in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again
-where it left nothing for the backward; ``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces
+where it left nothing for the backward, ``1OUT3`` moves what it does that from to the host's memory and ``1IN3`` back;
+``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces
 the gradients of chunk 0 over the data parallel replicas.
 
 A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
@@ -33,6 +34,8 @@ class Kind(Enum):
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
     SYNC_GRADIENTS = "SYNC"
+    OFFLOAD = "OUT"
+    FETCH = "IN"
 
     __hash__ = object.__hash__  # members are single objects; Enum hashes their names, in Python
 
@@ -45,6 +48,7 @@ COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIG
 PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # they give what the chunk before waits for
 FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # after them the chunk lets its activations go
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 
 

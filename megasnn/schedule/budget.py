@@ -45,10 +45,11 @@ def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float
     short = []
     for rank in ranks:
         found = rank.cheapest(budget, SECONDS / len(ranks))
-        if found is None:
-            short.append(rank.least(SECONDS / len(ranks)))
-        else:
-            chosen |= found
+        if found is None:  # there is none, or it was not found in time
+            found, least = rank.least(SECONDS / len(ranks))
+            if least > budget:
+                short.append(least)
+        chosen |= found
     if short:
         raise BudgetError(
             f"--memory-budget {budget * MB:g} cannot be kept, whatever is computed again: the least is "
@@ -87,7 +88,7 @@ class _Rank:
         return cls(choices, seconds, table[:, 0], table[:, 1:])
 
     def cheapest(self, budget: float, seconds: float) -> set[tuple[int, int]] | None:
-        """The choice that costs least; None where none keeps the budget, bytes."""
+        """The choice that costs least; None where none is found that keeps the budget, bytes."""
         room = budget * MB - self.fixed
         tight = self.fixed + np.maximum(self.slopes, 0).sum(1) > budget * MB
         if not tight.any():
@@ -96,18 +97,21 @@ class _Rank:
             return None
         # Among those that take no time, the fewest.
         found = _solved(self.seconds + 1e-9, self.slopes[tight], room[tight], len(self.choices), seconds)
-        return None if found is None else {each for each, taken in zip(self.choices, found, strict=True) if taken > 0.5}
+        return None if found is None else self._taken(found)
 
-    def least(self, seconds: float) -> float:
-        """Bytes that are needed at least."""
+    def least(self, seconds: float) -> tuple[set[tuple[int, int]], float]:
+        """The choice that needs least, and its bytes."""
         if not self.choices:
-            return float(self.fixed.max(initial=0.0)) / MB
+            return set(), float(self.fixed.max(initial=0.0)) / MB
         count = len(self.choices)
         # The largest sum is one more variable.
         table = np.hstack([self.slopes, -np.ones((len(self.slopes), 1))])
         found = _solved(np.eye(count + 1)[count], table, -self.fixed, count, seconds)
         choice = np.ones(count) if found is None else found[:count].round()
-        return float((self.fixed + self.slopes @ choice).max()) / MB
+        return self._taken(choice), float((self.fixed + self.slopes @ choice).max()) / MB
+
+    def _taken(self, choice: NDArray[np.float64]) -> set[tuple[int, int]]:
+        return {each for each, taken in zip(self.choices, choice, strict=True) if taken > 0.5}
 
 
 def _solved(costs: Any, table: Any, most: Any, whole: int, seconds: float) -> NDArray[np.float64] | None:

@@ -18,6 +18,7 @@ from megasnn.schedule.named import (
     named_schedule,
     possible_chunks,
 )
+from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import insert_transfers
 from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
@@ -80,6 +81,7 @@ class SchedulePlan:
         units: how many units each chunk is executed in; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
         chosen: for some numbers of micro-batches, those in its place.
+        offloads: whether what they are computed from is moved to the host's memory meanwhile.
     """
 
     name: str
@@ -90,6 +92,7 @@ class SchedulePlan:
     units: tuple[int, ...] | None = None
     recompute: str = NEVER
     chosen: Mapping[int, Chosen] = field(default_factory=dict)
+    offloads: bool = False
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
         """The same, executed layer by layer.
@@ -138,6 +141,7 @@ class SchedulePlan:
             refine(schedule, self.units),
             lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
         )
+        refined = insert_offload(refined) if self.offloads else refined
         validate(refined)
         return refined
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, FINISHING, MOVES, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.arrivals import known_arrivals
 
 
@@ -135,6 +135,9 @@ def moments(
             waiting = waiting + one * before
         elif kind is Kind.WEIGHT_GRADIENT:
             kept = kept - one * deferred
+        elif kind in MOVES:
+            moved = mine * (units[unit - 1].message if unit else 0.0)
+            kept = kept + (moved if kind is Kind.FETCH else -moved)
         elif kind in SENDS:
             sent[schedule.placement[action.peer.chunk]].append(_size(units, action))
             waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else before)

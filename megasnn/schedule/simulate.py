@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from megasnn.schedule.actions import COMPUTE, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.memory import activations_held, stage_shares
 from megasnn.schedule.validate import runs
 
@@ -38,6 +38,7 @@ class ChunkCost:
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
+        moved: time to move what it is computed from to the host's memory, or back.
     """
 
     forward: float
@@ -49,6 +50,7 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
+    moved: float = 0.0
 
     def time(self, kind: Kind) -> float:
         """Of one computation. Raises KeyError for a kind that is none."""
@@ -131,7 +133,8 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[in
 
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
     meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
-    `Link`. Gradient sync takes no time.
+    `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside
+    what it computes; a forward waits for what it is computed from.
 
     Args:
         costs: one for each chunk.
@@ -221,6 +224,8 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[i
     whole = range(schedule.chunks) if wholes is None else wholes
     together: list[tuple[int, Kind, int | None] | None] = [None] * schedule.ranks
     started: list[list[float]] = [[] for _ in schedule.actions]
+    moves_end = [0.0] * schedule.ranks
+    there_at: dict[tuple[int, int | None], float] = {}  # inputs that were moved back, by chunk and micro-batch
     for rank, run in runs(schedule):
         now, append = clock[rank], ends[rank].append
         for action in schedule.actions[rank][run.start : run.stop]:
@@ -230,11 +235,15 @@ def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[i
                 if part != together[rank]:
                     together[rank], started[rank] = part, []
                 started[rank].append(now)
+                if kind is Kind.RECOMPUTE:
+                    now = max(now, there_at.get((chunk, m), 0.0))
                 now += computing[kind][chunk]
             elif kind in SENDS:
                 now += ways[kind][chunk].send
                 links[kind][chunk].coming.append((action.peer, now, ways[kind][chunk]))
-            elif kind is not Kind.SYNC_GRADIENTS:
+            elif kind in MOVES:
+                there_at[chunk, m] = moves_end[rank] = max(now, moves_end[rank]) + costs[chunk].moved
+            elif kind in RECEIVES:
                 now = links[kind][chunk].receive(action, now, started[rank])
             append(now)
         clock[rank] = now

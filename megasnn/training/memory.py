@@ -36,6 +36,7 @@ class MemoryForecast:
         working: what the largest layer computes with, at the moment when that and `kept` are most.
         messages: between stages. samples: the batch in use, and on a CPU the one read ahead.
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
+        offloaded: what --offload-activations has moved to the host's memory; on a GPU 0.
     """
 
     program: float
@@ -47,6 +48,7 @@ class MemoryForecast:
     messages: float
     samples: float
     snapshot: float = 0.0
+    offloaded: float = 0.0
 
     @property
     def total(self) -> float:
@@ -103,6 +105,7 @@ def forecast_memory(
         messages=1e-6 * peak.messages,
         samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
+        offloaded=1e-6 * peak.on_host * on_host,
     )
     of_ranks = [mine] * state.world.size
     if state.world.size > 1:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megasnn.comm.collectives import Exchange, start_exchange
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
-from megasnn.data_parallel import BucketedDataParallel
+from megasnn.data_parallel import BucketedDataParallel, owned_rows
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.sharding import Shard, ShardedTensor
 from tests.distributed.whole import everybody, random
@@ -217,6 +220,28 @@ def test_one_replica_reduces_nothing() -> None:
     data_parallel.finish(0)
     data_parallel.wait()
     _check(parameters, _gradients([1]))
+
+
+def _left_of_exchanges() -> None:
+    group, parameters = everybody("data"), _parameters()
+    buckets = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), 65, rows_have_owners=True)
+    left = []
+
+    def noted(*args: Any) -> Exchange:
+        exchange = start_exchange(*args)
+        left.append(weakref.ref(exchange))
+        return exchange
+
+    buckets.zero()
+    with mock.patch.object(owned_rows, "start_exchange", noted):
+        _loss(parameters, group.rank).backward()
+        buckets.finish(0)
+        buckets.wait()
+    assert len(left) > 1 and not any(each() is not None for each in left)
+
+
+def test_what_owners_were_sent_is_freed_when_it_is_summed_up(ranks) -> None:
+    ranks(2, _left_of_exchanges)
 
 
 def test_weights_and_gradients_are_freed_with_the_buckets() -> None:

@@ -267,6 +267,15 @@ def test_costs_are_not_those_of_a_model_before_it_was_changed(tmp_path: Path) ->
                 assert engine.plan.costs is not None and len(engine.plan.costs.layers) == units + 1
 
 
+def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_it() -> None:
+    """Whatever the configuration of the run says that it evaluates the weights of."""
+    sizes = ["--image-size", "8", "--embed-dim", "16", "--depth", "1", "--num-heads", "2", "--train-iters", "1"]
+    for flags in (["--memory-budget", "0.000001"], ["--recompute", "always"]):
+        config = parse(run_config(Spikformer), [*sizes, "--evaluate-only", "--load", "x", "--device", "cpu", *flags])
+        with Engine(config) as engine:
+            assert engine.plan.schedules.units is None and engine.plan.costs is None
+
+
 def test_code_of_ones_own_is_part_of_what_costs_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a_layer_of_ones_own.py"
     file.write_text("class Own: pass\n")
@@ -287,5 +296,7 @@ def test_flags_that_do_not_go_together() -> None:
         validate(parse(config, [*flags, "--recompute", "always"]), 1)
     with pytest.raises(ConfigError, match=r"--memory-budget 100 with --bptt-steps 2: .* leave it out"):
         validate(parse(config, [*flags, "--memory-budget", "100"]), 1)
+    with pytest.raises(ConfigError, match=r"--offload-activations with --recompute never: .* use --recompute always"):
+        validate(parse(config, ["--train-iters", "1", "--offload-activations"]), 1)
     with pytest.raises(ConfigError, match=r"--memory-budget 100 with --recompute always: .* leave one of them out"):
         validate(parse(config, ["--train-iters", "1", "--memory-budget", "100", "--recompute", "always"]), 1)

@@ -7,7 +7,7 @@ The suite takes each schedule, model and size once or twice; `pytest -m matrix` 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -33,6 +33,7 @@ from tests.parity.networks import CalledAgain
 from tests.parity.ranks import Layout, model_config
 
 SAMPLES, MICRO_BATCH, SEED = 7, 2, 5
+OFFLOADED = "always, moved to the host's memory"
 MODELS: dict[str, Model] = {
     "spikformer": model_config(),
     "vgg": VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5),
@@ -68,7 +69,8 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
     bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
     if recompute is not None:
-        plan = plan.in_units(bounds, recompute)
+        offloads = recompute == OFFLOADED
+        plan = replace(plan.in_units(bounds, "always" if offloads else recompute), offloads=offloads)
     engine = DistributedModel(model, state, BuildContext(state.tensor, seed=SEED), bounds, plan, seed=SEED)
     spikes: list[int] = []
     for _, neuron in engine.neurons():
@@ -78,6 +80,8 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
         statistics.reset()
         loss = engine.forward_backward(batches, SAMPLES)
         traffic = {key: each for key, each in statistics.read().items() if key[0] == "tensor"}
+    moved = engine.executor.host_memory
+    assert moved.held == 0 and (moved.peak > 0) == (recompute == OFFLOADED)
     engine.merge_statistics(len(batches))
     tensors = [(e.name, e.tensor if e.tensor.grad is None else e.tensor.grad) for e in engine.tensors]
     correct, seen = engine.correct, sorted(spikes)
@@ -116,21 +120,21 @@ def _both(name: str, layout: Layout, modes: list[str]) -> list[Step]:
 
 
 CASES = [
-    *((name, Layout(), list(RECOMPUTE)) for name in MODELS),
-    ("spikformer", Layout(tensor=2), ["always"]),
+    *((name, Layout(), [*RECOMPUTE, OFFLOADED]) for name in MODELS),
+    ("spikformer", Layout(tensor=2), ["always", OFFLOADED]),
     ("vgg", Layout(tensor=2), ["except-last"]),
     ("called-again", Layout(tensor=2), ["always"]),
     ("spikformer", Layout(data=2), ["always"]),
-    ("tied", Layout(1, 1, 2, "zbv"), ["always"]),
+    ("tied", Layout(1, 1, 2, "zbv"), ["always", OFFLOADED]),
     ("bundles", Layout(1, 1, 2, "interleaved"), ["except-last"]),
     ("vgg", Layout(1, 1, 2, "zb1p"), ["never", "always"]),
     ("unet", Layout(1, 1, 2, "gpipe"), ["always"]),
-    ("vgg", Layout(1, 2, 2, "1f1b"), ["always"]),
+    ("vgg", Layout(1, 2, 2, "1f1b"), ["always", OFFLOADED]),
     ("spikformer", Layout(2, 1, 2, "v-half"), ["always"]),
 ]
 GRIDS = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2)]
 EVERY = [
-    (name, Layout(*grid, schedule), list(RECOMPUTE))
+    (name, Layout(*grid, schedule), [*RECOMPUTE, OFFLOADED])
     for name, grid, schedule in product(MODELS, GRIDS, SCHEDULES)
     if (grid[2] > 1 or schedule == "1f1b") and not (name in ("unet", "bundles", "tied") and grid[1] > 1)
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from itertools import combinations
+from unittest import mock
 
 import pytest
 
@@ -22,8 +23,9 @@ def units_of(count: int, seed: int) -> list[UnitMemory]:
     found = []
     for _ in range(count):
         held = draw.randint(2, 20) * MB
-        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE)
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
         working = {kind: held + draw.randint(0, 5) * MB for kind in kinds}
+        working[Kind.RECOMPUTE] = held + draw.randint(0, 30) * MB  # of some units more than anything else
         found.append(UnitMemory(held, held // 20, working, draw.randint(1, 9)))
     return found
 
@@ -79,6 +81,18 @@ def test_every_rank_of_every_schedule_keeps_it(name: str) -> None:
         if needed <= budget:
             assert not any(schedule.placement[unit] == rank for unit, _ in chosen), "nothing that is not needed"
     assert within_budget(schedule, units, max(without) + 1) == frozenset()
+
+
+def test_no_time_to_look_for_the_cheapest_is_no_budget_that_cannot_be_kept() -> None:
+    """With many ranks each has little time; what is known to keep the budget is taken then."""
+    schedule, units = refine(generate("gpipe", 1, 2), [4]), units_of(4, 0)
+    everything = frozenset((unit, m) for unit in range(4) for m in range(2))
+    least = peak(schedule, 0, units, everything)
+    with mock.patch("megasnn.schedule.budget._solved", return_value=None):
+        chosen = within_budget(schedule, units, least + 1)
+        with pytest.raises(BudgetError):
+            within_budget(schedule, units, least - MB)
+    assert peak(schedule, 0, units, chosen) <= least + 1
 
 
 @pytest.mark.slow

@@ -78,6 +78,27 @@ def test_within_five_percent(ranks, name: str, layout: str) -> None:
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
 
 
+def _moved(parallel: dict[str, Any]) -> tuple[int, int]:
+    """Bytes in the host's memory at most, as predicted and as they were."""
+    layout, model = ParallelConfig(**parallel), MODELS["spikformer"]
+    state = initialize_model_parallel(1, layout.pipeline_model_parallel_size)
+    try:
+        training = TrainingConfig(micro_batch_size=MICRO_BATCH, global_batch_size=3 * MICRO_BATCH, train_iters=9)
+        config = run_config(type(model))(model=model, training=training, parallel=layout)
+        with Engine(config, length=Length(9)) as engine:
+            _counted(engine, 3 * MICRO_BATCH)
+            predicted = step_peak(config, engine.distributed, engine.plan, state).on_host
+            return predicted, engine.distributed.executor.host_memory.peak
+    finally:
+        destroy_model_parallel()
+
+
+def test_what_is_moved_to_the_hosts_memory_is_predicted(ranks) -> None:
+    flags = {"recompute": "always", "offload_activations": True, "pipeline_schedule": "1f1b"}
+    for predicted, moved in ranks(2, _moved, {**flags, "pipeline_model_parallel_size": 2}):
+        assert predicted == moved > 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_is_kept_as_it_was_predicted(ranks, tmp_path, monkeypatch, name: str) -> None:
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))

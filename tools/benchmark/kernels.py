@@ -1,7 +1,7 @@
 """Time of batch norm, optional max pooling and neurons as one unit, in copies of its input, forward and backward.
 
 A copy, into memory that is there already, is what no kernel can go below. Rows take turns, and so do forward, backward
-and copy within a row, so that a machine whose speed drifts slows all of them.
+and copy within a row, so that a machine whose speed drifts slows all of them. Freed memory is kept, as in training.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megasnn.config.checks import at_least
 from megasnn.config.names import name_in
 from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.unit import norm_pool_neuron
+from megasnn.telemetry.memory import keep_free_memory
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, seconds, summary
 from tools.benchmark.log import Line
 from tools.benchmark.table import change, table
@@ -91,6 +92,7 @@ class _Row:
 def measure(flags: KernelBenchmark) -> Iterator[Part]:
     before = torch.get_num_threads()
     torch.set_num_threads(flags.threads)
+    keep_free_memory()
     try:
         rows = [_Row(flags, channels) for channels in flags.channels]
         for turn in rounds(flags.rounds, untimed=2):

@@ -15,6 +15,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark --rehearsal                    # schedules on ranks that sleep, over links that take time
     python tools/benchmark --data                         # the loader, beside PyTorch's DataLoader
     python tools/benchmark --kernels                      # norm and neuron, in copies of their input
+    python tools/benchmark --memory                       # what a step takes, beside SpikingJelly and predictions
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
@@ -33,6 +34,7 @@ from tools.benchmark.harness import Case, run
 from tools.benchmark.kernels import KERNELS
 from tools.benchmark.layouts import LAYOUTS
 from tools.benchmark.loading import LOADING
+from tools.benchmark.memory import MEMORY
 from tools.benchmark.pipeline import PIPELINE
 from tools.benchmark.ranks import RankError
 from tools.benchmark.readers import READERS
@@ -42,6 +44,7 @@ OTHERS: dict[str, Case[Any]] = {
     "--checkpoint": CHECKPOINTS,
     "--data": LOADING,
     "--kernels": KERNELS,
+    "--memory": MEMORY,
     "--readers": READERS,
     "--pipeline": PIPELINE,
     "--rehearsal": REHEARSAL,

@@ -49,12 +49,19 @@ class SpikingJellyStep:
 
     Args:
         compiled: the model under torch.compile, and not eager.
+        keeps_gradients: whether the memory of gradients stays between steps.
     """
 
     layout = ""
 
     def __init__(
-        self, model: Dimensions, samples: int, precision: str, device: torch.device, compiled: bool = False
+        self,
+        model: Dimensions,
+        samples: int,
+        precision: str,
+        device: torch.device,
+        compiled: bool = False,
+        keeps_gradients: bool = False,
     ) -> None:
         self.model = spikingjelly_model(model).to(device)
         self._forward = torch.compile(self.model) if compiled else self.model
@@ -62,16 +69,20 @@ class SpikingJellyStep:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay
         )
-        self._bf16 = precision == "bf16"
+        self._bf16, self._keeps_gradients = precision == "bf16", keeps_gradients
         let_products_round(precision == "tf32")  # both sides in the same precision
 
     def forward_backward(self) -> float:
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
         with self._autocast():
             loss = F.cross_entropy(self._forward(self.images).mean(0), self.labels)
         loss.backward()
-        functional.reset_net(self.model)
+        self.forget_state()
         return loss.item()
+
+    def forget_state(self) -> None:
+        """Of the neurons."""
+        functional.reset_net(self.model)
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.images.device.type, torch.bfloat16) if self._bf16 else nullcontext()

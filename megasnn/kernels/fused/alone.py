@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.fused.calls import constants_of, no_bits, pieces
-from megasnn.kernels.fused.row import PIECE, back, fire
+from megasnn.kernels.fused.row import LANES, back, fire
 from megasnn.kernels.jit import kernel, part
 from megasnn.kernels.layout import empty_array, memory_order
 from megasnn.kernels.norm_neuron import gradient_of_w
@@ -30,16 +30,15 @@ def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor 
 @kernel
 def fire_steps(x, v_first, spikes, v_last, bits, p, width, first, last):
     """`x, spikes [T, M]`; `v_first, v_last [1, M]`; `bits` as in `row.fire`; a unit of work is one block."""
-    scratch = np.empty((1, PIECE), x.dtype)
     for block in range(first, last):
         low = block * width
-        fire(x, low, None, v_first, v_last, spikes, low, min(width, x.shape[1] - low), bits, p, scratch)
+        fire(x, low, None, v_first, v_last, spikes, low, min(width, x.shape[1] - low), bits, p)
 
 
 @kernel
 def steps_backward(x, v_first, g_spikes, g_v, g_x, totals, p, width, first, last):
     """`g_v [1, M]`: gradient of the last potential before, that of the first after; `totals [blocks]`."""
-    scratch, sums = np.empty((x.shape[0] + 2, PIECE), x.dtype), np.empty((3, width), x.dtype)
+    scratch, sums = np.empty((2 * x.shape[0], LANES), x.dtype), np.empty((3, width), x.dtype)
     for block in range(first, last):
         low = block * width
         sums[:] = p.zero

@@ -136,7 +136,7 @@ def _coefficients(norm: Norm, eps: float, length: int, dtype: np.dtype) -> np.nd
 def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
     """Each of `values [C]` repeated, as `np.tile` gives it, which takes several times longer for so few."""
     channels = len(values[0])
-    tiled = np.empty((len(values), length // channels, channels), dtype)
+    tiled = empty_array((len(values), length // channels, channels), dtype)
     tiled[:] = np.stack(values)[:, None]
     return tiled.reshape(len(values), length)
 

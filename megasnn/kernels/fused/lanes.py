@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-_BYTES = 128  # of a value: two of the widest registers, so that one is computed while the other waits for a result
+_BYTES = 256  # of a value: four of the widest registers, so that three are computed while one waits for a result
 _LINE = 64  # bytes that come into a cache together
 _L2 = 2  # as the instruction names that cache
 
@@ -119,8 +119,41 @@ def _store(context, array, row, column, lanes):
     return types.void(array, types.intp, types.intp, lanes), generate
 
 
-def _prefetch(context, array, row, column, like, write):
-    """Asks for lanes that are loaded soon, or stored; not for a single one. Behind an array's end nothing happens."""
+def _stream(context, array, row, column, lanes, past):
+    """As `store`; with `past`, whole lines of the cache go past it to memory, which then need not be read first.
+
+    Other threads see them after `ordered`.
+    """
+
+    def generate(context, builder, signature, args):
+        place = _place(context, builder, array, args[3].type, *args)
+        align = array.dtype.bitwidth // 8
+        if lanes.count * align % _LINE:
+            builder.store(args[3], place, align=align)
+            return
+        offset = builder.and_(builder.ptrtoint(place, ir.IntType(64)), ir.IntType(64)(_LINE - 1))
+        whole = builder.icmp_unsigned("==", offset, ir.IntType(64)(0))
+        with builder.if_else(builder.and_(whole, args[4])) as (then, otherwise):
+            with then:
+                stored = builder.store(args[3], place, align=_LINE)
+                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            with otherwise:
+                builder.store(args[3], place, align=align)
+
+    return types.void(array, types.intp, types.intp, lanes, types.boolean), generate
+
+
+def _ordered(context):
+    """What was stored before is seen by other threads before what is stored after."""
+
+    def generate(context, builder, signature, args):
+        builder.fence("seq_cst")
+
+    return types.void(), generate
+
+
+def _prefetch(context, array, row, column, like):
+    """Asks for lanes that are loaded soon; not for a single one. Behind an array's end nothing happens."""
 
     def generate(context, builder, signature, args):
         if like.count == 1:
@@ -131,9 +164,9 @@ def _prefetch(context, array, row, column, like, write):
         size = like.count * like.element.bitwidth // 8
         for start in range(0, size, _LINE):
             line = builder.gep(place, [ir.IntType(64)(start)])
-            builder.call(prefetch, [line, *map(ir.IntType(32), (int(write.literal_value), _L2, 1))])
+            builder.call(prefetch, [line, *map(ir.IntType(32), (0, _L2, 1))])
 
-    return types.void(array, types.intp, types.intp, like, write), generate
+    return types.void(array, types.intp, types.intp, like), generate
 
 
 def _store_bits(context, array, index, flags):
@@ -190,7 +223,9 @@ filled: Any = intrinsic(_filled)
 count_of: Any = intrinsic(_count_of)
 load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
-prefetch: Any = intrinsic(prefer_literal=True)(_prefetch)
+stream: Any = intrinsic(_stream)
+ordered: Any = intrinsic(_ordered)
+prefetch: Any = intrinsic(_prefetch)
 store_bits: Any = intrinsic(_store_bits)
 where: Any = intrinsic(_where)
 multiply_add: Any = intrinsic(_multiply_add)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.fused.row import PIECE, back, fire
+from megasnn.kernels.fused.row import LANES, back, fire
 from megasnn.kernels.fused.unit import fold
 from megasnn.kernels.jit import kernel, part
 
@@ -146,13 +146,12 @@ def fire_pooled(x, norm, spikes, bits, p, first, last):
     A unit of work is one output row of one sample.
     """
     inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] + 1) // 2
-    scratch = np.empty((1, PIECE), x.dtype)
     y, columns = np.empty((inputs, width), x.dtype), np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
     for unit in range(first, last):
         sample, row = unit // rows, unit % rows
         for t in range(inputs):
             pool_row(x[t, sample], row, norm[0], norm[1], columns, y[t])
-        fire(y, 0, None, None, None, spikes, unit * width, width, bits, p, scratch)
+        fire(y, 0, None, None, None, spikes, unit * width, width, bits, p)
 
 
 @kernel
@@ -163,7 +162,7 @@ def pooled_backward(x, g_spikes, norm, g_y, sums, p, first, last):
     """
     inputs, channels = x.shape[0], x.shape[4]
     width, rows = norm.shape[1], (x.shape[2] + 1) // 2
-    scratch, g_pooled = np.empty((g_spikes.shape[0] + 2, PIECE), x.dtype), np.empty((inputs, width), x.dtype)
+    scratch, g_pooled = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((inputs, width), x.dtype)
     winner, tap = np.empty((inputs, width), x.dtype), np.empty((inputs, width), np.int32)
     columns = np.empty((2, width // channels, channels), x.dtype)
     wide = np.empty((3, width), x.dtype)

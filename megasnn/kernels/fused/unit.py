@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from megasnn.kernels.fused.lanes import count_of, lane_of, lanes_of, load, store
-from megasnn.kernels.fused.row import PIECE, back, fire
+from megasnn.kernels.fused.row import LANES, back, fire
 from megasnn.kernels.jit import kernel, part
 
 
@@ -109,10 +109,10 @@ def merge(means, squares, length, pixels, merged, first, last):
 @kernel
 def fire_block(x, norm, spikes, bits, p, first, last):
     """Spikes `[T, M]`, and `bits` as in `row.fire`; a unit of work is one block, as long as `norm [3, ...]`."""
-    length, scratch = norm.shape[1], np.empty((1, PIECE), x.dtype)
+    length = norm.shape[1]
     for block in range(first, last):
         low = block * length
-        fire(x, low, norm, None, None, spikes, low, min(length, spikes.shape[1] - low), bits, p, scratch)
+        fire(x, low, norm, None, None, spikes, low, min(length, spikes.shape[1] - low), bits, p)
 
 
 @kernel
@@ -123,7 +123,7 @@ def block_backward(x, g_spikes, norm, g_y, sums, channels, blocks, p, first, las
     g_y (x - mean), and what `of_factor` gives.
     """
     length, size = norm.shape[1], x.shape[1]
-    scratch, wide = np.empty((g_spikes.shape[0] + 2, PIECE), x.dtype), np.empty((3, length), x.dtype)
+    scratch, wide = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((3, length), x.dtype)
     for unit in range(first, last):
         wide[:] = 0
         for low in range(unit * blocks * length, min((unit + 1) * blocks * length, size), length):

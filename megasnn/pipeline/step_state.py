@@ -1,0 +1,92 @@
+"""The tensors that are alive during one step, from one action to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.layers.weight_gradients import Task
+from megasnn.pipeline.edges import Entry, backward_of
+from megasnn.pipeline.kept_input import KeptInput
+
+if TYPE_CHECKING:
+    from megasnn.pipeline.executor import MicroBatchInput
+
+Key = tuple[int, int]
+"""(chunk, micro-batch)."""
+
+
+@dataclass
+class StepState:
+    """
+    Of what a chunk hands on, tensors that require a gradient are given one: `gradients` are of those, and `learning` is
+    their number.
+
+    Attributes:
+        anchor: makes a chunk's input part of a graph.
+        backwards: those of what has been forward; None where there is nothing to learn.
+        repeated: the forwards that are computed again. kept: what they do it from.
+    """
+
+    micro_batches: Sequence[MicroBatchInput]
+    anchor: Tensor
+    repeated: frozenset[Key] = frozenset()
+    kept: dict[Key, KeptInput] = field(default_factory=dict)
+    learning: dict[Key, int] = field(default_factory=dict)
+    inputs: dict[Key, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[Key, list[Tensor]] = field(default_factory=dict)
+    backwards: dict[Key, Callable[[], None] | None] = field(default_factory=dict)
+    gradients: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
+    weight_gradients: dict[Key, list[Task]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def images(self, micro_batch: int) -> Tensor:
+        images = self.micro_batches[micro_batch].images
+        assert images is not None
+        return images
+
+    def labels(self, micro_batch: int) -> Tensor:
+        labels = self.micro_batches[micro_batch].labels
+        assert labels is not None
+        return labels
+
+    def entered(self, key: Key) -> list[Tensor]:
+        """The inputs of a chunk behind the first, which begin its graph and are here no longer."""
+        chunk, micro_batch = key
+        xs = self.inputs.pop(key)
+        learning = [index for index, x in enumerate(xs) if x.requires_grad]
+        if not torch.is_grad_enabled() or not learning:
+            self.gradients[chunk - 1, micro_batch] = ()
+            return xs
+
+        def deliver(gradients: Sequence[Tensor]) -> None:
+            self.gradients[chunk - 1, micro_batch] = gradients
+
+        entered = Entry.apply(self.anchor, deliver, *(xs[index].detach() for index in learning))
+        for index, x in zip(learning, entered, strict=True):
+            xs[index] = remember_bits(x, bits_of(xs[index]))
+        return xs
+
+    def await_gradients(self, key: Key, y: Sequence[Tensor]) -> None:
+        """Backward starts from the edges of the graph; the values are needed by the next chunk only."""
+        learning = [each for each in y if each.requires_grad]
+        self.learning[key] = len(learning)
+        self.backwards[key] = backward_of(learning, partial(self.gradients.pop, key)) if learning else None
+
+    def backward(self, key: Key) -> None:
+        backward = self.backwards.pop(key)
+        if backward is None:  # a chunk may have nothing to learn
+            self.gradients.pop(key, None)
+        else:
+            backward()
+
+
+def handed_on(y: Sequence[Tensor]) -> list[Tensor]:
+    """What a chunk gives, without its graph."""
+    return [remember_bits(each.detach().requires_grad_(each.requires_grad), bits_of(each)) for each in y]
