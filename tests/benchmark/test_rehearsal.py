@@ -16,8 +16,9 @@ from megasnn.data_parallel import BucketedDataParallel
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.pipeline.transfers import Transfers
 from tools.benchmark.links import Links
-from tools.benchmark.nccl_like import Moved, nccl_like
+from tools.benchmark.nccl_like import nccl_like
 from tools.benchmark.program import main
+from tools.benchmark.queued_device import Moved
 from tools.benchmark.rehearsal import Hiding, Rehearsed, computed_again, fastest, hiding, rehearsed
 from tools.benchmark.rehearsal_flags import Prepared, RankStep, RehearsalBenchmark
 from tools.benchmark.rehearsal_rank import Rehearsal
@@ -154,7 +155,8 @@ def test_a_reduction_that_is_not_overlapped_is_seen(ranks, rows_have_owners: boo
 
 
 def test_what_is_hidden_is_beside_computing() -> None:
-    moved = [[Moved("receive", "up", 0.0, 3.0), Moved("receive", "down", 6.0, 7.0)], [Moved("receive", "up", 5.0, 6.0)]]
+    moved = [[(0.0, 3.0), (6.0, 7.0)], [(5.0, 6.0)]]
+    moved = [[Moved("receive", "up", *times) for times in row] for row in moved]
     assert hiding(moved, [[(1.0, 2.0), (2.5, 6.5)], []]) == Hiding(5.0, 3.0)
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tools.benchmark.links import Links
-from tools.benchmark.nccl_like import Device, Moved, nccl_like
+from tools.benchmark.nccl_like import nccl_like
+from tools.benchmark.queued_device import Device, Moved
 from tools.benchmark.ranks import RankError
 
 LIMIT = 1.5  # seconds

@@ -19,7 +19,7 @@ from megasnn.schedule.gantt import SECONDS, View, write_chart
 from megasnn.training.profile import measured_simulation
 from tools.benchmark.harness import Case, Figures, Part, say, summary
 from tools.benchmark.log import Line
-from tools.benchmark.nccl_like import Moved
+from tools.benchmark.queued_device import Moved
 from tools.benchmark.ranks import RankProcesses, start_row
 from tools.benchmark.rehearsal_flags import Prepared, RankStep, RehearsalBenchmark
 from tools.benchmark.rehearsal_rank import RehearsalRank
@@ -32,9 +32,9 @@ HEADINGS = (
     "simu-\nlated ms",
     "rehearsed\nms",
     "rehearsed/\nsimulated",
-    "bubble of each\nrank, simulated",
+    "bubble,\nsimulated",
     "\nrehearsed",
-    "computed again,\nsimulated ms",
+    "again ms,\nsimulated",
     "\nrehearsed",
     "transfers\ns",
     "not\nhidden",
@@ -45,7 +45,8 @@ HEADINGS = (
 NOTES = """\
 simulated, rehearsed: from the first to the last action of the first replica, rehearsed by the clock; of the steps the
    fastest, since what else the machine does only adds time
-bubble: the part of a rank's time in which it does not compute
+bubble: the part of a rank's time in which it does not compute; of each rank, where it is not the same
+again: forwards that are computed again, on the rank that spends most on them
 transfers, reductions: seconds that links took for messages between stages, and for gradients and rows between replicas,
    summed over the ranks that receive; not hidden: the part in which the receiving rank did not compute
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
@@ -64,7 +65,7 @@ class Rehearsed:
     """A step, as the first replica's pipeline made it.
 
     Attributes:
-        makespan: by the clock. timeline: in the time of the streams that compute (nccl_like.py).
+        makespan: by the clock. timeline: in the time of the streams that compute (Device).
     """
 
     makespan: float
@@ -194,17 +195,23 @@ def table_of(lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
 
 
 def _cells(line: Line, last: Line | None) -> list[str]:
+    asked, found = line["row"].removeprefix("rehearsal "), line["schedule"]
     return [
-        line["schedule"],
+        asked if asked == found else f"{asked}: {found}",
         line["layout"],
         f"{line['simulated_ms']:.1f}",
         f"{line['rehearsed_ms']:.1f}",
         f"{line['rehearsed_ms'] / line['simulated_ms']:.3f}",
-        *(" ".join(f"{share:.0%}" for share in line[f"{what}_bubble"]) for what in ("simulated", "rehearsed")),
+        *(_of_ranks([f"{share:.0%}" for share in line[f"{what}_bubble"]]) for what in ("simulated", "rehearsed")),
         *(f"{line[f'{what}_again_ms']:.0f}" for what in ("simulated", "rehearsed")),
         *(f"{line[what][part]:.2f}" for what in ("transfers_s", "reductions_s") for part in ("seconds", "not_hidden")),
         change(line, last, "rehearsed_ms"),
     ]
+
+
+def _of_ranks(texts: Sequence[str]) -> str:
+    """Each rank's, or what is the same on all of them."""
+    return texts[0] if len(set(texts)) == 1 else "|".join(texts)
 
 
 REHEARSAL = Case(RehearsalBenchmark, measure, report, NOTES)

@@ -13,8 +13,8 @@ from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.refine import NEVER, RECOMPUTE
 from tools.benchmark.harness import Flags
 from tools.benchmark.links import Links
-from tools.benchmark.nccl_like import Moved
 from tools.benchmark.pipeline_flags import ModelName
+from tools.benchmark.queued_device import Moved
 from tools.benchmark.sleeping import SleepingLayer
 
 TIMES = ("forward_ms", "input_gradient_ms", "weight_gradient_ms", "gradient_kb", "parameters_kb", "latency_ms")
