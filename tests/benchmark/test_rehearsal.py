@@ -13,6 +13,7 @@ import pytest
 
 from megasnn.config.checks import ConfigError
 from megasnn.data_parallel import BucketedDataParallel
+from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.pipeline.transfers import Transfers
 from tools.benchmark.links import Links
@@ -154,9 +155,46 @@ def test_a_reduction_that_is_not_overlapped_is_seen(ranks, rows_have_owners: boo
     assert 1.98 * bucket < found.reductions.not_hidden - shared < 2.3 * bucket
 
 
+# A gather takes 2.75 ms.
+GATHERING = replace(
+    FLAGS, stages=2, replicas=2, weight_parallel_size=2, parameters_kb=500, schedules=("1f1b", "zb1p", "zbv"), steps=1
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [GATHERING, replace(GATHERING, stages=4, layers=16)], ids=["4 ranks", "8 ranks"])
+def test_gathers_of_weights_are_hidden(ranks, flags: RehearsalBenchmark) -> None:
+    for prepared, found in _rehearse(ranks, flags):
+        assert found.gathers.seconds > 50 * 2.7e-3
+        assert found.gathers.not_hidden <= 0.1 * found.gathers.seconds, prepared.schedule.name
+        assert found.timeline.makespan == pytest.approx(prepared.simulation.makespan, rel=1e-3)
+
+
+@contextmanager
+def _gathers_at_the_use() -> Iterator[None]:
+    gather, ready = GatheredWeights.gather, GatheredWeights.ready
+
+    def late(self: GatheredWeights, unit: int) -> None:
+        if unit not in self._live:
+            gather(self, unit)
+        ready(self, unit)
+
+    with (
+        mock.patch.object(GatheredWeights, "gather", lambda self, unit: None),
+        mock.patch.object(GatheredWeights, "ready", late),
+    ):
+        yield
+
+
+def test_gathers_that_begin_late_are_seen(ranks) -> None:
+    flags = replace(GATHERING, schedules=("1f1b",))
+    ((prepared, found),) = _rehearse(ranks, flags, _gathers_at_the_use)
+    assert found.timeline.makespan > 1.1 * prepared.simulation.makespan
+
+
 def test_what_is_hidden_is_beside_computing() -> None:
     moved = [[(0.0, 3.0), (6.0, 7.0)], [(5.0, 6.0)]]
-    moved = [[Moved("receive", "up", *times) for times in row] for row in moved]
+    moved = [[Moved("receive", "up", None, *times) for times in row] for row in moved]
     assert hiding(moved, [[(1.0, 2.0), (2.5, 6.5)], []]) == Hiding(5.0, 3.0)
 
 

@@ -134,7 +134,7 @@ class _Group(_ProcessGroup):
     ) -> Operation:
         """Queues an operation. meet, seconds: see Timing; over links only."""
         links = self._device.links
-        timing = None if links is None else Timing(what, self.group_desc, meet, seconds(links))
+        timing = None if links is None else Timing(what, self.group_desc, self._device.doing, meet, seconds(links))
         return self._device.put(line, text, run, timing)
 
     def _meet_one(self, peer: int, ready: float) -> float:

@@ -25,11 +25,13 @@ class Moved:
 
     Attributes:
         what: "send", "receive", or the name of the collective. group: what its group is for.
+        doing: what the device said that it was doing when this was queued.
         begin, end: in seconds of `time.perf_counter`, which the processes of a host share.
     """
 
     what: str
     group: str
+    doing: object
     begin: float
     end: float
 
@@ -39,13 +41,14 @@ class Timing:
     """How an operation takes its time over links.
 
     Attributes:
-        what, group: as in Moved.
+        what, group, doing: as in Moved.
         meet: (when this rank was ready) -> when all ranks of the operation were, which it waits for.
         seconds: that it takes from then on.
     """
 
     what: str
     group: str
+    doing: object
     meet: Callable[[float], float]
     seconds: float
 
@@ -108,6 +111,7 @@ class Device:
 
     Attributes:
         reached: over links, the time that the stream which computes has come to, in seconds of `time.perf_counter`.
+        doing: what is noted with the operations that are queued.
         communicators: those that were started, in order.
         moved: over links, what has ended, in the order in which it did.
     """
@@ -117,6 +121,7 @@ class Device:
         self._queues: dict[str, _Queue] = {}
         self._free: dict[str, float] = {}  # by queue, when the last operation ended
         self.reached = time.perf_counter()
+        self.doing: object = None
         self.communicators: list[str] = []
         self.moved: list[Moved] = []
 
@@ -142,7 +147,7 @@ class Device:
         run()
         self._free[line] = end = begin + timing.seconds
         wait_until(end)
-        self.moved.append(Moved(timing.what, timing.group, begin, end))
+        self.moved.append(Moved(timing.what, timing.group, timing.doing, begin, end))
         return end
 
     def synchronize(self, *_: object) -> None:

@@ -26,6 +26,7 @@ from tools.benchmark.rehearsal_rank import RehearsalRank
 from tools.benchmark.sleeping import SleepingLayer
 from tools.benchmark.table import change, table
 
+BETWEEN_REPLICAS = ("data", "copies", "weight", "scatter")  # groups, of which those of the same ranks may be one
 HEADINGS = (
     "schedule",
     "layers",
@@ -40,6 +41,8 @@ HEADINGS = (
     "not\nhidden",
     "reductions\ns",
     "not\nhidden",
+    "gathers\ns",
+    "not\nhidden",
     "rehearsed,\nchange",
 )
 NOTES = """\
@@ -47,8 +50,9 @@ simulated, rehearsed: from the first to the last action of the first replica, re
    fastest, since what else the machine does only adds time
 bubble: the part of a rank's time in which it does not compute; of each rank, where it is not the same
 again: forwards that are computed again, on the rank that spends most on them
-transfers, reductions: seconds that links took for messages between stages, and for gradients and rows between replicas,
-   summed over the ranks that receive; not hidden: the part in which the receiving rank did not compute
+transfers, reductions, gathers: seconds that links took for messages between stages, for gradients and rows between
+   replicas, and for weights behind the first of the step; summed over the ranks that receive; not hidden: the part in
+   which the receiving rank did not compute
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
 
 
@@ -66,12 +70,14 @@ class Rehearsed:
 
     Attributes:
         makespan: by the clock. timeline: in the time of the streams that compute (Device).
+        gathers: those behind the first one on each rank, for which nothing can be computed.
     """
 
     makespan: float
     timeline: Simulation
     transfers: Hiding
     reductions: Hiding
+    gathers: Hiding
 
 
 def measure(flags: RehearsalBenchmark) -> Iterator[Part]:
@@ -114,6 +120,7 @@ def _figures(flags: RehearsalBenchmark, name: str, ranks: RankProcesses, layers:
         "rehearsed_again_ms": 1e3 * computed_again(best.timeline),
         "transfers_s": asdict(best.transfers),
         "reductions_s": asdict(best.reductions),
+        "gathers_s": asdict(best.gathers),
         "configuration": {**asdict(flags), "output": "", "pictures": "", "schedules": (), "row": name},
     }
 
@@ -134,9 +141,16 @@ def rehearsed(prepared: Prepared, steps: Sequence[RankStep]) -> Rehearsed:
         [time for action, time in zip(actions, step.stream, strict=True) if action.kind in COMPUTE]
         for actions, step in zip(prepared.schedule.actions, mine, strict=True)
     ]
-    received = [[each for each in step.moved if each.what == "receive"] for step in mine]
-    reduced = [[each for each in step.moved if each.group == "data"] for step in mine]
-    return Rehearsed(by_clock.makespan, timeline, hiding(received, computing), hiding(reduced, computing))
+    received, reduced, gathered = list[list[Moved]](), list[list[Moved]](), list[list[Moved]]()
+    for actions, step in zip(prepared.schedule.actions, mine, strict=True):
+        gathering = {place for place, action in enumerate(actions) if action.kind is Kind.GATHER_WEIGHTS}
+        received.append([each for each in step.moved if each.what == "receive"])
+        of_replicas = [each for each in step.moved if each.group in BETWEEN_REPLICAS]
+        reduced.append([each for each in of_replicas if each.doing not in gathering])
+        gathered.append([each for each in of_replicas if each.doing in gathering][1:])
+    return Rehearsed(
+        by_clock.makespan, timeline, *(hiding(moved, computing) for moved in (received, reduced, gathered))
+    )
 
 
 def hiding(moved: Sequence[Sequence[Moved]], computing: Sequence[Sequence[tuple[float, float]]]) -> Hiding:
@@ -204,7 +218,11 @@ def _cells(line: Line, last: Line | None) -> list[str]:
         f"{line['rehearsed_ms'] / line['simulated_ms']:.3f}",
         *(_of_ranks([f"{share:.0%}" for share in line[f"{what}_bubble"]]) for what in ("simulated", "rehearsed")),
         *(f"{line[f'{what}_again_ms']:.0f}" for what in ("simulated", "rehearsed")),
-        *(f"{line[what][part]:.2f}" for what in ("transfers_s", "reductions_s") for part in ("seconds", "not_hidden")),
+        *(
+            f"{line[what][part]:.2f}"
+            for what in ("transfers_s", "reductions_s", "gathers_s")
+            for part in ("seconds", "not_hidden")
+        ),
         change(line, last, "rehearsed_ms"),
     ]
 

@@ -37,6 +37,8 @@ class RehearsalBenchmark(Flags):
     """As --recompute of a run."""
     use_distributed_optimizer: bool = False
     """As that of a run: gradients go to the owners of rows, and rows from there to all replicas."""
+    weight_parallel_size: int = 1
+    """Replicas that share one copy of the weights, which are gathered where they are used; as that of a run."""
     model: ModelName | None = None
     """Layers sleep as long as those of this model compute here, and send what those send; by default all are alike, as
     the next flags say."""
@@ -91,6 +93,8 @@ class RehearsalBenchmark(Flags):
             wrong.append(f"--recompute: {self.recompute!r} is none; known: {', '.join(RECOMPUTE)}")
         if self.model is None and self.layers < self.stages:
             wrong.append(f"--layers {self.layers} are too few for --stages {self.stages}: one for each at least")
+        if self.weight_parallel_size < 1 or self.replicas % self.weight_parallel_size:
+            wrong.append(f"--weight-parallel-size {self.weight_parallel_size} must divide --replicas {self.replicas}")
         if self.use_distributed_optimizer and self.replicas == 1:
             wrong.append("--use-distributed-optimizer needs --replicas 2 or more, which rows are shared out to")
         return wrong
@@ -111,7 +115,7 @@ class RankStep:
 
     Attributes:
         stream: start and end of each action in the time of the stream that computes. clock: by the clock.
-        moved: by its links.
+        moved: by its links; what the rank was doing is the place of an action, or that behind the last one.
     """
 
     stream: list[tuple[float, float]]

@@ -44,7 +44,7 @@ class Rehearsal:
 
     def __init__(self, flags: RehearsalBenchmark, device: Device) -> None:
         self._flags, self._device = flags, device
-        self._state = initialize_model_parallel(1, flags.stages)
+        self._state = initialize_model_parallel(1, flags.stages, weight_parallel_size=flags.weight_parallel_size)
         self._context = build_context(self._state, "fp32", "auto")
         self._models: dict[str, DistributedModel] = {}
 
@@ -85,10 +85,12 @@ class Rehearsal:
         def observe(action: Action, start: Mark, end: Mark) -> None:
             marks.append((start, end))
             reached.append(self._device.reached)
+            self._device.doing = len(reached)
 
         model.executor.observer = observe
         begin = self._begin_together()
         self._device.moved.clear()
+        self._device.doing = 0
         model.forward_backward(micro_batches, flags.micro_batches * flags.replicas)
         model.data_parallel.share_rows()
         self._device.synchronize()
