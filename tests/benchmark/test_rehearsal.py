@@ -88,7 +88,7 @@ def _assert_as_simulated(ranks, flags: RehearsalBenchmark) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.matrix)])
 def test_schedules_take_as_long_as_simulated(ranks, stages: int) -> None:
     _assert_as_simulated(ranks, replace(FLAGS, stages=stages, layers=2 * stages))
 
@@ -162,7 +162,13 @@ GATHERING = replace(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [GATHERING, replace(GATHERING, stages=4, layers=16)], ids=["4 ranks", "8 ranks"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(GATHERING, id="4 ranks", marks=pytest.mark.matrix),
+        pytest.param(replace(GATHERING, stages=4, layers=16), id="8 ranks"),
+    ],
+)
 def test_gathers_of_weights_are_hidden(ranks, flags: RehearsalBenchmark) -> None:
     for prepared, found in _rehearse(ranks, flags):
         assert found.gathers.seconds > 50 * 2.7e-3
