@@ -273,6 +273,14 @@ def test_what_is_told(ranks, cache) -> None:
     assert "--weight-gradients once: once holds" in told and "scattered holds" in told
 
 
+def test_no_more_is_told_than_a_stage_has(ranks, cache) -> None:
+    """With a limit above that."""
+    flags = (*BY_TWO, *PP2, "--weight-memory-limit", "1000", "--train-iters", "1", "--embed-dim", "256")
+    told = ranks(4, printed, cache, *EVEN, *flags)[0]
+    found = re.search(r"a rank keeps (.*) MB of weights, and gathers at most (.*) MB at once", told)
+    assert found is not None and 1 < float(found[2]) <= 2 * float(found[1]) + 0.2
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
