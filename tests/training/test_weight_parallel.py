@@ -21,7 +21,8 @@ from megasnn.config.training import Length
 from megasnn.data_parallel import BucketedDataParallel
 from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.engine import Engine
-from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
+from megasnn.models.layer import layer
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
@@ -30,6 +31,7 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule
 from megasnn.schedule.weights import SharedWeights
+from tests.models.networks import CLASSES, between
 from tests.training.runs import TINY
 from tests.training.test_replicas import WEIGHT, train_with_flip
 from tests.training.test_sharded_optimizer import SHARDED, batch, same, saved, trained
@@ -347,9 +349,43 @@ def gradients_held(*flags: str) -> tuple[int, int, int]:
 def test_what_scattered_gradients_hold(ranks, schedule: str) -> None:
     """Those of weights wait for nothing, also where backwards are split; those of norms may wait for them."""
     for held, foretold, whole in ranks(
-        4, gradients_held, *BY_TWO, *SCATTERED, *PP2[:2], "--pipeline-schedule", schedule
+        4, gradients_held, *BY_TWO, *SCATTERED, *PP2[:2], "--pipeline-schedule", schedule, "--depth", "3"
     ):
         assert 0 < held <= foretold < whole
+
+
+class Scaled(nn.Module):
+    """Scales by the mean of a convolution's weight, which autograd adds a gradient to: the layer itself is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = ParallelConv(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.conv.weight.mean())
+
+
+def scaled(**flags: Any) -> tuple[float, dict[str, Tensor]]:
+    model = between(lambda: [layer("scaled", Scaled()), layer("next", ConvNormNeuron(4, 4))])
+    with Engine(model, micro_batch_size=2, global_batch_size=8, train_iters=2, precision="fp64", **flags) as made:
+        images = torch.rand(8, *made.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        losses = [made.train_step(images, torch.arange(8) % CLASSES).loss for _ in range(2)]
+        return losses[-1], made.state_dict()
+
+
+def scaled_in_parts() -> tuple[float, dict[str, Tensor]]:
+    return scaled(
+        weight_parallel_size=2, weight_gradients="scattered", pipeline_model_parallel_size=2, pipeline_schedule="zb1p"
+    )
+
+
+def test_a_weight_that_a_module_of_ones_own_uses(ranks) -> None:
+    """Its gradient comes with the first part of a backward, where that of its layer would come with the second."""
+    (loss, weights), others = scaled(), ranks(4, scaled_in_parts)
+    for found, theirs in others:
+        assert found == pytest.approx(loss, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def uneven() -> str:
