@@ -32,7 +32,7 @@ from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule
 from megasnn.schedule.weights import SharedWeights
 from tests.models.networks import CLASSES, between
-from tests.training.runs import TINY
+from tests.training.runs import TINY, train, without_trial
 from tests.training.test_replicas import WEIGHT, train_with_flip
 from tests.training.test_sharded_optimizer import SHARDED, batch, same, saved, trained
 
@@ -273,6 +273,19 @@ def test_what_is_told(ranks, cache) -> None:
     told, _ = ranks(2, printed, cache, *EVEN, *BY_TWO, "--train-iters", "1", "--embed-dim", "64")
     assert re.search(r"--weight-parallel-size 2: a rank keeps 0.2 MB of weights, and gathers at most 0\.\d MB", told)
     assert "--weight-gradients once: once holds" in told and "scattered holds" in told
+
+
+def told_before_evaluating(cache: str, *flags: str) -> str:
+    with redirect_stdout(StringIO()) as told, without_trial():
+        train(cache, *flags, only_load=True)
+    return told.getvalue()
+
+
+def test_an_evaluation_is_told_of_no_gradients(ranks, cache, tmp_path) -> None:
+    flags = (*EVEN, *BY_TWO, "--train-iters", "1")
+    ranks(2, trained, cache, *flags, "--save", str(tmp_path))
+    told, _ = ranks(2, told_before_evaluating, cache, *flags, "--load", str(tmp_path), "--evaluate-only")
+    assert "a global batch receives" in told and "--weight-gradients" not in told
 
 
 def test_no_more_is_told_than_a_stage_has(ranks, cache) -> None:
