@@ -68,7 +68,7 @@ class BucketedDataParallel:
 
         def bucket(chunk: int, parameters: list[Tensor], partial: bool) -> Bucket:
             if weights is None or not scattered:
-                return Bucket(chunk, parameters, partial, owners, weights)
+                return Bucket(chunk, [parameters], partial, owners, weights)
             made = ScatteredBucket(chunk, parameters, partial, owners, weights)
             self._scattered.setdefault(chunk, []).append(made)
             return made
@@ -124,10 +124,10 @@ class BucketedDataParallel:
             del due[parameter]
             self._reduce_complete()
 
-    def begin(self, chunk: int) -> None:
-        """A backward of the chunk is about to add gradients, which are to be scattered behind it."""
+    def begin(self, chunk: int, first_part: bool = False) -> None:
+        """A backward of the chunk, or the first part of one, is about to add gradients, which are to be scattered."""
         for bucket in self._scattered.get(chunk, ()):
-            bucket.begin()
+            bucket.begin(first_part)
 
     def scatter(self, chunk: int) -> None:
         """Starts sending the gradients that backwards have left for the chunk to those who keep the rows, and add them
@@ -181,12 +181,15 @@ class BucketedDataParallel:
 
     @property
     def held_bytes(self) -> int:
-        """Of gradients and of the sums of rows, at most: of what is scattered, the two largest chunks'."""
+        """Of gradients and of the sums of rows, at most: of what is scattered, those of the two largest chunks, and of
+        all others what the first parts of backwards have added."""
         sums = sum(rows.sum.nbytes for each in self._buckets for rows in (each.kept, each.owned) if rows is not None)
         if not self._scattered:
-            return sums + sum(each.flat.nbytes for each in self._buckets)
-        live = (sum(each.flat_bytes for each in buckets) for buckets in self._scattered.values())
-        return sums + sum(sorted(live)[-2:])
+            return sums + sum(flat.nbytes for each in self._buckets for flat in each.flats)
+        scattered = self._scattered.values()
+        early = sum(each.early_bytes for buckets in scattered for each in buckets)
+        late = [sum(each.late_bytes for each in buckets) for buckets in scattered]
+        return sums + early + sum(sorted(late)[-2:])
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing
@@ -207,7 +210,7 @@ class BucketedDataParallel:
 
     def _reduce(self, bucket: Bucket) -> None:
         if bucket.partial:
-            all_reduce_sum(bucket.flat, self._tensor, "backward")
+            all_reduce_sum(bucket.flats[0], self._tensor, "backward")
         if bucket.kept is not None:  # over the data axis when all of these are done, in one order on all ranks
             self._scatter(bucket, bucket.kept)
         else:

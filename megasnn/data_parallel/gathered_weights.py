@@ -36,10 +36,12 @@ class GatheredWeights:
 
     Attributes:
         scatter: as it was given.
+        multiplied: the weights of convolutions and linear layers, whose gradients are the second part of a backward.
     """
 
     def __init__(self, group: Group, scatter: Group, cast_weights: CastWeights) -> None:
         self.scatter, self._group, self._cast_weights = scatter, group, cast_weights
+        self.multiplied: set[Tensor] = set()
         self._units: dict[int, list[_Together]] = {}
         self._on_their_way: dict[int, list[Exchange]] = {}
         self._live: set[int] = set()
@@ -53,6 +55,7 @@ class GatheredWeights:
         """
         by_type: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         multiplied = _multiplied(layers)
+        self.multiplied.update(multiplied)
         for parameter in dict.fromkeys(each for layer in layers for each in layer.parameters()):
             travels_in = multiplied.get(parameter, parameter.dtype)
             by_type.setdefault((parameter.dtype, travels_in), []).append(parameter)

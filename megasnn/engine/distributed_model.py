@@ -352,7 +352,7 @@ class DistributedModel:
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
         """The forward of the step before once more, for those who look at it; changes nothing that training keeps.
 
-        Collective over the pipeline and tensor groups.
+        Collective over the groups of the pipeline, of tensor parallelism, and of replicas that share weights.
         """
         for norm in self.norms:
             norm.recording = False

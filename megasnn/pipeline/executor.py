@@ -64,8 +64,8 @@ class MicroBatchInput:
 class GradientSync(Protocol):
     """What the executor asks of data parallelism."""
 
-    def begin(self, chunk: int) -> None:
-        """A backward of the chunk is about to add gradients, which are to be scattered behind it."""
+    def begin(self, chunk: int, first_part: bool = False) -> None:
+        """A backward of the chunk, or the first part of one, is about to add gradients, which are to be scattered."""
 
     def scatter(self, chunk: int) -> None:
         """The gradients that backwards have left for the chunk may go. Does not wait."""
@@ -323,7 +323,7 @@ class PipelineExecutor:
         self._done(action)
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
-        self._begin_gradients(action)
+        self._begin_gradients(action, first_part=True)
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
             run.backward(_key(action))
         tasks.reverse()
@@ -336,9 +336,9 @@ class PipelineExecutor:
             tasks.pop()()  # and its tensors are free
         self._done(action)
 
-    def _begin_gradients(self, action: Action) -> None:
+    def _begin_gradients(self, action: Action, first_part: bool = False) -> None:
         if self._sync is not None and action.chunk in self._scattered:
-            self._sync.begin(action.chunk)
+            self._sync.begin(action.chunk, first_part)
 
     def _done(self, action: Action) -> None:
         chunk, micro_batch = _key(action)

@@ -40,7 +40,7 @@ class SharedWeights:
         return complete
 
     def limit_of(self, schedule: Schedule) -> int:
-        """The most bytes of gathered weights that a rank holds."""
+        """The most bytes of gathered weights that a rank may hold."""
         return default_limit(schedule, self.unit_bytes, self.ahead) if self.limit is None else self.limit
 
     def whole(self, schedule: Schedule) -> int:

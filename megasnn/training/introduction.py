@@ -25,6 +25,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind
+from megasnn.schedule.memory import weights_held
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.profile import chart
 
@@ -227,23 +228,25 @@ def _model(
 
 
 def _shared_weights(config: PretrainConfig, engine: DistributedModel, plan: PipelinePlan) -> list[str]:
-    """What weight parallelism holds and receives on this rank, with gradients once in a step and scattered."""
+    """What weight parallelism holds and receives on this rank; in training, of gradients once and scattered."""
     weights, ranks, pipeline = plan.schedules.weights, engine.state.weight.size, engine.state.pipeline
     if weights is None:
         return []
-    schedule = plan.schedules.training(plan.micro_batches)
+    evaluates = config.training.evaluate_only
+    schedule = (plan.schedules.evaluation if evaluates else plan.schedules.training)(plan.micro_batches)
     mine = schedule.actions[pipeline.rank]
     gathers = [weights.unit_bytes[action.chunk] for action in mine if action.kind is Kind.GATHER_WEIGHTS]
     kept = [entry.tensor for entry in (*engine.tensors, *engine.copies) if entry.is_parameter]
     rows = sum(each.nbytes for each in kept if each.requires_grad)
     units = [size for size, rank in zip(weights.unit_bytes, schedule.placement, strict=True) if rank == pipeline.rank]
     live = ranks * rows * sum(sorted(units)[-2:]) / max(1, sum(units))
-    others = 1e-6 * (ranks - 1)
-    return [
+    gathered, others = max(weights_held(schedule, pipeline.rank, weights.unit_bytes)), 1e-6 * (ranks - 1)
+    told = [
         f"--weight-parallel-size {ranks}: a rank keeps {1e-6 * sum(each.nbytes for each in kept):.1f} MB of weights, "
-        f"and gathers at most {1e-6 * weights.limit_of(schedule):.1f} MB at once; a step receives "
+        f"and gathers at most {1e-6 * gathered:.1f} MB at once; {'a global batch' if evaluates else 'a step'} receives "
         f"{others / ranks * sum(gathers):.1f} MB in {len(gathers)} gathers",
         f"--weight-gradients {config.parallel.weight_gradients}: once holds {1e-6 * rows * (ranks + 1):.1f} MB of "
         f"gradients and receives {others * rows:.1f} MB in a step; scattered holds {1e-6 * (rows + live):.1f} MB and "
         f"receives {others * rows * plan.micro_batches:.1f} MB",
     ]
+    return told[:1] if evaluates else told

@@ -17,6 +17,7 @@ from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.schedule.memory import weights_held
 from megasnn.sharding import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
 from megasnn.telemetry.reporter import Reporter
@@ -89,7 +90,7 @@ def forecast_memory(
     averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered = 0 if shared is None else shared.limit_of(schedule)
+    gathered = 0 if shared is None else max(weights_held(schedule, state.pipeline.rank, shared.unit_bytes))
     gradients = distributed.data_parallel.held_bytes
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +21,8 @@ from megasnn.config.training import Length
 from megasnn.data_parallel import BucketedDataParallel
 from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.engine import Engine
-from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
+from megasnn.models.layer import layer
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
@@ -29,7 +31,8 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule
 from megasnn.schedule.weights import SharedWeights
-from tests.training.runs import TINY
+from tests.models.networks import CLASSES, between
+from tests.training.runs import TINY, train, without_trial
 from tests.training.test_replicas import WEIGHT, train_with_flip
 from tests.training.test_sharded_optimizer import SHARDED, batch, same, saved, trained
 
@@ -272,6 +275,27 @@ def test_what_is_told(ranks, cache) -> None:
     assert "--weight-gradients once: once holds" in told and "scattered holds" in told
 
 
+def told_before_evaluating(cache: str, *flags: str) -> str:
+    with redirect_stdout(StringIO()) as told, without_trial():
+        train(cache, *flags, only_load=True)
+    return told.getvalue()
+
+
+def test_an_evaluation_is_told_of_no_gradients(ranks, cache, tmp_path) -> None:
+    flags = (*EVEN, *BY_TWO, "--train-iters", "1")
+    ranks(2, trained, cache, *flags, "--save", str(tmp_path))
+    told, _ = ranks(2, told_before_evaluating, cache, *flags, "--load", str(tmp_path), "--evaluate-only")
+    assert "a global batch receives" in told and "--weight-gradients" not in told
+
+
+def test_no_more_is_told_than_a_stage_has(ranks, cache) -> None:
+    """With a limit above that."""
+    flags = (*BY_TWO, *PP2, "--weight-memory-limit", "1000", "--train-iters", "1", "--embed-dim", "256")
+    told = ranks(4, printed, cache, *EVEN, *flags)[0]
+    found = re.search(r"a rank keeps (.*) MB of weights, and gathers at most (.*) MB at once", told)
+    assert found is not None and 1 < float(found[2]) <= 2 * float(found[1]) + 0.2
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -310,7 +334,71 @@ def too_little(*flags: str) -> str:
 
 def test_a_limit_that_no_layer_fits_is_refused(ranks) -> None:
     for text in ranks(2, too_little, *BY_TWO, "--weight-memory-limit", "0.001"):
-        assert "a limit of 1000 bytes of gathered weights is too small" in text and "the least is" in text
+        least = re.search(
+            r"--weight-memory-limit 0\.001: the weights of .* alone are \d+ bytes; give (.*) \(MB\)", text
+        )
+        assert least is not None and 0.001 < float(least[1]) < 1
+
+
+def gradients_held(*flags: str) -> tuple[int, int, int]:
+    """Bytes of memory that gradients of whole parameters have, the most in a step; what is foretold, without the sums
+    of rows; and those of all parameters."""
+    with engine(*flags) as made:
+        data_parallel, most = made.distributed.data_parallel, [0]
+        buckets, begin = data_parallel._buckets, BucketedDataParallel.begin
+
+        def watched(self: BucketedDataParallel, *args: Any, **keywords: Any) -> None:
+            begin(self, *args, **keywords)
+            storages = {view.untyped_storage()._cdata: view.untyped_storage() for b in buckets for view in b.views}
+            most.append(sum(each.nbytes() for each in storages.values()))
+
+        with mock.patch.object(BucketedDataParallel, "begin", watched):
+            made.train_step(*samples(made, 8))
+        sums = sum(bucket.sum.nbytes for bucket in buckets)
+        return max(most), data_parallel.held_bytes - sums, sum(view.nbytes for b in buckets for view in b.views)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv"])
+def test_what_scattered_gradients_hold(ranks, schedule: str) -> None:
+    """Those of weights wait for nothing, also where backwards are split; those of norms may wait for them."""
+    for held, foretold, whole in ranks(
+        4, gradients_held, *BY_TWO, *SCATTERED, *PP2[:2], "--pipeline-schedule", schedule, "--depth", "3"
+    ):
+        assert 0 < held <= foretold < whole
+
+
+class Scaled(nn.Module):
+    """Scales by the mean of a convolution's weight, which autograd adds a gradient to: the layer itself is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = ParallelConv(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.conv.weight.mean())
+
+
+def scaled(**flags: Any) -> tuple[float, dict[str, Tensor]]:
+    model = between(lambda: [layer("scaled", Scaled()), layer("next", ConvNormNeuron(4, 4))])
+    with Engine(model, micro_batch_size=2, global_batch_size=8, train_iters=2, precision="fp64", **flags) as made:
+        images = torch.rand(8, *made.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        losses = [made.train_step(images, torch.arange(8) % CLASSES).loss for _ in range(2)]
+        return losses[-1], made.state_dict()
+
+
+def scaled_in_parts() -> tuple[float, dict[str, Tensor]]:
+    return scaled(
+        weight_parallel_size=2, weight_gradients="scattered", pipeline_model_parallel_size=2, pipeline_schedule="zb1p"
+    )
+
+
+def test_a_weight_that_a_module_of_ones_own_uses(ranks) -> None:
+    """Its gradient comes with the first part of a backward, where that of its layer would come with the second."""
+    (loss, weights), others = scaled(), ranks(4, scaled_in_parts)
+    for found, theirs in others:
+        assert found == pytest.approx(loss, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def uneven() -> str:
