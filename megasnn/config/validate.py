@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from megasnn.batching import micro_batches_of
-from megasnn.config.checks import ConfigError, flag, refusal
+from megasnn.config.checks import ConfigError, flag
 from megasnn.config.names import unknown_names
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.training import LENGTHS
-from megasnn.grid import Grid
+from megasnn.config.validate_layout import (
+    grid_problems,
+    memory_problems,
+    partition_problems,
+    recompute_problems,
+    replica_problems,
+)
 from megasnn.kernels import BACKENDS
 from megasnn.losses import LOSSES
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule.named import least_held
-from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
 
 
@@ -34,13 +37,13 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     of_model = config.model.problems(parallel.tensor_model_parallel_size)
     of_parallel = parallel.problems()
     problems = [*of_model, *of_parallel, *(problem for part in others for problem in part.problems())]
-    problems += _grid_problems(config, world_size)
+    problems += grid_problems(config, world_size)
     if not of_model and not of_parallel:
-        problems += _partition_problems(config)
+        problems += partition_problems(config)
     if len(problems) == 0:
-        problems += _memory_problems(config, world_size) + _replica_problems(config, world_size)
+        problems += memory_problems(config, world_size) + replica_problems(config, world_size)
     problems += _length_problems(config) + _evaluation_problems(config) + _optimizer_problems(config, world_size)
-    problems += _mixing_problems(config) + _window_problems(config) + _recompute_problems(config)
+    problems += _mixing_problems(config) + _window_problems(config) + recompute_problems(config)
     problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
     problems += _arithmetic_problems(config) + _waiting_problems(config)
     problems += _graph_problems(config)
@@ -48,117 +51,6 @@ def validate(config: PretrainConfig, world_size: int) -> None:
         problems += _trace_problems(config, world_size)
     if problems:
         raise ConfigError(problems)
-
-
-def _grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """The world size, and whether there is work for every replica."""
-    tensor = config.parallel.tensor_model_parallel_size
-    pipeline = config.parallel.pipeline_model_parallel_size
-    weight = config.parallel.weight_parallel_size
-    if min(tensor, pipeline, weight) < 1:
-        return []  # reported by ParallelConfig
-    try:
-        grid = Grid.fit(world_size, tensor, pipeline, weight)
-    except ValueError as error:
-        return [str(error)]
-    training = config.training
-    if min(training.micro_batch_size, training.global_batch_size) < 1:
-        return []  # reported by TrainingConfig
-    if training.micro_batches >= grid.replicas:
-        return _sharing_problems(config, grid)
-    return [
-        f"--global-batch-size {training.global_batch_size} with "
-        f"--micro-batch-size {training.micro_batch_size} is {training.micro_batches} micro-batch(es), but there "
-        f"are {grid.replicas} data parallel replicas (world size {world_size} / tensor {tensor} / pipeline "
-        f"{pipeline}) and each needs at least one"
-    ]
-
-
-def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
-    """Replicas that gather weights together, with other numbers of micro-batches."""
-    if grid.weight == 1 or config.training.evaluate_only:
-        return []
-    asked, count, wrong = f"--weight-parallel-size {grid.weight}", config.training.micro_batches, []
-    if count % grid.replicas:
-        wrong.append(
-            f"{asked} with {count} micro-batches on {grid.replicas} data parallel replicas, which gather weights "
-            "together and need equally many; change --global-batch-size or --micro-batch-size"
-        )
-    if config.data.last_batch == "keep":
-        wrong.append(f"{asked} with --last-batch keep, where replicas may have unequally many micro-batches; use drop")
-    return wrong
-
-
-def _partition_problems(config: PretrainConfig) -> list[str]:
-    """Whether the model's layers can be laid out on the pipeline's chunks."""
-    parallel = config.parallel
-    if parallel.layout is None and parallel.chunks == 1:
-        return []
-    units = config.model.units()
-    if parallel.layout is not None:
-        return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
-    if parallel.chunks > len(units):
-        virtual = parallel.chunks_per_rank or 1
-        return [
-            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} x "
-            f"--num-virtual-stages-per-pipeline-rank {virtual} are more chunks than "
-            f"the model's {len(units)} layers"
-        ]
-    return []
-
-
-def _memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """A fixed order that holds more than the memory limit; what a search has to find out is refused by the search."""
-    parallel = config.parallel
-    limit = parallel.pipeline_memory_limit
-    if limit is None:
-        return []
-    stages, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-    replicas = Grid.fit(world_size, parallel.tensor_model_parallel_size, stages).data
-    most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
-    most *= config.training.windows(config.model.time_steps)
-    held = least_held(name, stages, most, parallel.chunks_per_rank)
-    if held <= limit:
-        return []
-    return [
-        f"--pipeline-schedule {name} holds the activations of {held:g} micro-batches on a rank, with {stages} stages "
-        f"and {most} micro-batches, where --pipeline-memory-limit allows {limit:g}; auto searches within the limit"
-    ]
-
-
-def _recompute_problems(config: PretrainConfig) -> list[str]:
-    """Forwards that go on from what the one before them left cannot be computed again."""
-    parallel, steps = config.parallel, config.training.bptt_steps
-    if steps is None or parallel.recompute == NEVER and parallel.memory_budget is None:
-        return []
-    asked = f"--recompute {parallel.recompute}"
-    if parallel.memory_budget is not None:
-        asked = f"--memory-budget {parallel.memory_budget:g}"
-    return [
-        f"{asked} with --bptt-steps {steps}: a window's forward goes on from potentials that are gone when it would be "
-        "computed again; leave it out, windows keep little"
-    ]
-
-
-def _replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Whether there are ranks to compare, and enough of them for a majority."""
-    parallel = config.parallel
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size)
-    sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}" + (
-        f" / weight {grid.weight}" if grid.weight > 1 else ""
-    )
-    if parallel.replica_mismatch == "majority" and grid.data < 3:
-        return [
-            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {grid.data} "
-            f"({sizes}); use stop"
-        ]
-    if parallel.check_replicas_interval and grid.replicas * grid.tensor == 1:
-        return [
-            f"--check-replicas-interval {parallel.check_replicas_interval} compares ranks that hold the same, and "
-            f"there are none ({sizes}); leave the flag out"
-        ]
-    return []
 
 
 def _length_problems(config: PretrainConfig) -> list[str]:
