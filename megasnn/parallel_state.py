@@ -1,6 +1,6 @@
 """The global grid of ranks: one frozen object, with Megatron-LM's accessor names.
 
-`initialize_model_parallel` lays the ranks out (tensor fastest, then data, then pipeline), makes the process groups,
+`initialize_model_parallel` lays the ranks out (tensor fastest, then context, data, pipeline), makes the process groups,
 starts their collectives and keeps them in one `ParallelState`. Constructors and megasnn.training read it; everything
 below is passed the groups it needs. `destroy_model_parallel` frees the groups, after which another grid can be
 initialised.
@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group, Groups, alone, let_computing_go_first
-from megasnn.grid import AXES, REPLICA_AXES, Axis, Coordinates, Grid
+from megasnn.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Coordinates, Grid
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device. What hosts tell each other never waits for a GPU."""
@@ -33,8 +33,17 @@ _GROUPS: dict[str, tuple[Axis, ...]] = {
     "world": AXES,
 }
 """The axes of each group, in the order in which all ranks make them and start their collectives."""
-_OF_WEIGHT_PARALLELISM: dict[str, tuple[Axis, ...]] = {"weight": ("weight",), "copies": ("data",)}
-"""Those that there are only where weights are kept by rows; they come before all others."""
+_FINER: dict[str, tuple[Axis, ...]] = {
+    "weight": ("weight",),
+    "context": ("context",),
+    "other_data": ("data",),
+    "copies": ("data", "context"),
+    "summed": SUMMED_AXES,
+}
+"""Those that there are only where weights are kept by rows, or ranks share a micro-batch; they come before all others.
+"""
+_OTHERWISE_DATA = "copies", "summed", "other_data"
+"""Of them those that are all replicas elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,13 @@ class ParallelState:
     """
     Attributes:
         grid, coordinates: the sizes of the axes and this rank's place.
-        tensor, pipeline: the groups along one axis. data: all replicas, each of which has samples of its own.
+        tensor, pipeline: the groups along one axis. context: the ranks that share a micro-batch. data: all replicas,
+            each of which has micro-batches of its own.
         weight: the replicas that share one copy of the weights. scatter: the same once more, for gradients: when these
             are complete is no part of the order in which weights are gathered.
-        copies: the replicas that hold the same of the weights; without weight parallelism all.
+        copies: the replicas, and ranks that share a micro-batch with them, that hold the same of the weights.
+        summed: all of which gradients are the sum: replicas, and ranks that share a micro-batch with them.
+        other_data: the ranks along the data axis alone.
         downward: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pipeline`.
             No queue has messages in both directions (megasnn/comm/communicators.py).
         model: all ranks that together hold one copy of the model (tensor x pipeline).
@@ -68,6 +80,9 @@ class ParallelState:
     weight: Group
     scatter: Group
     copies: Group
+    context: Group
+    summed: Group
+    other_data: Group
     at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -76,7 +91,7 @@ class ParallelState:
 
     def group(self, axis: Axis) -> Group:
         """The group along one axis."""
-        group: Group = getattr(self, "copies" if axis == "data" else axis)
+        group: Group = getattr(self, "other_data" if axis == "data" else axis)
         return group
 
     @property
@@ -164,11 +179,14 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     device: torch.device | None = None,
     weight_parallel_size: int = 1,
+    context_parallel_size: int = 1,
 ) -> ParallelState:
-    """Makes the groups of a data x tensor x pipeline grid over the whole world; data parallel is what is left over.
+    """Makes the groups of a data x context x tensor x pipeline grid over the whole world; data parallel is what is left
+    over.
 
     Args:
         weight_parallel_size: how many neighbouring replicas share one copy of the weights.
+        context_parallel_size: how many ranks share a micro-batch.
     Raises:
         ValueError: the sizes do not multiply to the world size (every factor is printed), or GPUs with a transport that
             does not serve them.
@@ -181,19 +199,21 @@ def initialize_model_parallel(
         )
     device = torch.device("cpu") if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    grid = Grid.fit(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, weight_parallel_size)
+    sizes = tensor_model_parallel_size, pipeline_model_parallel_size, weight_parallel_size, context_parallel_size
+    grid = Grid.fit(world_size, *sizes)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world_size > 1 and device.type == "cuda":
         _require_gpu_transport(dist.get_backend(), dist.group.WORLD)
     takes_gpus = world_size == 1 or "nccl" in dist.get_backend()
     wire = device if takes_gpus else torch.device("cpu")
     groups = Groups(grid, rank)
-    table = _GROUPS if grid.weight == 1 else {**_OF_WEIGHT_PARALLELISM, **_GROUPS}
+    table = _GROUPS if grid.weight == grid.context == 1 else {**_FINER, **_GROUPS}
     named: dict[str, Any] = {name: groups(name, axes) for name, axes in table.items()}
     _state = ParallelState(
         grid=grid,
         coordinates=grid.coordinates(rank),
-        **{"weight": alone("weight"), "copies": named["data"], **named},
+        **{axis: alone(axis) for axis in ("weight", "context") if axis not in named},
+        **{**dict.fromkeys(_OTHERWISE_DATA, named["data"]), **named},
         scatter=groups("scatter", ("weight",), apart=True),
         downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,
@@ -240,7 +260,7 @@ def destroy_model_parallel() -> None:
     if _state is None:
         return
     freed: list[dist.ProcessGroup] = []
-    named = (getattr(_state, name) for name in (*_OF_WEIGHT_PARALLELISM, *_GROUPS))
+    named = (getattr(_state, name) for name in (*_FINER, *_GROUPS))
     for group in (*named, _state.scatter, _state.downward):
         handle = group.handle
         if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
@@ -284,6 +304,18 @@ def get_data_parallel_world_size() -> int:
 
 def get_data_parallel_rank() -> int:
     return get_parallel_state().data.rank
+
+
+def get_context_parallel_group() -> Group:
+    return get_parallel_state().context
+
+
+def get_context_parallel_world_size() -> int:
+    return get_parallel_state().context.size
+
+
+def get_context_parallel_rank() -> int:
+    return get_parallel_state().context.rank
 
 
 def get_model_parallel_group() -> Group:

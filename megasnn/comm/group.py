@@ -24,6 +24,7 @@ class Group:
         rank: this process's place in `ranks`.
         handle: the torch process group; None when the size is 1.
         in_rank_order: whether sums over it are formed in the order of its ranks, rather than as the backend likes.
+        sizes: of the axes that the ranks lie along, the slowest first; their product is the size.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Group:
     rank: int = 0
     handle: dist.ProcessGroup | None = None
     in_rank_order: bool = False
+    sizes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -70,7 +72,8 @@ class Groups:
             handle = self._handles[partition] = self._made(name, partition)
         else:
             handle = self._handles[partition]
-        return Group(name, mine, mine.index(self._rank), handle)
+        sizes = tuple(self._grid.size(axis) for axis in AXES if axis in axes)
+        return Group(name, mine, mine.index(self._rank), handle, sizes=sizes)
 
     def _made(self, name: str, partition: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         # Every rank of the world takes part in making every group.

@@ -5,21 +5,23 @@ from __future__ import annotations
 from megasnn.batching import micro_batches_of
 from megasnn.config.checks import refusal
 from megasnn.config.pretrain import PretrainConfig
-from megasnn.grid import Grid
+from megasnn.grid import Axis, Grid
 from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
+
+FINER: tuple[Axis, ...] = ("weight", "context")
 
 
 def grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """The world size, and whether there is work for every replica."""
     tensor = config.parallel.tensor_model_parallel_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    weight = config.parallel.weight_parallel_size
-    if min(tensor, pipeline, weight) < 1:
+    weight, context = config.parallel.weight_parallel_size, config.parallel.context_parallel_size
+    if min(tensor, pipeline, weight, context) < 1:
         return []  # reported by ParallelConfig
     try:
-        grid = Grid.fit(world_size, tensor, pipeline, weight)
+        grid = Grid.fit(world_size, tensor, pipeline, weight, context)
     except ValueError as error:
         return [str(error)]
     training = config.training
@@ -75,7 +77,8 @@ def memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
     if limit is None:
         return []
     stages, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-    replicas = Grid.fit(world_size, parallel.tensor_model_parallel_size, stages).data
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    replicas = Grid.fit(world_size, tensor, stages, context=context).replicas
     most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
     most *= config.training.windows(config.model.time_steps)
     held = least_held(name, stages, most, parallel.chunks_per_rank)
@@ -105,16 +108,15 @@ def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """Whether there are ranks to compare, and enough of them for a majority."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size)
-    sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}" + (
-        f" / weight {grid.weight}" if grid.weight > 1 else ""
-    )
-    if parallel.replica_mismatch == "majority" and grid.data < 3:
+    grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size, parallel.context_parallel_size)
+    finer = "".join(f" / {axis} {grid.size(axis)}" for axis in FINER if grid.size(axis) > 1)
+    sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}{finer}"
+    if parallel.replica_mismatch == "majority" and grid.data * grid.context < 3:
         return [
-            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {grid.data} "
+            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {grid.data * grid.context} "
             f"({sizes}); use stop"
         ]
-    if parallel.check_replicas_interval and grid.replicas * grid.tensor == 1:
+    if parallel.check_replicas_interval and grid.replicas * grid.context * grid.tensor == 1:
         return [
             f"--check-replicas-interval {parallel.check_replicas_interval} compares ranks that hold the same, and "
             f"there are none ({sizes}); leave the flag out"

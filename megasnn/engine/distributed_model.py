@@ -152,7 +152,7 @@ class DistributedModel:
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [e.name for e in whole if e.is_parameter]
-        self.owners = state.weight if state.weight.size > 1 and not rows_have_owners else state.data
+        self.owners = state.weight if state.weight.size > 1 and not rows_have_owners else state.summed
         place = Place(state.grid, state.coordinates)
         self.gradient_norm = GradientNorm(names, self.owned, state.device, self.owners, place)
         self._global_batch_size = 1

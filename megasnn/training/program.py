@@ -75,6 +75,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
                 parallel.pipeline_model_parallel_size,
                 device,
                 parallel.weight_parallel_size,
+                parallel.context_parallel_size,
             )
         saved = True
         try:
