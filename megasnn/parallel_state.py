@@ -208,12 +208,13 @@ def initialize_model_parallel(
     wire = device if takes_gpus else torch.device("cpu")
     groups = Groups(grid, rank)
     table = _GROUPS if grid.weight == grid.context == 1 else {**_FINER, **_GROUPS}
-    named: dict[str, Any] = {name: groups(name, axes) for name, axes in table.items()}
+    named: dict[str, Any] = {"weight": alone("weight"), "context": alone("context")}
+    named |= {name: groups(name, axes) for name, axes in table.items()}
+    named = {**dict.fromkeys(_OTHERWISE_DATA, named["data"]), **named}
     _state = ParallelState(
         grid=grid,
         coordinates=grid.coordinates(rank),
-        **{axis: alone(axis) for axis in ("weight", "context") if axis not in named},
-        **{**dict.fromkeys(_OTHERWISE_DATA, named["data"]), **named},
+        **named,
         scatter=groups("scatter", ("weight",), apart=True),
         downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,

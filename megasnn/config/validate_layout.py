@@ -111,9 +111,10 @@ def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
     grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size, parallel.context_parallel_size)
     finer = "".join(f" / {axis} {grid.size(axis)}" for axis in FINER if grid.size(axis) > 1)
     sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}{finer}"
-    if parallel.replica_mismatch == "majority" and grid.data * grid.context < 3:
+    alike = grid.data * grid.context
+    if parallel.replica_mismatch == "majority" and alike < 3:
         return [
-            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {grid.data * grid.context} "
+            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {alike} "
             f"({sizes}); use stop"
         ]
     if parallel.check_replicas_interval and grid.replicas * grid.context * grid.tensor == 1:
