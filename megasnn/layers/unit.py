@@ -100,7 +100,7 @@ class ConvNormNeuron(nn.Module):
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
         steps = neuron.steps_of(y)
-        spikes, mean, variance = norm_pool_neuron(
+        spikes, mean, variance, count = norm_pool_neuron(
             y,
             norm.weight,
             norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant,
@@ -114,12 +114,13 @@ class ConvNormNeuron(nn.Module):
             time_steps=steps,
             backend=neuron.backend,
             fires=self.fires,
+            shared=norm.shared,
         )
         if norm.uses_batch_statistics:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
             repeats = steps // y.shape[0]
             mean = mean if constant is None else mean + constant.detach()
-            norm.record(mean, variance, repeats * y.numel() // y.shape[2])
+            norm.record(mean, variance, repeats * count)
         return neuron.observed(spikes)
 
     def extra_repr(self) -> str:

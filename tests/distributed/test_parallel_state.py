@@ -112,6 +112,8 @@ def test_megatrons_accessors(ranks) -> None:
             "get_tensor_model_parallel_rank": rank % 2,
             "get_pipeline_model_parallel_world_size": 2,
             "get_pipeline_model_parallel_rank": rank // 2,
+            "get_context_parallel_world_size": 1,
+            "get_context_parallel_rank": 0,
             "get_data_parallel_world_size": 1,
             "get_data_parallel_rank": 0,
             "is_pipeline_first_stage": rank < 2,

@@ -103,7 +103,7 @@ def unit_on(backend: str, x: torch.Tensor, spec: NeuronSpec, *, training: bool, 
     weight, bias, running_mean, running_var = torch.randn(4, channels, dtype=torch.float64).unbind()
     weight, bias = (weight * 1.5 + 0.8).requires_grad_(), (bias * 0.5).requires_grad_()
     w = plif_weight(spec)
-    spikes, mean, var = norm_pool_neuron(
+    spikes, mean, var, _ = norm_pool_neuron(
         x, weight, bias, running_mean, running_var.abs() + 0.5, spec=spec, training=training, w=w, pool=pool,
         time_steps=steps, backend=backend,
     )  # fmt: skip
@@ -167,7 +167,7 @@ def pool_in_there() -> None:
     statistics = torch.zeros(4).double(), torch.ones(4).double()
     results = []
     for backend in ("torch", "triton"):
-        spikes, _, _ = norm_pool_neuron(x, None, None, *statistics, backend=backend, **options)
+        spikes, _, _, _ = norm_pool_neuron(x, None, None, *statistics, backend=backend, **options)
         results.append((spikes, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), x)))
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-9, atol=1e-9, equal_nan=True)
@@ -206,7 +206,7 @@ def gradients_of_bfloat16_in_there() -> None:
         results = []
         for backend in ("fused", "triton"):
             leaf, weight = x.clone().requires_grad_(), torch.ones(24, requires_grad=True)
-            spikes, mean, var = norm_pool_neuron(
+            spikes, mean, var, _ = norm_pool_neuron(
                 leaf, weight, None, spec=NeuronSpec(), training=True, pool=pool, backend=backend
             )
             assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32
