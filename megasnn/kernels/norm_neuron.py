@@ -6,7 +6,8 @@ exchange them there. For backward the input is kept, and the statistics; all els
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,17 +21,29 @@ from megasnn.kernels.spec import NeuronSpec
 
 @dataclass(frozen=True)
 class Unit:
-    """What a unit computes, besides its tensors; arguments as in `megasnn.kernels.unit.norm_pool_neuron`."""
+    """What a unit computes, besides its tensors; arguments as in `megasnn.kernels.unit.norm_pool_neuron`.
+
+    Attributes:
+        above: with pooling, how many rows of the input, 0 or 1, come before the middle of the first windows; without
+            one, the windows reach beyond the image there.
+    """
 
     spec: NeuronSpec
     eps: float
     pool: bool
     time_steps: int
+    above: int = 0
 
     def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
         """For an input `[X, N, C, ...]`."""
-        space = [(side + 1) // 2 for side in x.shape[3:]] if self.pool else x.shape[3:]
-        return self.time_steps, *x.shape[1:3], *space
+        return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
+
+    def space_of_spikes(self, space: Sequence[int]) -> tuple[int, ...]:
+        """For an input of these sides."""
+        if not self.pool:
+            return tuple(space)
+        height, width = space
+        return (height - self.above + 1) // 2, (width + 1) // 2
 
 
 class Norm(NamedTuple):
@@ -112,6 +125,7 @@ def norm_pool_neuron_by(
     unit: Unit,
     fires: bool = True,
     shared: Shared | None = None,
+    above: Tensor | None = None,
 ) -> UnitOutput:
     """The calls, one after the other; see `megasnn.kernels.unit.norm_pool_neuron`.
 
@@ -120,7 +134,7 @@ def norm_pool_neuron_by(
     """
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = torch.is_grad_enabled()
-    inputs = channels_last(x), weight, bias, w, running, unit, calls, packed, fires, shared
+    inputs = channels_last(x), above, weight, bias, w, running, unit, calls, packed, fires, shared
     spikes, mean, variance, count, bits = _NormPoolNeuron.apply(*inputs)
     return UnitOutput(remember_bits(spikes, bits), mean, variance, count)
 
@@ -135,6 +149,15 @@ def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:
     return calls.statistics(x) if x.numel() else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
 
 
+def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
+    """What the input gradient of values has lost by the means of the gradients, and of those by deviations."""
+    precision = (norm.variance + eps).reciprocal()
+    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
+    of_channels = scale * means[0], scale * means[1] * precision, norm.mean
+    each, slope, mean = (values.view(-1, 1, 1) for values in of_channels)
+    return (each + (x - mean) * slope).to(x.dtype)
+
+
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
     """The gradient of a learned time constant's w from what kernels sum, which lacks a factor; q = sigmoid(w)."""
     q = w.detach().double().sigmoid()
@@ -147,6 +170,7 @@ class _NormPoolNeuron(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        above: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         w: Tensor | None,
@@ -166,7 +190,9 @@ class _NormPoolNeuron(torch.autograd.Function):
         else:
             found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()
-        if fires:
+        if above is not None:
+            unit, x = replace(unit, above=1), channels_last(torch.cat([above, x], dim=3))
+        if fires and own:
             spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
         else:
             spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
@@ -184,21 +210,28 @@ class _NormPoolNeuron(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
-            return (None,) * 10
+            return (None,) * 11
         x, weight, bias, w, mean, variance, *counts = ctx.saved_tensors
-        need_x, need_weight, need_bias, need_w = ctx.needs_input_grad[:4]
+        need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
         unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
-        g_spikes = channels_last(g_spikes)
-        sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
-        g_x = None
-        own = x.numel() // x.shape[2]
-        if need_x:
+        g_spikes, count = channels_last(g_spikes), x.numel() // x.shape[2]
+        if count:
+            sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
+        else:
+            sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
+        g_x = g_above = None
+        if need_x or need_above:
             means = sums if ctx.batch else None
             if ctx.shared is not None:  # what is divided by this rank's number of values is to be a mean over all
-                means = ctx.shared.total(sums) * (own / counts[0])
-            g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, own, carried)
+                means = ctx.shared.total(sums) * (count / counts[0])
+            g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, count, carried) if count else x
+            if unit.above:
+                g_above, g_x = g_x[:, :, :, :1], g_x[:, :, :, 1:]
+                if means is not None:  # the rank whose row that is takes these off
+                    g_above = g_above + _means_of(x[:, :, :, :1], means / count, norm, unit.eps)
         return (
             g_x,
+            g_above,
             (sums[1] * (variance + unit.eps).rsqrt()).to(weight.dtype) if need_weight else None,
             sums[0].to(bias.dtype) if need_bias else None,
             gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,

@@ -55,6 +55,7 @@ def norm_pool_neuron(
     backend: str = AUTO,
     fires: bool = True,
     shared: Shared | None = None,
+    above: Tensor | None = None,
 ) -> UnitOutput:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
@@ -69,6 +70,8 @@ def norm_pool_neuron(
         pool: needs ``[T, N, C, H, W]``.
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
         shared: with whom the values are shared that are normalised together.
+        above: with ``pool``, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
+            count. Then ``x`` begins with an even row of the image; without it, at its edge.
 
     Returns:
         Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
@@ -86,7 +89,7 @@ def norm_pool_neuron(
         return UnitOutput(x.new_empty(shape), of_channels, of_channels, x.numel() // x.shape[2])
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
     calls = backend_for(backend, x, spec).unit_calls()
-    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, steps), fires, shared)
+    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, steps), fires, shared, above)
 
 
 def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:

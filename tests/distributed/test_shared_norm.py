@@ -9,6 +9,7 @@ from torch import Tensor
 from megasnn.comm.shared_statistics import SharedStatistics
 from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
 from tests.distributed.whole import channels_last, everybody, random
 
@@ -83,6 +84,51 @@ def test_what_travels(ranks) -> None:
     """Forward mean, variance and the count, backward the sums, in double precision, once each."""
     for _, _, moved in ranks(2, _cut, "lif", "torch", (3, 2)):
         assert moved == 8 * (2 * C + 1) + 8 * 3 * C
+
+
+def _rows(backend: str, heights: tuple[int, ...], kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Pooled units on rows of images: what one rank computes of the whole ones, and this rank of its own rows."""
+    group, spec = everybody("context"), NEURONS[kind]
+    first = sum(heights[: group.rank])
+    own = slice(first, first + heights[group.rank])
+    x = channels_last(random(4, 2, C, sum(heights), 5, seed=60) * 2 + 0.3)
+    options = {"spec": spec, "training": True, "pool": True, "backend": backend}
+
+    def run(x: Tensor, weights: slice, above: Tensor | None = None, shared: SharedStatistics | None = None) -> dict:
+        x, w = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(), None
+        above = None if above is None else above.detach().clone().requires_grad_()
+        weight, bias = (random(C, seed=61) + 1).requires_grad_(), random(C, seed=62).requires_grad_()
+        if spec.kind == "plif":
+            w = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+        y, mean, variance, count = norm_pool_neuron(x, weight, bias, w=w, shared=shared, above=above, **options)
+        (y * random(4, 2, C, -(-sum(heights) // 2), 3, seed=63)[:, :, :, weights]).sum().backward()
+        found = {"y": y.detach(), "mean": mean, "variance": variance, "count": torch.as_tensor(count), "x": x.grad}
+        found |= {} if above is None else {"above": above.grad}
+        return found | {"weight": weight.grad, "bias": bias.grad} | ({} if w is None else {"w": w.grad})
+
+    whole = run(x, slice(None))
+    above = x[:, :, :, first - 1 : first] if first else None
+    rows = slice(first // 2, -(-own.stop // 2))
+    cut = run(channels_last(x[:, :, :, own]), rows, above, SharedStatistics(group))
+    whole["y"] = whole["y"][:, :, :, rows]
+    return whole, cut
+
+
+@pytest.mark.parametrize("heights", [(4, 4), (2, 5), (4, 2, 3), (6, 1)], ids=str)
+@pytest.mark.parametrize(("backend", "kind"), [("torch", "lif"), ("fused", "plif"), ("fused", "soft")])
+def test_shared_rows_are_normalised_and_pooled_together(ranks, backend, kind, heights) -> None:
+    found = ranks(len(heights), _rows, backend, heights, kind)
+    whole = found[0][0]
+    for expected, cut in found:
+        for name in ("y", "mean", "variance", "count"):
+            torch.testing.assert_close(cut[name], expected[name].to(cut[name].dtype), **CLOSE)
+        assert torch.equal(cut["y"], expected["y"]) and 0 < cut["y"].mean() < 1
+    gradients = [cut["x"].clone() for _, cut in found]
+    for gradient, (_, below) in zip(gradients, found[1:], strict=False):
+        gradient[:, :, :, -1:] += below["above"]
+    torch.testing.assert_close(torch.cat(gradients, 3), whole["x"], **CLOSE)
+    for name in {"weight", "bias", "w"} & whole.keys():
+        torch.testing.assert_close(sum(cut[name] for _, cut in found), whole[name], **CLOSE)
 
 
 def _of_nobody() -> tuple[Tensor, Tensor, Tensor]:
