@@ -275,10 +275,11 @@ def _check_shares(
                 f"--last-batch keep makes a batch of {size} samples, {count} micro-batch(es), at the end of an epoch: "
                 f"too few for {dp_size} data parallel replicas; lower --micro-batch-size, or take another --last-batch"
             )
-        if each[-1] < cp_size and size < global_batch_size:
+        if each[-1] < cp_size:
             raise ValueError(
-                f"--last-batch keep makes a micro-batch of {each[-1]} samples at the end of an epoch: too few for "
-                f"--context-parallel-size {cp_size} by samples; change --micro-batch-size, or take another --last-batch"
+                f"a batch of {size} samples (--global-batch-size {global_batch_size}, --last-batch {last_batch}) has a "
+                f"micro-batch of {each[-1]}: too few for --context-parallel-size {cp_size} by samples; change "
+                "--micro-batch-size, or with keep take another --last-batch"
             )
         micro_batches_of(count, dp_size, 0)
 
