@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megasnn.batching import micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.checks import refusal
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Axis, Grid
@@ -28,7 +28,7 @@ def grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
     if min(training.micro_batch_size, training.global_batch_size) < 1:
         return []  # reported by TrainingConfig
     if training.micro_batches >= grid.replicas:
-        return _sharing_problems(config, grid)
+        return _sharing_problems(config, grid) + _context_problems(config)
     return [
         f"--global-batch-size {training.global_batch_size} with "
         f"--micro-batch-size {training.micro_batch_size} is {training.micro_batches} micro-batch(es), but there "
@@ -50,6 +50,33 @@ def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
     if config.data.last_batch == "keep":
         wrong.append(f"{asked} with --last-batch keep, where replicas may have unequally many micro-batches; use drop")
     return wrong
+
+
+def _context_problems(config: PretrainConfig) -> list[str]:
+    """Micro-batches that ranks cannot share."""
+    training, ranks = config.training, config.parallel.context_parallel_size
+    if ranks == 1:
+        return []
+    size, asked = training.micro_batch_size, f"--context-parallel-size {ranks}"
+    if config.parallel.context_cut(size) == "rows":
+        auto = config.parallel.context_parallel_cut == "auto"
+        why = f", as auto takes it with --micro-batch-size {size}" if auto else ""
+        return [
+            f"{asked} by rows{why}: rows of pixels are not shared yet; use --context-parallel-cut samples, with "
+            f"--micro-batch-size {ranks} or more"
+        ]
+    if size < ranks:
+        return [
+            f"{asked} by samples with --micro-batch-size {size}: each rank needs a sample; raise --micro-batch-size to "
+            f"{ranks} or more"
+        ]
+    last = micro_batch_sizes(training.global_batch_size, size)[-1]
+    if last < ranks and not training.evaluate_only:
+        return [
+            f"{asked} by samples: the last micro-batch of --global-batch-size {training.global_batch_size} with "
+            f"--micro-batch-size {size} has {last} sample(s), and each rank needs one; change either size"
+        ]
+    return []
 
 
 def partition_problems(config: PretrainConfig) -> list[str]:

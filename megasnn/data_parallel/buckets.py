@@ -38,7 +38,8 @@ class BucketedDataParallel:
 
     Args:
         tensors: (chunk index, that chunk's tensors).
-        data, tensor: the groups. Of the replicas, those that hold the same of the weights.
+        data, tensor: the groups. Of the replicas and of ranks that share a micro-batch, those that hold the same of the
+            weights.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: whether each row of a parameter belongs to one of the replicas.
@@ -163,15 +164,16 @@ class BucketedDataParallel:
         """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
 
         Raises:
-            ValueError: the tensor's description does not know of the replicas.
+            ValueError: the tensor's description does not know of the ranks that own other rows.
         """
         rows = self._rows.get(entry.tensor)
         if rows is None or rows is entry.tensor:
             return entry
-        shard = entry.shard.by_rows("data")
+        shard = entry.shard.by_rows("data").by_rows("context")
         if shard.local_shape != rows.shape:
             raise ValueError(
-                f"{entry.name} was described without its {self._data.size} replicas: BuildContext(data=...)"
+                f"{entry.name} was described without the {self._data.size} ranks that own rows of it: "
+                "BuildContext(data=..., context=...)"
             )
         return replace(entry, tensor=rows, shard=shard)
 

@@ -262,7 +262,7 @@ def built(
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline
         key = None if parallel.memory_budget is None else _surroundings(config, model, context, state)
-        size = training.micro_batch_size
+        size = context.largest_share(training.micro_batch_size)
         plan = plan or plan_of(model, parallel, size, counts, context, state, profiles, key)
     with placed("while building the model"):
         return plan, DistributedModel(

@@ -55,6 +55,15 @@ class BuildContext:
     products: ProductChoice = field(default_factory=ProductChoice)
 
     @property
+    def sharing_samples(self) -> Group:
+        """The ranks of which each has other samples of a micro-batch."""
+        return self.context if self.cut == "samples" else alone("context")
+
+    def largest_share(self, samples: int) -> int:
+        """How many samples of a micro-batch of so many a rank has at most."""
+        return -(-samples // self.sharing_samples.size)
+
+    @property
     def place(self) -> Place:
         """This rank among those that hold the same layers, whole or cut."""
         weights = self.weight.size

@@ -69,7 +69,8 @@ def measure_layers(
 
     Layers run one after another as in training: one that ran alone would find its weights in the cache, and its output
     in memory that is warm from the last time. No more exist at a time than a stage has. Values come from keyed
-    generators: no random state moves. Collective over the context's tensor group, whose exchanges are part of the cost.
+    generators: no random state moves. Collective over the context's tensor group and the ranks that share a
+    micro-batch, whose exchanges are part of the cost.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)

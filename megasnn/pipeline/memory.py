@@ -90,8 +90,8 @@ def measure_memory(
             busy machine does not count, nor does the first run of each, which pays for compiling as training would.
         repeats: whether that of forwards that are computed again is wanted, too.
     Raises:
-        NotMeasuredError: on every rank, when time is up, or an error arose. Only in a layer that is cut over tensor
-            parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
+        NotMeasuredError: on every rank, when time is up, or an error arose. Only where tensor or context parallel ranks
+            wait for this one in the middle of a layer, an error is raised as it is.
     """
     world, computed = world or alone("world"), 0.0
     sizes = TRIAL_SAMPLES if samples > TRIAL_SAMPLES[-1] else (samples,)
@@ -113,7 +113,7 @@ def measure_memory(
                 computed += time.thread_time() - begun
                 known[kind] = _for_samples(counted, samples, sizes), [each.output for each in tried]
             except Exception as caught:
-                if context.tensor.size > 1:
+                if context.tensor.size > 1 or context.context.size > 1:
                     raise
                 error = f"{description.name} failed with {type(caught).__name__}: {caught}"
             late = world.rank == 0 and index + 1 < len(model.layers) and computed >= seconds

@@ -1,7 +1,8 @@
 """How often the neurons of each layer fire: firing rate and the shares of silent and of saturated neurons.
 
 Whether a neuron is silent is known only when all its presentations are. So the spikes of the data-parallel
-ranks are added up neuron by neuron first; after that the neurons of all tensor-parallel ranks are counted.
+ranks, and of those that share their micro-batches by samples, are added up neuron by neuron first; after that the
+neurons of all tensor-parallel ranks are counted.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ class TrainingRun:
         with self._profiled(number, batch), trace.around(number):
             result = self.engine.train_on(batch)
         self.watch.spikes.enabled = False
-        self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
+        if not (self.engine.batches.trained_alike and self.state.context.rank):  # counted on another rank
+            self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
             self._require_state_as_needed()
             self.saves.prepare()

@@ -66,6 +66,8 @@ class LayoutRank:
             flags.fp32_products,
             tensor_model_parallel_size=row.tensor,
             pipeline_model_parallel_size=row.pipeline,
+            context_parallel_size=row.context,
+            context_parallel_cut=row.cut if row.context > 1 else "auto",
             pipeline_schedule=flags.pipeline_schedule,
         )
 
@@ -73,7 +75,7 @@ class LayoutRank:
         task, row = self._task, self._row
         if task.ranks > 1:
             join_ranks(task.store, task.rank, task.ranks, BACKENDS[self._device.type])
-        initialize_model_parallel(row.tensor, row.pipeline, self._device)
+        initialize_model_parallel(row.tensor, row.pipeline, self._device, context_parallel_size=row.context)
 
     def _steps(self, count: int) -> Turn:
         turn = Turn([self._now()], [], [])
