@@ -20,11 +20,6 @@ from megasnn.comm.rows import RowMove, move_rows
 from megasnn.comm.statistics import statistics
 
 
-def counts(group: Group) -> bool:
-    """Whether what this rank computes of what is alike counts."""
-    return group.rank == 0
-
-
 def alike(x: Tensor, group: Group) -> Tensor:
     """What is the same on every rank. Backward: the gradient of the first rank, on all of them."""
     return x if group.size == 1 else _Alike.apply(x, group)
@@ -87,7 +82,7 @@ class _Alike(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         group, grad = ctx.group, grad.clone(memory_format=torch.contiguous_format)
-        statistics.record(group.name, "broadcast", "backward", 0 if counts(group) else grad.nbytes)
+        statistics.record(group.name, "broadcast", "backward", grad.nbytes * (group.rank > 0))
         dist.broadcast(grad, group.ranks[0], group=group.handle)
         return grad, None
 

@@ -19,7 +19,7 @@ from megasnn.again import is_again, once
 from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.collectives import start_exchange
 from megasnn.comm.group import Group
-from megasnn.sharding import row_bounds
+from megasnn.sharding import own_rows
 
 NO_ROW = -1
 """In the place of a row outside of the image, which is zero."""
@@ -36,8 +36,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
             f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
             f"may be {height} at most here"
         )
-    bounds = row_bounds(height, ranks)
-    return tuple(range(*pair) for pair in zip(bounds, bounds[1:], strict=False))
+    return tuple(own_rows(height, ranks, rank) for rank in range(ranks))
 
 
 class Run(NamedTuple):

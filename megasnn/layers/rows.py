@@ -98,6 +98,15 @@ class Rows:
         return move_rows(x, move, self.group, content, pool)
 
 
+def own_rows_of(frames: Tensor, context: BuildContext) -> Tensor:
+    """Of whole images `[T, N, C, H, W]`, what this rank has."""
+    rows = rows_of(context)
+    if rows is None:
+        return frames
+    own = rows.shared(frames.shape[3])[rows.group.rank]
+    return frames[:, :, :, own.start : own.stop]
+
+
 def rows_of(context: BuildContext) -> Rows | None:
     """What layers move rows by; None where images are whole on every rank."""
     return Rows(context.context) if context.cut == "rows" and context.context.size > 1 else None

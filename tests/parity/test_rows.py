@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm.alike import counts
-from megasnn.comm.rows import shared_rows
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.models.building import describe
-from megasnn.models.description import frames_of
 from megasnn.models.model import Model
 from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
@@ -45,7 +42,7 @@ def _run(model: Model, context: BuildContext, images: Tensor, labels: Tensor) ->
         parameter.grad = torch.zeros_like(parameter)
     logits = chunk(images, range(len(images)))
     loss = torch.nn.functional.cross_entropy(logits.mean(0), labels)
-    (loss * counts(context.context)).backward()
+    (loss * context.counts_logits).backward()
     found = {"logits": logits.detach()}
     for name, norm in norms:
         for call, (mean, variance, count) in enumerate(norm.pending):
@@ -60,8 +57,7 @@ def _both(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     shape = describe(model, NeuronSpec()).input_shape
     images, labels = random(2, *shape, seed=5).abs(), torch.tensor([1, 3])
     whole = _run(model, context, images, labels)
-    own = shared_rows(shape[-2], group.size)[group.rank]
-    return whole, _run(model, replace(context, context=group, cut="rows"), images[..., own.start : own.stop, :], labels)
+    return whole, _run(model, replace(context, context=group, cut="rows"), images, labels)
 
 
 @pytest.mark.parametrize(("name", "size"), [("spikformer", 2), ("spikformer", 3), ("vgg", 2), ("vgg", 3)])
