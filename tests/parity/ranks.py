@@ -189,7 +189,8 @@ def record_step(
     inner = engine.loss
 
     def keeping(y: Bundle, target: Tensor) -> Tensor:
-        logits.append(logits_of(y).detach().clone())
+        if engine.context.counts_logits:
+            logits.append(logits_of(y).detach().clone())
         return inner(y, target)
 
     engine.loss = keeping
