@@ -190,7 +190,7 @@ class _NormPoolNeuron(torch.autograd.Function):
         else:
             found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()
-        if above is not None:
+        if above is not None and above.shape[3]:
             unit, x = replace(unit, above=1), channels_last(torch.cat([above, x], dim=3))
         if fires and own:
             spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
@@ -198,6 +198,7 @@ class _NormPoolNeuron(torch.autograd.Function):
             spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
+        ctx.without_above = above if above is not None and not above.shape[3] else None
         ctx.shared = shared if running is None else None
         ctx.save_for_backward(x, weight, bias, w, mean, variance, *([count] if isinstance(count, Tensor) else []))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -219,7 +220,7 @@ class _NormPoolNeuron(torch.autograd.Function):
             sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
         else:
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
-        g_x = g_above = None
+        g_x, g_above = None, ctx.without_above
         if need_x or need_above:
             means = sums if ctx.batch else None
             if ctx.shared is not None:  # what is divided by this rank's number of values is to be a mean over all

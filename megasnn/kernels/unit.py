@@ -71,7 +71,7 @@ def norm_pool_neuron(
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
         shared: with whom the values are shared that are normalised together.
         above: with ``pool``, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
-            count. Then ``x`` begins with an even row of the image; without it, at its edge.
+            count. Then ``x`` begins with an even row of the image; without it, or of no row, at its edge.
 
     Returns:
         Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.

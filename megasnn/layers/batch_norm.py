@@ -57,6 +57,7 @@ class ParallelBatchNorm(nn.Module):
         super().__init__()
         context = context_for(context)
         self.time_steps, self.shared = context.time_steps, shared_over(context.context)
+        self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
         self._local_channels = channels if whole else channels // context.tensor.size
         self.recording = False
@@ -84,6 +85,8 @@ class ParallelBatchNorm(nn.Module):
                 f"a batch norm of {self.channels} channels, of which a rank has {self._local_channels}, is given "
                 f"{x.shape[2]}"
             )
+        if x.is_meta and x.ndim < 4 and self._by_rows:
+            self.shared = None  # without space, all ranks have the same
         flat = x.flatten(0, 1)
         # A single time step stands for all of them: equal frames have the same mean and variance.
         repeats = self.time_steps if len(x) == 1 else 1

@@ -59,6 +59,11 @@ class BuildContext:
         """The ranks of which each has other samples of a micro-batch."""
         return self.context if self.cut == "samples" else alone("context")
 
+    @property
+    def counts_logits(self) -> bool:
+        """Whether the logits that this rank computes count: of ranks that all have the same, those of the first do."""
+        return self.cut == "samples" or self.context.rank == 0
+
     def largest_share(self, samples: int) -> int:
         """How many samples of a micro-batch of so many a rank has at most."""
         return -(-samples // self.sharing_samples.size)

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from megasnn.bundle import Bundle
 from megasnn.layers.context import BuildContext
+from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, ModelDescription, frames_of
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
@@ -74,7 +75,7 @@ def measure_layers(
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
-    outputs: dict[int, Bundle] = {INPUT: frames_of(x, model.input_shape)}
+    outputs: dict[int, Bundle] = {INPUT: own_rows_of(frames_of(x, model.input_shape), context)}
     measured = MeasuredLayers(model, context, range(samples), device)
     costs: list[LayerCost] = []
     each = -(-len(model.layers) // stages)

@@ -13,6 +13,7 @@ from megasnn.bundle import Bundle, entries_of
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.layers.context import BuildContext
+from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
 from megasnn.pipeline.counted_layer import CountedLayer, LayerMemory
@@ -130,7 +131,7 @@ def measure_memory(
 
 def _images(model: ModelDescription, samples: int, context: BuildContext, device: torch.device) -> Bundle:
     x = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
-    return frames_of(x.to(device, context.dtype), model.input_shape)
+    return own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
 
 
 def _go_on(world: Group, device: torch.device, error: str | None, late: bool, seconds: float) -> None:
