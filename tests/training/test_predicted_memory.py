@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "always": (1, {"recompute": "always"}),
     "except-last": (1, {"recompute": "except-last", "pipeline_schedule": "gpipe"}),
     "dp2": (2, {}),
+    "cp2": (2, {"context_parallel_size": 2}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2-always": (2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}),
@@ -40,7 +41,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def predicted_and_counted(model: Model, parallel: dict[str, Any], micro_batches: int = 3) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps."""
     layout = ParallelConfig(**parallel)
-    state = initialize_model_parallel(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    state = initialize_model_parallel(*sizes, context_parallel_size=layout.context_parallel_size)
     try:
         samples = MICRO_BATCH * micro_batches * state.data.size
         training = TrainingConfig(micro_batch_size=MICRO_BATCH, global_batch_size=samples, train_iters=9)
