@@ -48,10 +48,9 @@ class Batches:
         """Whether samples of a micro-batch are mixed with each other in training."""
         return self._mixing is not None
 
-    @property
-    def trained_alike(self) -> bool:
-        """Whether ranks that share a micro-batch are given the same of it in training: all."""
-        return self.mixes or self._samples.size == 1
+    def read_alike(self, training: bool) -> bool:
+        """Whether ranks that share a micro-batch are given the same of it: all."""
+        return self._samples.size == 1 or (training and self.mixes)
 
     def checked(self, images: object, labels: object = None, *, trains: bool = False, predicts: bool = False) -> int:
         """The number of samples. Collective.

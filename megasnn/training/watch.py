@@ -59,6 +59,7 @@ class Watch:
     def __init__(self, model: DistributedModel, state: ParallelState, timers: Timers) -> None:
         self._distributed, self._state, self.timers = model, state, timers
         self._counted_from = self._counted_unfit = 0
+        self._by_samples = model.context.cut == "samples"
         self._order = [layer.name for layer in model.model.layers]
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in model.neurons():
@@ -72,7 +73,10 @@ class Watch:
     def since_last(self, iteration: int) -> Measured:
         """What was measured since the last call; collective."""
         state = self._state
-        layers = self.spikes.reduce(state.summed.handle, state.tensor.handle, state.pipeline.handle, self._order)
+        # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
+        same, rows = (state.summed, None) if self._by_samples else (state.data, state.context.handle)
+        groups = same.handle, state.tensor.handle, state.pipeline.handle
+        layers = self.spikes.reduce(*groups, self._order, rows)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration

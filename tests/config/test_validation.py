@@ -30,6 +30,7 @@ def problems(*argv: str, world_size: int = 1, length: str = "--train-iters 10") 
         ("--neuron if", 1),
         ("--context-parallel-size 4 --micro-batch-size 4 --global-batch-size 12 --tensor-model-parallel-size 2", 8),
         ("--context-parallel-size 2 --micro-batch-size 3 --global-batch-size 8 --context-parallel-cut samples", 2),
+        ("--context-parallel-size 4 --micro-batch-size 2", 4),
         ("--depth 126", 1),
         ("--lr-decay-style constant --lr-warmup-fraction 0.1 --clip-grad 0", 1),
         ("--surrogate log_tailed_relu --surrogate-alpha 0", 1),
@@ -177,7 +178,6 @@ def test_the_length_must_be_given() -> None:
             2,
             "the last micro-batch of --global-batch-size 9 with --micro-batch-size 4 has 1 sample(s)",
         ),
-        ("--context-parallel-size 4 --micro-batch-size 2", 4, "by rows, as auto takes it with --micro-batch-size 2"),
         ("--context-parallel-cut samples", 1, "--context-parallel-cut samples needs ranks that share a micro-batch"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from tests.host_waits import MODEL_FLAGS, host_waits, waits_of_a_step
 
 THE_READING = ["megasnn/engine/distributed_model.py, _read: tolist"]
-OF_THE_LOG = ["megasnn/telemetry/spikes.py, _merge_over_tensor: tolist"]
+OF_THE_LOG = ["megasnn/telemetry/spikes.py, _merge_parts: tolist"]
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 
 

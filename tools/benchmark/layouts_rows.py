@@ -11,7 +11,7 @@ SPIKINGJELLY, MEGASNN = "spikingjelly", "megasnn"
 COMPILED = f"{SPIKINGJELLY}-compiled"
 SPIKINGJELLY_NEURONS = "SJ_LIF_CUDA_IMPLEMENTATION"
 WITH_NEURONS = {f"{SPIKINGJELLY}-{name}": name for name in ("torch", "triton", "cuda")}
-CPU_ROWS = (SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", "cp2", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all")
+CPU_ROWS = (SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", "cp2", "cp2rows", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all")
 GPU_ROWS = (SPIKINGJELLY, MEGASNN)
 
 _LIBRARY = "|".join([SPIKINGJELLY, COMPILED, *WITH_NEURONS, MEGASNN])
