@@ -12,6 +12,7 @@ import torch
 from megasnn.bundle import Bundle, entries_of
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
+from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
@@ -95,6 +96,7 @@ def measure_memory(
     """
     world, computed = world or alone("world"), 0.0
     sizes = TRIAL_SAMPLES if samples > TRIAL_SAMPLES[-1] else (samples,)
+    context = replace(context, cast_weights=(casts := CastWeights()))
     layers = MeasuredLayers(model, context, range(samples), device)
     outputs = [{INPUT: _images(model, size, context, device)} for size in sizes]
     known: dict[Hashable, tuple[LayerCost, list[Bundle]]] = {}
@@ -107,11 +109,14 @@ def measure_memory(
             error = None
             try:
                 layer = layers(index)
-                tried = [CountedLayer(layer, x, range(n), device) for x, n in zip(inputs, sizes, strict=True)]
-                begun = time.thread_time()
-                counted = [_with_messages(each.memory(repeats), each.output, description, wires) for each in tried]
-                computed += time.thread_time() - begun
-                known[kind] = _for_samples(counted, samples, sizes), [each.output for each in tried]
+                with casts.kept():  # as in a step, which makes each copy once
+                    tried = [CountedLayer(layer, x, range(n), device) for x, n in zip(inputs, sizes, strict=True)]
+                    begun = time.thread_time()
+                    counted = [_with_messages(each.memory(repeats), each.output, description, wires) for each in tried]
+                    computed += time.thread_time() - begun
+                    cast = casts.held_bytes if context.weight.size == 1 else 0  # weights are gathered as such
+                cost = replace(_for_samples(counted, samples, sizes), cast=cast)
+                known[kind] = cost, [each.output for each in tried]
             except Exception as caught:
                 if context.tensor.size > 1:
                     raise

@@ -74,6 +74,7 @@ class UnitMemory:
         deferred: what an input gradient leaves for the weight gradient; None: all that the forward has kept.
         output: its output, and the gradient of that, while they wait for the unit that takes them.
         message, gradient: the two on the way to another rank.
+        cast: its weights in another type, which a step makes once and keeps.
     """
 
     held: float
@@ -84,13 +85,14 @@ class UnitMemory:
     output: float = 0.0
     message: float = 0.0
     gradient: float = 0.0
+    cast: float = 0.0
 
 
 class Moment(NamedTuple):
     """What a rank needs while it computes; numbers, or vectors of them.
 
     Attributes:
-        kept: what forwards have left for their backwards.
+        kept: what forwards have left for their backwards, and weights in another type.
         working: what the computation needs beside that.
         messages: outputs and gradients that wait for somebody or are on their way.
     """
@@ -119,7 +121,8 @@ def moments(
     """
     row, last = schedule.actions[rank], schedule.chunks - 1
     again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
-    kept, waiting = 0.0 * one, 0.0 * one
+    cast = sum(each.cast for each, place in zip(units, schedule.placement, strict=True) if place == rank)
+    kept, waiting = cast * one, 0.0 * one
     arrivals = known_arrivals(schedule, rank)
     sent: dict[int, list[float]] = {peer: [] for peer in range(schedule.ranks)}
     for index, action in enumerate(row):
