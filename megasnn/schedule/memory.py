@@ -121,8 +121,7 @@ def moments(
     """
     row, last = schedule.actions[rank], schedule.chunks - 1
     again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
-    cast = sum(each.cast for each, place in zip(units, schedule.placement, strict=True) if place == rank)
-    kept, waiting = cast * one, 0.0 * one
+    kept, waiting = cast_bytes(schedule, rank, units) * one, 0.0 * one
     arrivals = known_arrivals(schedule, rank)
     sent: dict[int, list[float]] = {peer: [] for peer in range(schedule.ranks)}
     for index, action in enumerate(row):
@@ -160,6 +159,11 @@ def moments(
             waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.output)
             of_peer, count = sent[schedule.placement[action.peer.chunk]], arrivals[action]
             of_peer[:count] = [0.0] * count
+
+
+def cast_bytes(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> float:
+    """Of a rank's weights in another type, which are there until the end of a step."""
+    return sum(unit.cast for unit, place in zip(units, schedule.placement, strict=True) if place == rank)
 
 
 def _received_next(row: Sequence[Action], index: int) -> Iterator[Action]:

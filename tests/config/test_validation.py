@@ -104,7 +104,6 @@ REFUSED = [
     ("--lr 0", "--lr must be greater than 0"),
     ("--lr inf", "--lr must be greater than 0 and finite, got inf"),
     ("--memory-budget inf", "--memory-budget must be greater than 0 and finite, got inf"),
-    ("--weight-memory-limit inf", "--weight-memory-limit must be greater than 0 and finite, got inf"),
     ("--min-lr 0.1", "--min-lr 0.1 is greater than --lr 0.001"),
     ("--min-lr 1e-4 --lr-decay-style constant", "--min-lr 0.0001 is never reached"),
     ("--lr-warmup-iters -1", "--lr-warmup-iters must be at least 0"),
