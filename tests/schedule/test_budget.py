@@ -103,7 +103,8 @@ def test_what_is_moved_to_the_host_counts(name: str) -> None:
     schedule = generate(name, 4, 8)
     schedule = refine(schedule, [3] * schedule.chunks)
     kinds = (*COMPUTE, Kind.RECOMPUTE)
-    units = [UnitMemory(10 * MB, 4 * MB, dict.fromkeys(kinds, 10 * MB), 1, message=4 * MB)] * schedule.chunks
+    unit = UnitMemory(10 * MB, 4 * MB, dict.fromkeys(kinds, 10 * MB), 1, deferred=MB, message=4 * MB)
+    units = [unit] * schedule.chunks
 
     def most(chosen: Chosen) -> float:
         done = insert_offload(insert_recompute(schedule, lambda unit, m: (unit, m) in chosen))
