@@ -175,8 +175,9 @@ def record_step(
         x, y = images[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
         batches.append(MicroBatchInput(x, y, len(own), samples))
     fired: list[int] = []
+    counts = engine.context.counts_logits  # of what has no space, which ranks that share rows have alike
     for _, each in engine.neurons():
-        each.observer = lambda spikes: fired.append(int(spikes.sum()))
+        each.observer = lambda spikes: fired.append(int(spikes.sum()) if spikes.ndim > 3 or counts else 0)
     hooks = [
         node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
         for chunk in engine.chunks.values()
@@ -189,7 +190,8 @@ def record_step(
     inner = engine.loss
 
     def keeping(y: Bundle, target: Tensor) -> Tensor:
-        logits.append(logits_of(y).detach().clone())
+        if engine.context.counts_logits:
+            logits.append(logits_of(y).detach().clone())
         return inner(y, target)
 
     engine.loss = keeping

@@ -92,7 +92,11 @@ MORE = {
 @pytest.mark.parametrize("name", ["plif", "recompute", pytest.param("scatters", marks=pytest.mark.matrix)])
 def test_with_other_parts(ranks, name: str) -> None:
     """Learned time constants, forwards that are computed again, weights that replicas share."""
-    layout, spec = MORE[name]
+    require_equal_to_one(ranks, *MORE[name])
+
+
+def require_equal_to_one(ranks, layout: Layout, spec: NeuronSpec) -> None:
+    """Against a step of one rank."""
     found, (one,) = spikformer_steps(ranks, layout, spec), _one(ranks, spec)
     assert all(step.loss == pytest.approx(one.loss, rel=TOLERANCE) for step in found)
     assert all(step.norm == pytest.approx(one.norm, rel=TOLERANCE) for step in found)

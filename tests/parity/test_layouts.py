@@ -31,7 +31,7 @@ def layouts() -> list[object]:
 
 def name_of(layout: Layout) -> str:
     weight = f"-wp{layout.weight}" if layout.weight > 1 else ""
-    context = f"-cp{layout.context}" if layout.context > 1 else ""
+    context = f"-cp{layout.context}{layout.cut}" if layout.context > 1 else ""
     return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}{context}-{layout.schedule}{weight}"
 
 
