@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -190,6 +191,14 @@ class BucketedDataParallel:
         early = sum(each.early_bytes for buckets in scattered for each in buckets)
         late = [sum(each.late_bytes for each in buckets) for buckets in scattered]
         return sums + early + sum(sorted(late)[-2:])
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: one sum
+        is over when the next one is, and rows travel two at a time."""
+        summing = [rows.summing_bytes for each in self._buckets for rows in (each.kept, each.owned) if rows is not None]
+        sharing = [each.owned.sharing_bytes for each in self._buckets if each.owned is not None]
+        return max([0, *summing, *map(sum, pairwise([0, *sharing]))])
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing

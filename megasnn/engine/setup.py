@@ -49,8 +49,9 @@ from megasnn.parallel_state import (
 from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.kept_costs import code_of
+from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.precisions import PRECISIONS
 from megasnn.process.fault import placed
 from megasnn.schedule.partition import layout_to_bounds

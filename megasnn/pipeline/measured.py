@@ -49,9 +49,14 @@ def agreed_costs(
     measured = [PipelineCosts(tuple(layers), LinkCost())]
     if world.size > 1:
         dist.barrier(group=world.handle)
+        link, wire = measured[0].link, state.communicators.wire
         if stages > 1:
             state.communicators.start_messages(state.pipeline, 0, 1)
-        measured[0] = replace(measured[0], link=measure_link(state.pipeline, state.communicators.wire))
+            link = measure_link(state.pipeline, wire)
+        if context.weight.size > 1:
+            state.communicators.start_messages(context.weight, 0, 1)
+        replicas = measure_link(context.weight, wire) if context.weight.size > 1 else None
+        measured[0] = PipelineCosts(tuple(layers), link, replicas)
         dist.broadcast_object_list(measured, src=0, group=world.handle)
     return measured[0]
 
@@ -84,7 +89,7 @@ def measure_layers(
         costs += [layer.cost(wires) for layer in layers]
         outputs = {number: outputs[number] for number in model.needed_from(first + len(layers))}
     memory = measure_memory(model, samples, context, device, wires, repeats=repeats).layers
-    names = "held", "working", "found", "working_again", "working_whole", "deferred", "output"
+    names = "held", "working", "found", "working_again", "working_whole", "deferred", "output", "cast"
     return [
         replace(cost, **{name: getattr(of_layer, name) for name in names})
         for cost, of_layer in zip(crossing(model, costs), memory, strict=True)

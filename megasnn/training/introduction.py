@@ -84,7 +84,7 @@ def introduce(
             "config": with_model_name(config),
         },
     )
-    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size > 1 else None
+    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         reporter.picture("pipeline/simulated", partial(chart, schedule, simulation, "simulated"), iteration)

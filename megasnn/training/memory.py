@@ -37,7 +37,8 @@ class MemoryForecast:
         optimizer: its state.
         kept: the most that forwards leave for backward.
         working: what the largest layer computes with, at the moment when that and `kept` are most.
-        messages: between stages. samples: the batch in use, and on a CPU the one read ahead.
+        messages: between stages; or what sharded gradients and rows take between replicas, where that is more than all
+        of a step's other moments. samples: the batch in use, and on a CPU the one read ahead.
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
         offloaded: what --offload-activations has moved to the host's memory; on a GPU 0.
     """
@@ -140,8 +141,8 @@ def step_peak(
         seconds,
         plan.schedules.units is not None,
     )
-    schedule = plan.schedules.training(plan.micro_batches)
-    return step_peaks(schedule, plan.executed_bounds, costs)[state.pipeline.rank]
+    schedule, exchanged = plan.schedules.training(plan.micro_batches), distributed.data_parallel.exchanged_bytes
+    return step_peaks(schedule, plan.executed_bounds, costs, exchanged)[state.pipeline.rank]
 
 
 def _moments(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

@@ -26,14 +26,17 @@ from megasnn.random import GENERATOR
 
 @placed("while looking at the checkpoint of --load")
 def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
-    """Raises CheckpointError on every rank when --load names a checkpoint of another model, --finetune or not, or one
-    of other dimensions or another neuron that is to be continued.
+    """Raises CheckpointError on every rank when --load names no checkpoint, or one of another model, --finetune or
+    not, or one of other dimensions or another neuron that is to be continued.
 
     Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
     """
     options, model, mine = config.checkpoint, config.model.name, identity(config)
 
     def refuse() -> Identity:
+        has_saved = options.save is not None and checkpoint.list_checkpoints(Path(options.save))
+        if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
+            checkpoint.choose(Path(str(options.load)), options.ckpt_step)
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
             return mine
@@ -191,7 +194,7 @@ class Start:
                 averages=None if self._average is None else self._average.tensors,
             )
         except checkpoint.NoCheckpointError:
-            if not self._may_begin_anew():
+            if not options.may_begin_anew:
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
         if self._evaluates_only:
@@ -236,12 +239,6 @@ class Start:
             leave=head if self._options.reset_head else None,
         )
         return StartingPoint(notice=_warnings(loaded.remarks))
-
-    def _may_begin_anew(self) -> bool:
-        """Whether a missing checkpoint is allowed: a job that saves where it loads finds none the first time."""
-        options = self._options
-        explicit = options.exit_on_missing_checkpoint or options.ckpt_step is not None
-        return not explicit and options.saves_where_it_loads
 
     def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
         """Where the data or its order is not what the checkpoint's place in it refers to."""

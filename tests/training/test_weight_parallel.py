@@ -314,6 +314,7 @@ def test_no_more_is_told_than_a_stage_has(ranks, cache) -> None:
         ("--weight-gradients scattered", "--weight-gradients scattered needs weights that are kept by rows"),
         ("--weight-memory-limit 3", "--weight-memory-limit 3 needs weights that are gathered"),
         ("--weight-parallel-size 2 --weight-memory-limit 0", "--weight-memory-limit must be greater than 0, got 0"),
+        ("--weight-parallel-size 2 --weight-memory-limit inf", "must be greater than 0 and finite, got inf"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_built(flags: str, told: str) -> None:
@@ -330,6 +331,20 @@ def test_a_prediction_knows_what_gathers_take() -> None:
     costs = PipelineCosts((LayerCost(1.0, 1.0, 1.0),) * 4, LinkCost(latency=0.25, per_byte=0.0625))
     simulation = PipelinePlan(bounds, schedules, 1, costs, weight_ranks=2).simulation(1)
     assert simulation is not None and simulation.makespan == 12 + 0.25 + 4 * 0.0625
+
+
+def gathers_predicted(*flags: str) -> list[float]:
+    """Seconds of each gather of a step without a pipeline."""
+    with engine(*flags) as made:
+        simulation = made.plan.simulation(made.plan.micro_batches)
+        assert simulation is not None
+        (row,) = simulation.timeline
+        return [each.end - each.start for each in row if each.action.kind is Kind.GATHER_WEIGHTS]
+
+
+def test_a_prediction_without_a_pipeline_has_the_time_of_gathers(ranks) -> None:
+    first, second = ranks(2, gathers_predicted, *BY_TWO, "--profile-pipeline", "--log-interval", "1")
+    assert first == second and min(first) >= 0 and max(first) > 0
 
 
 def too_little(*flags: str) -> str:
