@@ -24,14 +24,17 @@ Key = tuple[int, int]
 
 @dataclass
 class StepState:
-    """
-    Of what a chunk hands on, tensors that require a gradient are given one: `gradients` are of those, and `learning` is
-    their number.
+    """Inputs, outputs, graphs and gradients of one step, by chunk and micro-batch; each goes when it is used up.
 
     Attributes:
-        anchor: makes a chunk's input part of a graph.
-        backwards: those of what has been forward; None where there is nothing to learn.
-        repeated: the forwards that are computed again. kept: what they do it from.
+        micro_batches: images and labels. anchor: makes a chunk's input part of a graph.
+        repeated: the forwards that are computed again. kept: what these are computed from.
+        inputs: of chunks whose forward is to come. outputs: what is to be sent to the next chunk.
+        learning: how many of the tensors that a chunk hands on require a gradient.
+        backwards: of chunks whose forward is done; None where there is nothing to learn.
+        gradients: of those tensors of a chunk's output, for its backward.
+        weight_gradients: what backwards of input gradients have left.
+        losses: of micro-batches, without graph.
     """
 
     micro_batches: Sequence[MicroBatchInput]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.training import Length
@@ -15,6 +17,7 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.host_memory import HostMemory
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.training.memory import step_peak
 
@@ -97,6 +100,24 @@ def test_what_is_moved_to_the_hosts_memory_is_predicted(ranks) -> None:
     flags = {"recompute": "always", "offload_activations": True, "pipeline_schedule": "1f1b"}
     for predicted, moved in ranks(2, _moved, {**flags, "pipeline_model_parallel_size": 2}):
         assert predicted == moved > 0
+
+
+def _beside_the_host(parallel: dict[str, Any]) -> tuple[int, int]:
+    """As `predicted_and_counted`, with what is moved in memory that is not counted, as that of a GPU's host."""
+
+    def put(_: HostMemory, tensor: Tensor) -> Tensor:
+        return torch.from_numpy(tensor.numpy().copy())
+
+    with mock.patch.object(HostMemory, "put", put):
+        return predicted_and_counted(MODELS["spikformer"], parallel, micro_batches=12)
+
+
+def test_what_is_moved_is_gone_from_the_device(ranks) -> None:
+    flags = {"recompute": "always", "pipeline_schedule": "gpipe"}
+    ((kept, counted),) = ranks(1, _beside_the_host, flags)
+    ((less, counted_less),) = ranks(1, _beside_the_host, {**flags, "offload_activations": True})
+    assert less == pytest.approx(counted_less, rel=0.05) and less < 0.9 * kept
+    assert counted - counted_less == pytest.approx(kept - less, rel=0.1)
 
 
 @pytest.mark.parametrize("name", MODELS)
