@@ -13,7 +13,8 @@ _AT_MOST = 8  # names in a sentence
 def names_without_gradient(model: DistributedModel) -> list[str]:
     """Of the parameters to which no backward has added anything yet, on no rank; frozen ones are not meant.
 
-    A gradient of zeros is one: of a layer whose neurons are silent, say. Collective over the world.
+    A gradient of zeros is one: of a layer whose neurons are silent, and of one before a chunk that has no derivative,
+    where layers are executed apart. Collective over the world.
     """
     missing = model.data_parallel.without_gradient
     here = {

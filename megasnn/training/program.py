@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -53,7 +52,6 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
         # The other ranks may be gone: nothing that waits for them may run any more.
         sys.stdout.flush()
         os._exit(1)
-    gc.collect()  # a model refers to itself: the program may go on with another run, and needs its memory
     return 1
 
 

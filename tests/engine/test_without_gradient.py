@@ -80,14 +80,39 @@ def told(make: Callable[[], Model], flags: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MISSING)
+CASES = [
+    *((left, layout) for layout in LAYOUTS),
+    *((step, layout) for layout in ("replicas", "tensor")),  # layers that are executed apart get zeros
+    *((tied, layout) for layout in LAYOUTS if layout != "tensor"),  # its plain modules have all channels
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_an_engine_warns_once(ranks, model: Any, layout: str) -> None:
-    if model is tied and layout == "tensor":
-        layout = "replicas"  # its plain modules have all channels
     (first, second), (elsewhere, _) = ranks(2, told, model, LAYOUTS[layout])
     assert first == (notice_of(MISSING[model]) if MISSING[model] else "")
     assert second == elsewhere == ""
+
+
+def losses(flags: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Of three steps, and the weights behind them."""
+    with Engine(
+        step(), micro_batch_size=2, global_batch_size=8, train_iters=3, precision="fp64", lr=1e-2, **flags
+    ) as engine:
+        images = torch.rand(8, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [engine.train_step(images, torch.arange(8) % CLASSES).loss for _ in range(3)]
+        return found, engine.state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_without_a_derivative_trains_on_any_layout(ranks, layout: str) -> None:
+    expected, weights = losses({})
+    for found, theirs in ranks(2, losses, LAYOUTS[layout]):
+        assert found == pytest.approx(expected, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_frozen_parameters_are_not_meant() -> None:

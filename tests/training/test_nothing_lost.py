@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from itertools import count
 from typing import Any
 
@@ -16,7 +14,6 @@ from megasnn.checkpoint.writer_process import WriterProcess
 from megasnn.comm.codec import Content
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
-from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
@@ -128,14 +125,6 @@ def test_a_program_goes_on_after_a_run_that_failed(tmp_path_factory, tmp_path, m
         return writers[-1]
 
     monkeypatch.setattr(snapshot, "WriterProcess", kept)
-    models: list[weakref.ref[DistributedModel]] = []
-    make = DistributedModel.__init__
-
-    def noted(made: DistributedModel, *arguments: Any, **options: Any) -> None:
-        make(made, *arguments, **options)
-        models.append(weakref.ref(made))
-
-    monkeypatch.setattr(DistributedModel, "__init__", noted)
     with monkeypatch.context() as patch:
         inputs, steps = Batches.inputs, count()
 
@@ -145,12 +134,7 @@ def test_a_program_goes_on_after_a_run_that_failed(tmp_path_factory, tmp_path, m
             return inputs(made_of, batch)
 
         patch.setattr(Batches, "inputs", failing)
-        gc.disable()  # nothing of it is to wait for that
-        try:
-            assert megasnn.pretrain("spikformer", flags) == 1
-            assert not [made for made in models if made() is not None]
-        finally:
-            gc.enable()
+        assert megasnn.pretrain("spikformer", flags) == 1
     assert list_checkpoints(tmp_path) == [1, 2]
     assert [writer.alive for writer in writers] == [False]
     assert megasnn.pretrain("spikformer", flags) == 0

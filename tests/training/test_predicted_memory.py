@@ -40,13 +40,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def predicted_and_counted(model: Model, parallel: dict[str, Any], micro_batches: int = 3) -> tuple[int, int]:
+def predicted_and_counted(
+    model: Model, parallel: dict[str, Any], micro_batches: int = 3, bptt_steps: int | None = None
+) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps."""
     layout = ParallelConfig(**parallel)
     state = initialize_model_parallel(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
     try:
         samples = MICRO_BATCH * micro_batches * state.data.size
-        training = TrainingConfig(micro_batch_size=MICRO_BATCH, global_batch_size=samples, train_iters=9)
+        training = TrainingConfig(
+            micro_batch_size=MICRO_BATCH, global_batch_size=samples, train_iters=9, bptt_steps=bptt_steps
+        )
         config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
         with Engine(config, length=Length(9)) as engine:
             predicted = step_peak(config, engine.distributed, engine.plan, state).total
@@ -61,7 +65,7 @@ def _counted(engine: Engine, samples: int) -> int:
     model = engine.distributed.model
     images = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
-    micro_batches = engine.batches.inputs(engine.batches.share(images, labels, samples, 0))
+    micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, samples, 0))
     engine.distributed.forward_backward(micro_batches, samples)
     gc.collect()
     peaks = []
@@ -79,6 +83,13 @@ def test_within_five_percent(ranks, name: str, layout: str) -> None:
     size, parallel = LAYOUTS[layout]
     found = ranks(size, predicted_and_counted, MODELS[name], parallel)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("spikformer", 2), ("vgg", 1)])
+def test_windows_of_time_steps(ranks, name: str, steps: int) -> None:
+    """Neurons go on from one to the next."""
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 3, steps)
+    assert predicted == pytest.approx(counted, rel=0.05)
 
 
 def _moved(parallel: dict[str, Any]) -> tuple[int, int]:
