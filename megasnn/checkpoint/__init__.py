@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megasnn.lazy import lazy_names
 
 if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
+    from megasnn.checkpoint.choice import choose as choose
     from megasnn.checkpoint.choice import find_checkpoint as find_checkpoint
     from megasnn.checkpoint.choice import first_legible as first_legible
     from megasnn.checkpoint.compare import other_model as other_model

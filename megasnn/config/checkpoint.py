@@ -53,6 +53,12 @@ class CheckpointConfig:
         """However the two flags spell it."""
         return bool(self.save and self.load) and Path(str(self.save)).resolve() == Path(str(self.load)).resolve()
 
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether --load may hold no checkpoint: a job that saves where it loads finds none the first time."""
+        asked_for = self.exit_on_missing_checkpoint or self.ckpt_step is not None or self.finetune
+        return not asked_for and self.saves_where_it_loads
+
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "save_interval", "keep_last", "keep_every") + at_least(self, 0, "ckpt_step")
         wrong += needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")

@@ -34,7 +34,7 @@ def flag(name: str) -> str:
 def at_least(config: object, minimum: float, *names: str) -> list[str]:
     """Fields that are smaller, or not finite; None is an option that was not given and is fine."""
     return [
-        f"{flag(name)} must be at least {minimum}, got {value}"
+        f"{flag(name)} must be at least {minimum}{_and_finite(value)}, got {value}"
         for name, value in _given(config, names)
         if not (math.isfinite(value) and value >= minimum)
     ]
@@ -43,7 +43,7 @@ def at_least(config: object, minimum: float, *names: str) -> list[str]:
 def above(config: object, bound: float, *names: str) -> list[str]:
     """Fields that are not greater than `bound`, or not finite."""
     return [
-        f"{flag(name)} must be greater than {bound}, got {value}"
+        f"{flag(name)} must be greater than {bound}{_and_finite(value)}, got {value}"
         for name, value in _given(config, names)
         if not (math.isfinite(value) and value > bound)
     ]
@@ -92,6 +92,11 @@ def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
 def _given(config: object, names: Iterable[str]) -> list[tuple[str, float]]:
     values = [(name, getattr(config, name)) for name in names]
     return [(name, value) for name, value in values if value is not None]
+
+
+def _and_finite(value: float) -> str:
+    """What a value is to be beside its bound, where that is what is wrong with it."""
+    return "" if math.isfinite(value) else " and finite"
 
 
 def _with_value(name: str, value: object) -> str:

@@ -199,6 +199,8 @@ def no_graphs(config: PretrainConfig) -> str | None:
         return "there are none with --device cpu"
     if config.parallel.tensor_model_parallel_size > 1:
         return "with --tensor-model-parallel-size above 1 ranks exchange inside of layers"
+    if config.parallel.context_parallel_size > 1:
+        return "with --context-parallel-size above 1 ranks exchange inside of layers"
     if config.training.windows(config.model.time_steps) > 1:
         return "with --bptt-steps neurons go on from the window before"
     if config.parallel.weight_parallel_size > 1:

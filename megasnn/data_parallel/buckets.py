@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -38,7 +39,8 @@ class BucketedDataParallel:
 
     Args:
         tensors: (chunk index, that chunk's tensors).
-        data, tensor: the groups. Of the replicas, those that hold the same of the weights.
+        data, tensor: the groups. Of the replicas and of ranks that share a micro-batch, those that hold the same of the
+            weights.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: whether each row of a parameter belongs to one of the replicas.
@@ -169,15 +171,16 @@ class BucketedDataParallel:
         """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
 
         Raises:
-            ValueError: the tensor's description does not know of the replicas.
+            ValueError: the tensor's description does not know of the ranks that own other rows.
         """
         rows = self._rows.get(entry.tensor)
         if rows is None or rows is entry.tensor:
             return entry
-        shard = entry.shard.by_rows("data")
+        shard = entry.shard.by_rows("data").by_rows("context")
         if shard.local_shape != rows.shape:
             raise ValueError(
-                f"{entry.name} was described without its {self._data.size} replicas: BuildContext(data=...)"
+                f"{entry.name} was described without the {self._data.size} ranks that own rows of it: "
+                "BuildContext(data=..., context=...)"
             )
         return replace(entry, tensor=rows, shard=shard)
 
@@ -196,6 +199,14 @@ class BucketedDataParallel:
         early = sum(each.early_bytes for buckets in scattered for each in buckets)
         late = [sum(each.late_bytes for each in buckets) for buckets in scattered]
         return sums + early + sum(sorted(late)[-2:])
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: one sum
+        is over when the next one is, and rows travel two at a time."""
+        summing = [rows.summing_bytes for each in self._buckets for rows in (each.kept, each.owned) if rows is not None]
+        sharing = [each.owned.sharing_bytes for each in self._buckets if each.owned is not None]
+        return max([0, *summing, *map(sum, pairwise([0, *sharing]))])
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing

@@ -83,12 +83,20 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
     width = sum(calls_of(norm) * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
     rows_of_records = list(zip(*calls, strict=True))
-    counted = [[count for _, _, count in records] for records in rows_of_records]
-    counts = without_waiting(torch.tensor(counted, dtype=torch.float64), table.device)
+    counts = _counts([[count for _, _, count in records] for records in rows_of_records], table)
     for row, records in enumerate(rows_of_records):
         values = [mean for mean, _, _ in records] + [variance for _, variance, _ in records]
         table[row] = torch.cat([counts[row], torch.cat(values).double()])
     return table
+
+
+def _counts(counts: Sequence[Sequence[int | Tensor]], table: Tensor) -> Tensor:
+    """How many values a channel each record is of, `[micro-batches, calls]`. Where ranks share a micro-batch, the
+    device knows that, and elsewhere the host."""
+    if any(isinstance(count, Tensor) for row in counts for count in row):
+        on_device = [[c if isinstance(c, Tensor) else table.new_full((), c) for c in row] for row in counts]
+        return torch.stack([torch.stack(row) for row in on_device])
+    return without_waiting(torch.tensor(counts, dtype=torch.float64), table.device)
 
 
 def _gathered(table: Tensor, data: Group) -> Tensor:

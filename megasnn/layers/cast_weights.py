@@ -40,6 +40,12 @@ class CastWeights:
             self._copies[weight] = _cast(weight, dtype)
         return self._copies[weight]
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the copies that there are; a weight that is computed with as it is has none."""
+        copies = [copy for weight, copy in self._copies.items() if copy.data_ptr() != weight.data_ptr()]
+        return sum(each.nbytes for each in copies)
+
     def give(self, weight: Tensor, values: Tensor) -> None:
         """From now on these values, of the type that is computed in, are multiplied by."""
         self._given[weight] = values

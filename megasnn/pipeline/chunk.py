@@ -19,6 +19,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.only_graph import only_graph
+from megasnn.layers.rows import own_rows_of
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import (
@@ -31,7 +32,7 @@ from megasnn.models.description import (
 )
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
+from megasnn.sharding import ShardedTensor, copied_tensors, materialise, own_rows, sharded_tensors
 from megasnn.telemetry.ranges import named
 
 
@@ -62,7 +63,7 @@ class PipelineChunk(nn.Module):
         bounds: the layers of each chunk.
         index: place among all chunks of the pipeline, from input to loss.
         layers: its own. weight_gradients: where they leave the second part of their backward.
-        ranks: those that its activations are cut over.
+        context: what they were built with.
     Attributes:
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
@@ -77,7 +78,7 @@ class PipelineChunk(nn.Module):
         index: int,
         layers: Sequence[nn.Module],
         weight_gradients: WeightGradients,
-        ranks: int,
+        context: BuildContext,
     ) -> None:
         super().__init__()
         self._model, self._span = model, bounds[index]
@@ -91,7 +92,7 @@ class PipelineChunk(nn.Module):
         self._carrying = carrying_layers(self.layers)
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
-        self._input_shape, self._ranks = model.input_shape, ranks
+        self._input_shape, self._context = model.input_shape, context
         self.graphs: ChunkGraphs | None = None
         taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
         self._sharing = {each.description.name for each in self._steps if any(taken[n] > 1 for n in each.takes)}
@@ -104,7 +105,7 @@ class PipelineChunk(nn.Module):
         """A chunk of a finer cut, which is within this one and has its layers."""
         first = self._span.start
         layers = [self.layers[number - first] for number in bounds[index]]
-        return PipelineChunk(self._model, bounds, index, layers, self.weight_gradients, self._ranks)
+        return PipelineChunk(self._model, bounds, index, layers, self.weight_gradients, self._context)
 
     def forward(self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False) -> Any:
         """
@@ -120,7 +121,7 @@ class PipelineChunk(nn.Module):
             self.forget()
         outputs: dict[int, Bundle] = {}
         if isinstance(x, Tensor):
-            outputs[INPUT] = frames_of(x, self._input_shape)
+            outputs[INPUT] = own_rows_of(frames_of(x, self._input_shape), self._context)
         else:
             outputs = _unpacked(self.receives, x)
             x.clear()
@@ -171,10 +172,13 @@ class PipelineChunk(nn.Module):
         if entry.ndim != len(shape):
             return False
         allowed = {DRY_SAMPLES, samples}
+        rows = self._context.context.size if self._context.cut == "rows" else 1
         for dim, (found, side) in enumerate(zip(entry.shape, shape, strict=True)):
             if dim == 0 and side == 1:
                 continue
-            parts = {1, self._ranks} if dim == 2 else {1}
+            if dim == 3 and side >= rows and found == len(own_rows(side, rows, self._context.context.rank)):
+                continue
+            parts = {1, self._context.tensor.size} if dim == 2 else {1}
             if not any(DRY_SAMPLES * part * found == times * side for part in parts for times in allowed):
                 return False
         return True
@@ -270,7 +274,7 @@ def build_chunk(
     weight_gradients = WeightGradients()
     layers = model.build(replace(context, weight_gradients=weight_gradients))
     mine = [layers[number] for number in bounds[index]]
-    chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context.tensor.size)
+    chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context)
     span = bounds[index]
     for number, part in enumerate(parts or bounds):
         if part and part.start in span:

@@ -33,6 +33,7 @@ class LayerCost:
         working_again: bytes that it needs, as in `working`; None: those of the forward.
         working_whole: bytes that a backward needs which is not in two parts; None: the larger one of the parts'.
         deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
+        cast: bytes of the weights' copies in the type that they are multiplied in, which a step makes once and keeps.
         output: bytes of the output where the layer runs, and as much is its gradient; None: those of the gradient on
             its way. In PipelineCosts of all that crosses a boundary behind the layer.
     """
@@ -55,6 +56,7 @@ class LayerCost:
     working_whole: int | None = None
     deferred: int | None = None
     output: int | None = None
+    cast: int = 0
 
     @property
     def waiting(self) -> int:
@@ -69,10 +71,15 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Of every layer of a model for one micro-batch, and of the way between two stages."""
+    """Of every layer of a model for one micro-batch, and of the ways between ranks.
+
+    Attributes:
+        link: between two stages. replicas: between replicas that share weights; None: as between stages.
+    """
 
     layers: tuple[LayerCost, ...]
     link: LinkCost
+    replicas: LinkCost | None = None
 
     def of_chunks(self, bounds: Sequence[range], placement: Sequence[int]) -> list[ChunkCost]:
         """For the simulator, in seconds; activations in whole stages' micro-batches.
@@ -105,8 +112,15 @@ class PipelineCosts:
         for span, cost, held, entering, working in zip(bounds, self.of_chunks(bounds, placement), *parts, strict=True):
             deferred = sum(map(_deferred, self.layers[span.start : span.stop]))
             crossing = self._crossing(span.stop)
-            found.append(UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE), deferred, *crossing))
+            cast = sum(self.layers[i].cast for i in span)
+            found.append(UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE), deferred, *crossing, cast))
         return found
+
+    def with_gathers(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
+        """The costs of units whose weights `ranks` replicas share, with the time to gather and to scatter them."""
+        link, others = self.replicas or self.link, (ranks - 1) / ranks
+        times = [link.latency + link.per_byte * others * size for size in unit_bytes]
+        return [replace(cost, gather=time, scatter=time) for cost, time in zip(costs, times, strict=True)]
 
     def _crossing(self, number: int) -> tuple[int, int, int]:
         """The boundary in front of a layer: bytes of what waits there, of the messages and of the gradients."""

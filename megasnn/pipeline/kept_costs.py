@@ -56,6 +56,7 @@ def _read(key: tuple[str, ...]) -> PipelineCosts | None:
     try:
         values = json.loads(_file(key).read_text(encoding="utf-8"))
         layers = [LayerCost(**{**each, "working": tuple(each["working"])}) for each in values["layers"]]
-        return PipelineCosts(tuple(layers), LinkCost(**values["link"]))
+        replicas = None if values["replicas"] is None else LinkCost(**values["replicas"])
+        return PipelineCosts(tuple(layers), LinkCost(**values["link"]), replicas)
     except (CacheError, OSError, ValueError, KeyError, TypeError):
         return None

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from megasnn.bundle import Bundle
 from megasnn.layers.context import BuildContext
+from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, ModelDescription, frames_of
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
@@ -49,9 +50,14 @@ def agreed_costs(
     measured = [PipelineCosts(tuple(layers), LinkCost())]
     if world.size > 1:
         dist.barrier(group=world.handle)
+        link, wire = measured[0].link, state.communicators.wire
         if stages > 1:
             state.communicators.start_messages(state.pipeline, 0, 1)
-        measured[0] = replace(measured[0], link=measure_link(state.pipeline, state.communicators.wire))
+            link = measure_link(state.pipeline, wire)
+        if context.weight.size > 1:
+            state.communicators.start_messages(context.weight, 0, 1)
+        replicas = measure_link(context.weight, wire) if context.weight.size > 1 else None
+        measured[0] = PipelineCosts(tuple(layers), link, replicas)
         dist.broadcast_object_list(measured, src=0, group=world.handle)
     return measured[0]
 
@@ -69,11 +75,12 @@ def measure_layers(
 
     Layers run one after another as in training: one that ran alone would find its weights in the cache, and its output
     in memory that is warm from the last time. No more exist at a time than a stage has. Values come from keyed
-    generators: no random state moves. Collective over the context's tensor group, whose exchanges are part of the cost.
+    generators: no random state moves. Collective over the context's tensor group and the ranks that share a
+    micro-batch, whose exchanges are part of the cost.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
-    outputs: dict[int, Bundle] = {INPUT: frames_of(x, model.input_shape)}
+    outputs: dict[int, Bundle] = {INPUT: own_rows_of(frames_of(x, model.input_shape), context)}
     measured = MeasuredLayers(model, context, range(samples), device)
     costs: list[LayerCost] = []
     each = -(-len(model.layers) // stages)
@@ -84,7 +91,7 @@ def measure_layers(
         costs += [layer.cost(wires) for layer in layers]
         outputs = {number: outputs[number] for number in model.needed_from(first + len(layers))}
     memory = measure_memory(model, samples, context, device, wires, repeats=repeats).layers
-    names = "held", "working", "found", "working_again", "working_whole", "deferred", "output"
+    names = "held", "working", "found", "working_again", "working_whole", "deferred", "output", "cast"
     return [
         replace(cost, **{name: getattr(of_layer, name) for name in names})
         for cost, of_layer in zip(crossing(model, costs), memory, strict=True)

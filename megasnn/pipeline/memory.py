@@ -12,7 +12,9 @@ import torch
 from megasnn.bundle import Bundle, entries_of
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
+from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.context import BuildContext
+from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
 from megasnn.pipeline.counted_layer import CountedLayer, LayerMemory
@@ -20,7 +22,7 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.schedule import Schedule
-from megasnn.schedule.memory import Moment, moments
+from megasnn.schedule.memory import UnitMemory, cast_bytes, moments
 from megasnn.schedule.offload import most_on_host
 
 TRIAL_SAMPLES = 1, 2
@@ -33,7 +35,7 @@ class StepPeak:
     Attributes:
         kept: what forwards have left for their backwards.
         working: what the computation under way needs beside that.
-        messages: tensors that wait, or are on their way from and to other stages.
+        messages: tensors that wait, or are on their way from and to other stages, or to replicas that own them.
         on_host: of all moments the most that is in the host's memory, which is no part of the total.
     """
 
@@ -47,22 +49,24 @@ class StepPeak:
         return self.kept + self.working + self.messages
 
 
-def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts) -> list[StepPeak]:
+def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: int = 0) -> list[StepPeak]:
     """Of each pipeline rank.
 
     Args:
         bounds: the layers of each chunk.
+        exchanged: bytes that replicas have on their way to each other when all backwards are done.
     """
     units = costs.unit_memory(bounds, schedule.placement)
     return [
-        replace(_peak([*moments(schedule, rank, units)]), on_host=round(most_on_host(schedule, rank, units)))
+        replace(_peak(schedule, rank, units, exchanged), on_host=round(most_on_host(schedule, rank, units)))
         for rank in range(schedule.ranks)
     ]
 
 
-def _peak(found: Sequence[Moment]) -> StepPeak:
-    needed = [(each.kept, each.working, each.messages) for each in found]
-    return StepPeak(*map(round, max(needed, key=sum, default=(0, 0, 0))))
+def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> StepPeak:
+    needed = [(each.kept, each.working, each.messages) for each in moments(schedule, rank, units)]
+    needed.append((cast_bytes(schedule, rank, units), 0.0, exchanged))
+    return StepPeak(*map(round, max(needed, key=sum)))
 
 
 class NotMeasuredError(Exception):
@@ -90,11 +94,12 @@ def measure_memory(
             busy machine does not count, nor does the first run of each, which pays for compiling as training would.
         repeats: whether that of forwards that are computed again is wanted, too.
     Raises:
-        NotMeasuredError: on every rank, when time is up, or an error arose. Only in a layer that is cut over tensor
-            parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
+        NotMeasuredError: on every rank, when time is up, or an error arose. Only where tensor or context parallel ranks
+            wait for this one in the middle of a layer, an error is raised as it is.
     """
     world, computed = world or alone("world"), 0.0
     sizes = TRIAL_SAMPLES if samples > TRIAL_SAMPLES[-1] else (samples,)
+    context = replace(context, cast_weights=(casts := CastWeights()))
     layers = MeasuredLayers(model, context, range(samples), device)
     outputs = [{INPUT: _images(model, size, context, device)} for size in sizes]
     known: dict[Hashable, tuple[LayerCost, list[Bundle]]] = {}
@@ -107,13 +112,16 @@ def measure_memory(
             error = None
             try:
                 layer = layers(index)
-                tried = [CountedLayer(layer, x, range(n), device) for x, n in zip(inputs, sizes, strict=True)]
-                begun = time.thread_time()
-                counted = [_with_messages(each.memory(repeats), each.output, description, wires) for each in tried]
-                computed += time.thread_time() - begun
-                known[kind] = _for_samples(counted, samples, sizes), [each.output for each in tried]
+                with casts.kept():  # as in a step, which makes each copy once
+                    tried = [CountedLayer(layer, x, range(n), device) for x, n in zip(inputs, sizes, strict=True)]
+                    begun = time.thread_time()
+                    counted = [_with_messages(each.memory(repeats), each.output, description, wires) for each in tried]
+                    computed += time.thread_time() - begun
+                    cast = casts.held_bytes if context.weight.size == 1 else 0  # weights are gathered as such
+                cost = replace(_for_samples(counted, samples, sizes), cast=cast)
+                known[kind] = cost, [each.output for each in tried]
             except Exception as caught:
-                if context.tensor.size > 1:
+                if context.tensor.size > 1 or context.context.size > 1:
                     raise
                 error = f"{description.name} failed with {type(caught).__name__}: {caught}"
             late = world.rank == 0 and index + 1 < len(model.layers) and computed >= seconds
@@ -130,7 +138,7 @@ def measure_memory(
 
 def _images(model: ModelDescription, samples: int, context: BuildContext, device: torch.device) -> Bundle:
     x = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
-    return frames_of(x.to(device, context.dtype), model.input_shape)
+    return own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
 
 
 def _go_on(world: Group, device: torch.device, error: str | None, late: bool, seconds: float) -> None:

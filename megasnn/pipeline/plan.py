@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 from megasnn.comm.agreement import decided_by_first
 from megasnn.layers.context import BuildContext
@@ -14,57 +14,16 @@ from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
+from megasnn.pipeline.order import Compared, PipelineRequest, chunk_costs, decide_order
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.shared_weights import shared_weights
-from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
-from megasnn.schedule.budget import within_budget
-from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
+from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, simulate
+from megasnn.schedule.evaluate import Forecast, forecast
 from megasnn.schedule.named import looks_at_costs
-from megasnn.schedule.partition import placed_bounds
 from megasnn.schedule.refine import NEVER
+from megasnn.schedule.weights import SharedWeights
 
 _NAMED_SHOWN = 3  # of the named schedules, the fastest ones
-
-
-@dataclass(frozen=True)
-class PipelineRequest:
-    """What is asked for.
-
-    Attributes:
-        schedule: a name, or "auto".
-        chunks_per_rank: None: auto may choose.
-        memory_limit: activations that a rank may hold, in whole stages' micro-batches.
-        bounds: the layers of each chunk; None: balanced by the measured costs.
-        micro_batch_size: samples in each micro-batch.
-        micro_batches: the numbers of them that replicas have in a step, the largest first.
-        predicts: whether costs are wanted even where the plan would not need any.
-        recompute: a name in `RECOMPUTE`.
-        memory_budget: bytes that a step may need on a rank (`StepPeak.total`); forwards are computed again to keep it.
-        offloads: whether what they are computed from is moved to the host's memory meanwhile.
-        costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
-        weight_limit: bytes of gathered weights that a rank may hold, where replicas share weights; None: as few as let
-            the next ones be gathered while others are used.
-        scatters: whether gradients then go to those who keep the rows after every micro-batch.
-    """
-
-    schedule: str
-    chunks_per_rank: int | None
-    memory_limit: float | None
-    bounds: tuple[range, ...] | None
-    micro_batch_size: int
-    micro_batches: tuple[int, ...]
-    predicts: bool = False
-    recompute: str = NEVER
-    memory_budget: float | None = None
-    offloads: bool = False
-    costs_kept_as: tuple[str, ...] | None = None
-    weight_limit: float | None = None
-    scatters: bool = False
-
-    @property
-    def repeats(self) -> bool:
-        """Whether forwards may be computed again."""
-        return self.recompute != NEVER or self.memory_budget is not None
 
 
 @dataclass(frozen=True)
@@ -77,6 +36,7 @@ class PipelinePlan:
         micro_batches: of a usual step.
         costs: measured; None where nobody needed them.
         named: what the named schedules would take, each on its own cut; empty without costs.
+        compared: the orders that were looked at for a budget, or for weights that replicas share.
         memory_budget: as it was asked for.
         weight_ranks: how many replicas share one copy of the weights.
     """
@@ -86,6 +46,7 @@ class PipelinePlan:
     micro_batches: int
     costs: PipelineCosts | None = None
     named: tuple[Forecast, ...] = ()
+    compared: tuple[Compared, ...] = ()
     memory_budget: float | None = None
     weight_ranks: int = 1
 
@@ -133,7 +94,17 @@ class PipelinePlan:
         named = [f"{each.name} {_in_short(each)}" for each in self.named[:_NAMED_SHOWN]]
         if len(self.named) > _NAMED_SHOWN:
             named.append(f"{len(self.named) - _NAMED_SHOWN} slower ones")
-        return [*lines, "  named ones: " + (", ".join(named) or "none keeps the limit")]
+        lines.append("  named ones: " + (", ".join(named) or "none keeps the limit"))
+        if self.compared:
+            whole = [f"{each.name} {_whole(each)}" for each in self.compared]
+            lines.append(f"  compared {self._with()}: {', '.join(whole)}; no other one is faster")
+        return lines
+
+    def _with(self) -> str:
+        """What orders were compared with."""
+        budget = "" if self.memory_budget is None else f"within --memory-budget {1e-6 * self.memory_budget:g}"
+        gathers = "" if self.weight_ranks == 1 else f"with --weight-parallel-size {self.weight_ranks}"
+        return " ".join(filter(None, (budget, gathers)))
 
     def repeated(self) -> list[dict[int, list[int]]]:
         """Of each pipeline rank: the micro-batches of a usual step whose forwards are computed again, by unit."""
@@ -171,17 +142,16 @@ class PipelinePlan:
 
     def _chunk_costs(self) -> list[ChunkCost]:
         assert self.costs is not None
-        costs = self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
-        if self.schedules.weights is None:
-            return costs
-        # The link between stages is the one that is measured, where there are stages.
-        others, link = (self.weight_ranks - 1) / self.weight_ranks, self.costs.link
-        times = [link.latency + link.per_byte * others * size for size in self.schedules.weights.unit_bytes]
-        return [replace(cost, gather=time, scatter=time) for cost, time in zip(costs, times, strict=True)]
+        return chunk_costs(self.schedules, self.bounds, self.costs, self.weight_ranks)
 
 
 def _in_short(each: Forecast) -> str:
     return f"{1e3 * each.makespan:.1f} ms ({each.idle_share:.1%} bubble)"
+
+
+def _whole(each: Compared) -> str:
+    whole = "not possible" if each.whole is None else f"{1e3 * each.whole:.1f} ms"
+    return f"{whole} ({1e3 * each.alone:.1f} ms without)"
 
 
 def plan_pipeline(
@@ -208,94 +178,24 @@ def plan_pipeline(
         key, size = request.costs_kept_as, request.micro_batch_size
         measure = partial(agreed_costs, model, size, context, state, wires, request.repeats)
         costs = measure() if key is None else kept_costs(key, state.world, measure)
-    request, shares = replace(request, bounds=bounds), context.weight.size > 1
-    plan = decided_by_first(state.world, lambda: _decide(request, stages, len(model.layers), costs, shares))
-    if not shares:
-        return plan
-    weights = shared_weights(model, plan.executed_bounds, context, request.weight_limit, request.scatters)
-    schedules = plan.schedules.sharing(weights, request.micro_batches)
-    return replace(plan, schedules=schedules, weight_ranks=context.weight.size)
+    request = replace(request, bounds=bounds)
+    shares = None if context.weight.size == 1 else partial(_shared, model, context, request)
+    order = decided_by_first(
+        state.world, lambda: decide_order(request, stages, len(model.layers), costs, shares, context.weight.size)
+    )
+    return PipelinePlan(
+        order.bounds,
+        order.schedules,
+        request.micro_batches[0],
+        costs,
+        order.named,
+        order.compared,
+        request.memory_budget,
+        context.weight.size,
+    )
 
 
-def _decide(
-    request: PipelineRequest, stages: int, layers: int, costs: PipelineCosts | None, in_units: bool
-) -> PipelinePlan:
-    """The one search of a run, for every number of micro-batches that a replica may have.
-
-    Args:
-        in_units: whether layers are executed one by one in any case.
-    """
-    usual = request.micro_batches[0]
-    counts = _possible_counts(request, stages, layers)
-    chunks_per_rank = counts[0] if len(counts) == 1 else request.chunks_per_rank
-    cut = None if costs is None else _Cut(request, costs)
-    costs_of = None if cut is None else cut.costs_of
-    plan = plan_schedule(request.schedule, stages, chunks_per_rank, usual, costs_of, request.memory_limit)
-    decided = tuple(plan.of_chunks(count) for count in dict.fromkeys(request.micro_batches))
-    bounds = request.bounds if cut is None else cut.bounds_of(plan.placement)
-    assert bounds is not None
-    schedules = replace(plan, decided=decided)
-    if request.recompute != NEVER or in_units:
-        schedules = schedules.in_units(bounds, request.recompute)
-    if request.memory_budget is not None and costs is not None:
-        schedules = _within_budget(schedules, request, bounds, costs)
-    schedules = replace(schedules, offloads=request.offloads and schedules.units is not None)
-    if cut is None:
-        return PipelinePlan(bounds, schedules, usual)
-    compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
-    named = forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared)
-    return PipelinePlan(bounds, schedules, usual, costs, tuple(named), request.memory_budget)
-
-
-def _within_budget(
-    plan: SchedulePlan, request: PipelineRequest, bounds: Sequence[range], costs: PipelineCosts
-) -> SchedulePlan:
-    """With forwards that are computed again, in units; as it is where none has to be. Raises ValueError for a budget
-    that cannot be kept."""
-    assert request.memory_budget is not None
-    refined = plan.in_units(bounds, NEVER)
-    units, placement = refined.unit_bounds(bounds), refined.executed_placement
-    memory = costs.unit_memory(units, placement)
-    chosen = {
-        count: within_budget(refined.training(count), memory, request.memory_budget)
-        for count in dict.fromkeys(request.micro_batches)
-    }
-    # A step of another length, at the end of an epoch, is shorter.
-    return replace(refined, recompute="always", chosen=chosen) if any(chosen.values()) else plan
-
-
-def _possible_counts(request: PipelineRequest, stages: int, layers: int) -> tuple[int, ...]:
-    """The chunks that each rank may have."""
-    if request.bounds is not None:
-        return (len(request.bounds) // stages,)
-    if request.chunks_per_rank is not None:
-        return (request.chunks_per_rank,)
-    return (1,) if 2 * stages > layers else (1, 2)
-
-
-class _Cut:
-    """A model's cut for any placement, and what it makes of the layers' costs."""
-
-    def __init__(self, request: PipelineRequest, costs: PipelineCosts) -> None:
-        self._request, self._costs = request, costs
-        self.bounds_of = lru_cache(maxsize=None)(self._bounds_of)
-        self.costs_of = lru_cache(maxsize=None)(self._costs_of)
-
-    def _bounds_of(self, placement: tuple[int, ...]) -> tuple[range, ...]:
-        if self._request.bounds is not None:
-            return self._request.bounds
-        return tuple(placed_bounds([layer.seconds for layer in self._costs.layers], placement))
-
-    def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-        costs = self._costs.of_chunks(self.bounds_of(placement), placement)
-        if self._request.recompute == NEVER:
-            return costs
-        # A forward that is computed again comes right before its backward, as a part of that.
-        return [
-            replace(
-                each,
-                backward=each.backward + each.time(Kind.RECOMPUTE),
-                input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
-            )
-            for each in costs
-        ]
+def _shared(
+    model: ModelDescription, context: BuildContext, request: PipelineRequest, units: Sequence[range]
+) -> SharedWeights:
+    return shared_weights(model, units, context, request.weight_limit, request.scatters)

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from megasnn.schedule.actions import Kind, Schedule
 from megasnn.schedule.memory import UnitMemory, moments
+from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.refine import insert_recompute
 
-SECONDS = 4.0  # for all ranks together
+SECONDS = 4.0  # for all ranks together, of all orders that are compared
 GAP = 1e-3  # a choice that is this much dearer than the best one is good enough
 MB = 1e-6
 
@@ -27,34 +28,51 @@ Chosen = frozenset[tuple[int, int]]
 
 
 class BudgetError(ValueError):
-    """No choice keeps the budget; the message has the least that one keeps."""
+    """No choice keeps the budget.
+
+    Attributes:
+        least: bytes that one keeps; the message has them, too.
+    """
+
+    def __init__(self, budget: float, least: float) -> None:
+        self.least = least
+        super().__init__(
+            f"--memory-budget {budget * MB:g} cannot be kept, whatever is computed again: the least is "
+            f"--memory-budget {np.ceil(least * MB):g}; or use a smaller --micro-batch-size"
+        )
 
 
-def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float) -> Chosen:
+def within_budget(
+    schedule: Schedule,
+    units: Sequence[UnitMemory],
+    budget: float,
+    offloads: bool = False,
+    seconds: float = SECONDS,
+) -> Chosen:
     """The cheapest choice.
 
     Args:
         schedule: of units, complete, in which nothing is computed again.
         budget: bytes that each rank may need.
+        offloads: whether what forwards are computed again from is moved to the host's memory meanwhile.
+        seconds: for the search.
     Raises:
         BudgetError: none keeps it.
     """
     whole = insert_recompute(schedule, lambda unit, m: True)
+    whole = insert_offload(whole) if offloads else whole
     ranks = [_Rank.of(whole, rank, units) for rank in range(schedule.ranks)]
     chosen: set[tuple[int, int]] = set()
     short = []
     for rank in ranks:
-        found = rank.cheapest(budget, SECONDS / len(ranks))
+        found = rank.cheapest(budget, seconds / len(ranks))
         if found is None:  # there is none, or it was not found in time
-            found, least = rank.least(SECONDS / len(ranks))
+            found, least = rank.least(seconds / len(ranks))
             if least > budget:
                 short.append(least)
         chosen |= found
     if short:
-        raise BudgetError(
-            f"--memory-budget {budget * MB:g} cannot be kept, whatever is computed again: the least is "
-            f"--memory-budget {np.ceil(max(short) * MB):g}; or use a smaller --micro-batch-size"
-        )
+        raise BudgetError(budget, max(short))
     return frozenset(chosen)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
 from megasnn.schedule.budget import Chosen
+from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.named import (
     AUTO,
     SCHEDULES,
@@ -23,7 +24,6 @@ from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import insert_transfers
 from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
 from megasnn.schedule.search import find_best
-from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.validate import ScheduleError, validate
 from megasnn.schedule.validate_weights import validate_replicas
 from megasnn.schedule.weights import SharedWeights

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megasnn.schedule.actions import Schedule
+from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.named import SCHEDULES, CostsOf, FixedOrder, complete, named_schedule, possible_chunks
-from megasnn.schedule.simulate import ChunkCost, Link, Simulation, end_times, simulate
+from megasnn.schedule.simulate import Link, Simulation, end_times, simulate
 from megasnn.schedule.streams import FORWARD, KINDS, Rows, Ticks, as_schedule, takers_of
 from megasnn.schedule.validate import ROUNDING
 

@@ -74,6 +74,7 @@ class UnitMemory:
         deferred: what an input gradient leaves for the weight gradient; None: all that the forward has kept.
         output: its output, and the gradient of that, while they wait for the unit that takes them.
         message, gradient: the two on the way to another rank.
+        cast: its weights in another type, which a step makes once and keeps.
     """
 
     held: float
@@ -84,13 +85,14 @@ class UnitMemory:
     output: float = 0.0
     message: float = 0.0
     gradient: float = 0.0
+    cast: float = 0.0
 
 
 class Moment(NamedTuple):
     """What a rank needs while it computes; numbers, or vectors of them.
 
     Attributes:
-        kept: what forwards have left for their backwards.
+        kept: what forwards have left for their backwards, and weights in another type.
         working: what the computation needs beside that.
         messages: outputs and gradients that wait for somebody or are on their way.
     """
@@ -119,7 +121,7 @@ def moments(
     """
     row, last = schedule.actions[rank], schedule.chunks - 1
     again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
-    kept, waiting = 0.0 * one, 0.0 * one
+    kept, waiting = cast_bytes(schedule, rank, units) * one, 0.0 * one
     arrivals = known_arrivals(schedule, rank)
     sent: dict[int, list[float]] = {peer: [] for peer in range(schedule.ranks)}
     for index, action in enumerate(row):
@@ -157,6 +159,11 @@ def moments(
             waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.output)
             of_peer, count = sent[schedule.placement[action.peer.chunk]], arrivals[action]
             of_peer[:count] = [0.0] * count
+
+
+def cast_bytes(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> float:
+    """Of a rank's weights in another type, which are there until the end of a step."""
+    return sum(unit.cast for unit, place in zip(units, schedule.placement, strict=True) if place == rank)
 
 
 def _received_next(row: Sequence[Action], index: int) -> Iterator[Action]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import gpipe, interleaved, one_f_one_b
+from megasnn.schedule.costs import ChunkCost, chunk_costs
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.partition import PLACEMENTS
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
-from megasnn.schedule.simulate import ChunkCost, chunk_costs
 from megasnn.schedule.streams import Ticks, as_schedule
 from megasnn.schedule.validate import validate
 from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit

@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megasnn.schedule.actions import COMPUTE, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, Action, Kind, Schedule
 from megasnn.schedule.memory import UnitMemory
 
-APART = 3  # computations from a forward to its second one, behind which moving its input gains something
+APART = 3  # computations from a forward to its backward, behind which moving its input gains something
 
 
 def insert_offload(schedule: Schedule) -> Schedule:
     """Adds an OUT behind each forward that is computed again later, and an IN one computation before that.
 
-    So its input travels while the rank computes. Where no more than `APART` computations lead from one to the other,
-    and for the first chunk, whose input lies in the batch, there is nothing to gain.
+    So its input travels while the rank computes. Where no more than `APART` computations lead from the forward to its
+    backward, and for the first chunk, whose input lies in the batch, there is nothing to gain. Second forwards do not
+    count: what is moved does not depend on what else is computed again.
     """
     return replace(schedule, actions=tuple(_with_moves(row) for row in schedule.actions))
 
 
 def _with_moves(row: Sequence[Action]) -> tuple[Action, ...]:
-    computed = [index for index, action in enumerate(row) if action.kind in COMPUTE]
+    computed = [index for index, action in enumerate(row) if action.kind in COMPUTE - {Kind.RECOMPUTE}]
     place = {row[index]: number for number, index in enumerate(computed)}
     behind: dict[int, Action] = {}  # by the index of the action that they stand at
     before: dict[int, list[Action]] = {}
-    for again, number in place.items():
-        unit, kind, m = again
+    for unit, kind, m in row:
         if kind is not Kind.RECOMPUTE or unit == 0:
             continue
         first = place[Action(unit, Kind.FORWARD, m)]
+        number = next(place[each] for kind in PROPAGATING if (each := Action(unit, kind, m)) in place)
         if number - first > APART:
             behind[computed[first]] = Action(unit, Kind.OFFLOAD, m)
             before.setdefault(computed[number - 1], []).append(Action(unit, Kind.FETCH, m))

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megasnn.schedule.actions import Kind, Schedule
+from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.evaluate import Candidate, of_named, of_rows
 from megasnn.schedule.memory import stage_shares
 from megasnn.schedule.named import SCHEDULES, CostsOf, equal_costs, filled_recipes, keep_limit, possible_chunks
 from megasnn.schedule.passes import Boundaries
-from megasnn.schedule.simulate import ChunkCost
 from megasnn.schedule.streams import Ticks
 from megasnn.schedule.validate import ROUNDING
 from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.simulate import ChunkCost
+from megasnn.schedule.costs import ChunkCost
 
 Rows = Sequence[Sequence[int]]  # the streams of each rank, in order
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)

@@ -171,7 +171,8 @@ class TrainingRun:
         with self._profiled(number, batch), trace.around(number):
             result = self.engine.train_on(batch)
         self.watch.spikes.enabled = False
-        self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
+        if not (self.engine.batches.read_alike(training=True) and self.state.context.rank):  # counted on another rank
+            self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
             if self.engine.steps.without_gradient:
                 self.reporter.line(notice_of(self.engine.steps.without_gradient))
@@ -256,7 +257,8 @@ class TrainingRun:
         of_training = statistics.counting(False)  # what is logged is the traffic of training
         with of_training, self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
             record = self.engine.evaluate_on(batches)
-            skipped = self._over_replicas(loader.skipped)
+            counts = not (self.engine.batches.read_alike(training=False) and self.state.context.rank)
+            skipped = self._over_replicas(loader.skipped * counts)
         self.saves.found(self.iteration, record.top1)
         self.reporter.evaluation(replace(record, skipped_samples=skipped))
 

@@ -26,14 +26,17 @@ from megasnn.random import GENERATOR
 
 @placed("while looking at the checkpoint of --load")
 def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
-    """Raises CheckpointError on every rank when --load names a checkpoint of another model, --finetune or not, or one
-    of other dimensions or another neuron that is to be continued.
+    """Raises CheckpointError on every rank when --load names no checkpoint, or one of another model, --finetune or
+    not, or one of other dimensions or another neuron that is to be continued.
 
     Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
     """
     options, model, mine = config.checkpoint, config.model.name, identity(config)
 
     def refuse() -> Identity:
+        has_saved = options.save is not None and checkpoint.list_checkpoints(Path(options.save))
+        if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
+            checkpoint.choose(Path(str(options.load)), options.ckpt_step)
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
             return mine
@@ -149,7 +152,7 @@ class Start:
 
     def __init__(self, config: PretrainConfig, engine: Engine, place: Mapping[str, object]) -> None:
         self._config, self._options, self._engine, self._place = config, config.checkpoint, engine, place
-        self._average, self._world = engine.steps.average, engine.state.world.handle
+        self._average, self._world = engine.steps.average, engine.state.world
         self._evaluates_only = config.training.evaluate_only
 
     @placed("while loading")
@@ -166,7 +169,7 @@ class Start:
         elif options.load_spikingjelly:
             theirs = checkpoint.read_state_dict(options.load_spikingjelly)
             weights = self._config.model.from_spikingjelly(theirs)
-            checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world)
+            checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world.handle)
         elif options.load:
             begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
         self._engine.steps.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
@@ -186,12 +189,12 @@ class Start:
                 model=self._config.model.name,
                 config=identity(self._config),
                 step=None if restarted else options.ckpt_step,
-                process_group=self._world,
+                process_group=self._world.handle,
                 refuse=self._other_data if not self._evaluates_only else lambda saved: (),
                 averages=None if self._average is None else self._average.tensors,
             )
         except checkpoint.NoCheckpointError:
-            if not self._may_begin_anew():
+            if not options.may_begin_anew:
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
         if self._evaluates_only:
@@ -232,16 +235,10 @@ class Start:
             tensors=self._engine.distributed.tensors,
             model=self._config.model.name,
             step=self._options.ckpt_step,
-            process_group=self._world,
+            process_group=self._world.handle,
             leave=head if self._options.reset_head else None,
         )
         return StartingPoint(notice=_warnings(loaded.remarks))
-
-    def _may_begin_anew(self) -> bool:
-        """Whether a missing checkpoint is allowed: a job that saves where it loads finds none the first time."""
-        options = self._options
-        explicit = options.exit_on_missing_checkpoint or options.ckpt_step is not None
-        return not explicit and options.saves_where_it_loads
 
     def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
         """Where the data or its order is not what the checkpoint's place in it refers to."""

@@ -22,8 +22,9 @@ from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured import measure_layers
+from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.schedule import Kind
 from tests.parity.ranks import model_config
 

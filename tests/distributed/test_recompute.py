@@ -33,8 +33,9 @@ from megasnn.pipeline.kept_costs import code_of, kept_costs
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.memory import measure_memory
+from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelineRequest, plan_pipeline
+from megasnn.pipeline.plan import plan_pipeline
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 

@@ -36,9 +36,8 @@ def test_opening_the_data(tmp_path) -> None:
 
 def test_loading_a_checkpoint(tmp_path) -> None:
     argv = [*MODEL, "--load", str(tmp_path / "absent")]
-    told_once(
-        Ranks(tmp_path, RANKS, *argv).end(SECONDS), "NoCheckpointError", str(tmp_path / "absent"), "while loading"
-    )
+    ended, place = Ranks(tmp_path, RANKS, *argv).end(SECONDS), "while looking at the checkpoint of --load"
+    told_once(ended, "NoCheckpointError", str(tmp_path / "absent"), place)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 
 from megasnn.schedule import Kind, Schedule, generate, validate
+from megasnn.schedule.actions import COMPUTE
 from megasnn.schedule.budget import BudgetError, Chosen, within_budget
-from megasnn.schedule.memory import UnitMemory, activations_held
+from megasnn.schedule.memory import UnitMemory, activations_held, moments
 from megasnn.schedule.named import SCHEDULES
+from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.refine import insert_recompute, refine
 
 MB = 10**6
@@ -93,6 +95,31 @@ def test_no_time_to_look_for_the_cheapest_is_no_budget_that_cannot_be_kept() -> 
         with pytest.raises(BudgetError):
             within_budget(schedule, units, least - MB)
     assert peak(schedule, 0, units, chosen) <= least + 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_moved_to_the_host_counts(name: str) -> None:
+    """What is kept for second forwards is most of it here."""
+    schedule = generate(name, 4, 8)
+    schedule = refine(schedule, [3] * schedule.chunks)
+    kinds = (*COMPUTE, Kind.RECOMPUTE)
+    unit = UnitMemory(10 * MB, 4 * MB, dict.fromkeys(kinds, 10 * MB), 1, deferred=MB, message=4 * MB)
+    units = [unit] * schedule.chunks
+
+    def most(chosen: Chosen) -> float:
+        done = insert_offload(insert_recompute(schedule, lambda unit, m: (unit, m) in chosen))
+        validate(done)
+        rows = (moments(done, rank, units) for rank in range(4))
+        return max(each.kept + each.working + each.messages for row in rows for each in row)
+
+    with pytest.raises(BudgetError) as without:
+        within_budget(schedule, units, 1)
+    with pytest.raises(BudgetError) as refused:
+        within_budget(schedule, units, 1, offloads=True)
+    least = refused.value.least
+    assert least < without.value.least
+    for budget in (least, (least + most(frozenset())) / 2):
+        assert most(within_budget(schedule, units, budget + 1, offloads=True)) <= budget + 2
 
 
 @pytest.mark.slow

@@ -25,38 +25,59 @@ MODELS: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4),
     "vgg": VggDvs(channels="16,32,P,64,P,64,P", image_size=32, time_steps=5),
 }
+# Parameters take more here than all that a micro-batch of one sample leaves.
+WIDE = Spikformer(embed_dim=192, depth=2, num_heads=4, image_size=16, in_channels=3, time_steps=2)
 MICRO_BATCH, STEPS = 4, 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "never": (1, {}),
     "always": (1, {"recompute": "always"}),
     "except-last": (1, {"recompute": "except-last", "pipeline_schedule": "gpipe"}),
     "dp2": (2, {}),
+    "cp2": (2, {"context_parallel_size": 2}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2-always": (2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}),
     "pp2-zb1p": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb1p"}),
     "pp2-zbv": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    "dp2-zero1": (2, {"use_distributed_optimizer": True}),
     "pp2-always": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "recompute": "always"}),
 }
 
 
 def predicted_and_counted(
-    model: Model, parallel: dict[str, Any], micro_batches: int = 3, bptt_steps: int | None = None
+    model: Model,
+    parallel: dict[str, Any],
+    micro_batches: int = 3,
+    micro_batch: int = MICRO_BATCH,
+    precision: str = "fp32",
+    bptt_steps: int | None = None,
 ) -> tuple[int, int]:
-    """Bytes of this rank, above what is there between two steps."""
+    """Bytes of this rank, above what is there between two steps. What is moved to the host's memory does not count."""
     layout = ParallelConfig(**parallel)
-    state = initialize_model_parallel(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    state = initialize_model_parallel(*sizes, context_parallel_size=layout.context_parallel_size)
     try:
-        samples = MICRO_BATCH * micro_batches * state.data.size
+        samples = micro_batch * micro_batches * state.data.size
         training = TrainingConfig(
-            micro_batch_size=MICRO_BATCH, global_batch_size=samples, train_iters=9, bptt_steps=bptt_steps
+            micro_batch_size=micro_batch,
+            global_batch_size=samples,
+            train_iters=9,
+            precision=precision,
+            bptt_steps=bptt_steps,
         )
         config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
         with Engine(config, length=Length(9)) as engine:
             predicted = step_peak(config, engine.distributed, engine.plan, state).total
-            return predicted, _counted(engine, samples)
+            with mock.patch.object(HostMemory, "put", _put_where_nothing_counts):
+                return predicted, _counted(engine, samples)
     finally:
         destroy_model_parallel()
+
+
+def _put_where_nothing_counts(host: HostMemory, tensor: Tensor) -> Tensor:
+    """A copy in memory that is none of torch's, as a GPU's host has it."""
+    host.held += tensor.nbytes
+    return torch.from_numpy(tensor.numpy().copy())
 
 
 def _counted(engine: Engine, samples: int) -> int:
@@ -73,6 +94,7 @@ def _counted(engine: Engine, samples: int) -> int:
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
             engine.distributed.forward_backward(micro_batches, samples)
+            engine.distributed.share_rows()
         peaks.append(counter.peak)
     return min(peaks)
 
@@ -88,8 +110,23 @@ def test_within_five_percent(ranks, name: str, layout: str) -> None:
 @pytest.mark.parametrize(("name", "steps"), [("spikformer", 2), ("vgg", 1)])
 def test_windows_of_time_steps(ranks, name: str, steps: int) -> None:
     """Neurons go on from one to the next."""
-    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 3, steps)
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 3, MICRO_BATCH, "fp32", steps)
     assert predicted == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"use_distributed_optimizer": True}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_of_a_model_with_many_parameters(ranks, parallel: dict[str, Any], precision: str) -> None:
+    """Weights in bfloat16 are copied once a step; sharded gradients and rows travel in buffers."""
+    found = ranks(2, predicted_and_counted, WIDE, parallel, 3, 1, precision)
+    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_bf16(ranks, name: str) -> None:
+    flags = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "recompute": "always"}
+    found = ranks(2, predicted_and_counted, MODELS[name], flags, 3, MICRO_BATCH, "bf16")
+    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
 
 
 def _moved(parallel: dict[str, Any]) -> tuple[int, int]:
@@ -113,20 +150,11 @@ def test_what_is_moved_to_the_hosts_memory_is_predicted(ranks) -> None:
         assert predicted == moved > 0
 
 
-def _beside_the_host(parallel: dict[str, Any]) -> tuple[int, int]:
-    """As `predicted_and_counted`, with what is moved in memory that is not counted, as that of a GPU's host."""
-
-    def put(_: HostMemory, tensor: Tensor) -> Tensor:
-        return torch.from_numpy(tensor.numpy().copy())
-
-    with mock.patch.object(HostMemory, "put", put):
-        return predicted_and_counted(MODELS["spikformer"], parallel, micro_batches=12)
-
-
 def test_what_is_moved_is_gone_from_the_device(ranks) -> None:
-    flags = {"recompute": "always", "pipeline_schedule": "gpipe"}
-    ((kept, counted),) = ranks(1, _beside_the_host, flags)
-    ((less, counted_less),) = ranks(1, _beside_the_host, {**flags, "offload_activations": True})
+    flags: dict[str, Any] = {"recompute": "always", "pipeline_schedule": "gpipe"}
+    ((kept, counted),) = ranks(1, predicted_and_counted, MODELS["spikformer"], flags, 12)
+    moved = {**flags, "offload_activations": True}
+    ((less, counted_less),) = ranks(1, predicted_and_counted, MODELS["spikformer"], moved, 12)
     assert less == pytest.approx(counted_less, rel=0.05) and less < 0.9 * kept
     assert counted - counted_less == pytest.approx(kept - less, rel=0.1)
 
@@ -134,8 +162,26 @@ def test_what_is_moved_is_gone_from_the_device(ranks) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_is_kept_as_it_was_predicted(ranks, tmp_path, monkeypatch, name: str) -> None:
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))
-    gpipe = {"pipeline_schedule": "gpipe"}
+    gpipe: dict[str, Any] = {"pipeline_schedule": "gpipe"}
     ((without, _),) = ranks(1, predicted_and_counted, MODELS[name], gpipe)
-    budget = 0.7e-6 * without
-    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {**gpipe, "memory_budget": budget})
+    gpipe["memory_budget"] = budget = 0.7e-6 * without
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], gpipe)
     assert predicted == pytest.approx(counted, rel=0.05) and 0.9 * budget < 1e-6 * predicted <= budget
+
+
+def _least_budget(ranks, flags: dict[str, Any]) -> int:
+    """MB."""
+    with pytest.raises(RuntimeError) as refused:
+        ranks(1, predicted_and_counted, MODELS["spikformer"], {**flags, "memory_budget": 0.001}, 12)
+    return int(str(refused.value).split("the least is --memory-budget ")[1].split(";")[0])
+
+
+def test_a_budget_that_is_kept_with_offload_alone(ranks, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))
+    kept: dict[str, Any] = {"pipeline_schedule": "gpipe"}
+    moved: dict[str, Any] = {**kept, "offload_activations": True}
+    budget = _least_budget(ranks, moved)
+    assert budget < _least_budget(ranks, kept)
+    moved["memory_budget"] = budget
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS["spikformer"], moved, 12)
+    assert predicted == pytest.approx(counted, rel=0.05) and predicted <= 1e6 * budget

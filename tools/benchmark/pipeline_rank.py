@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 
 from megasnn.comm.statistics import statistics
+from megasnn.comm.world import BACKENDS
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
-from megasnn.parallel_state import BACKENDS, initialize_model_parallel
+from megasnn.parallel_state import initialize_model_parallel
 from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.measured import agreed_costs
+from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.evaluate import idle_share
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory

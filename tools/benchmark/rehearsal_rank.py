@@ -17,8 +17,9 @@ from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured import measure_layers
+from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelineRequest, plan_pipeline
+from megasnn.pipeline.plan import plan_pipeline
 from megasnn.schedule import Action
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.telemetry.timers import Mark

@@ -1,0 +1,259 @@
+"""Which order of actions a pipeline takes: the fastest, or of those that keep a budget of memory the fastest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megasnn.pipeline.costs import PipelineCosts
+from megasnn.schedule import ChunkCost, Kind, SchedulePlan, plan_schedule, simulate
+from megasnn.schedule.budget import SECONDS, BudgetError, within_budget
+from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
+from megasnn.schedule.named import AUTO
+from megasnn.schedule.partition import placed_bounds
+from megasnn.schedule.refine import NEVER
+from megasnn.schedule.weights import SharedWeights
+
+_EACH = 1 / 3  # of the time that is left for budgets, for that of one order
+_LEAST_SECONDS = 0.05
+
+WeightsOf = Callable[[Sequence[range]], SharedWeights]
+"""The layers of each unit -> what is gathered of them."""
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """What is asked for.
+
+    Attributes:
+        schedule: a name, or "auto".
+        chunks_per_rank: None: auto may choose.
+        memory_limit: activations that a rank may hold, in whole stages' micro-batches.
+        bounds: the layers of each chunk; None: balanced by the measured costs.
+        micro_batch_size: samples in each micro-batch.
+        micro_batches: the numbers of them that replicas have in a step, the largest first.
+        predicts: whether costs are wanted even where the plan would not need any.
+        recompute: a name in `RECOMPUTE`.
+        memory_budget: bytes that a step may need on a rank (`StepPeak.total`); forwards are computed again to keep it.
+        offloads: whether what they are computed from is moved to the host's memory meanwhile.
+        costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
+        weight_limit: bytes of gathered weights that a rank may hold, where replicas share weights; None: as few as let
+            the next ones be gathered while others are used.
+        scatters: whether gradients then go to those who keep the rows after every micro-batch.
+    """
+
+    schedule: str
+    chunks_per_rank: int | None
+    memory_limit: float | None
+    bounds: tuple[range, ...] | None
+    micro_batch_size: int
+    micro_batches: tuple[int, ...]
+    predicts: bool = False
+    recompute: str = NEVER
+    memory_budget: float | None = None
+    offloads: bool = False
+    costs_kept_as: tuple[str, ...] | None = None
+    weight_limit: float | None = None
+    scatters: bool = False
+
+    @property
+    def repeats(self) -> bool:
+        """Whether forwards may be computed again."""
+        return self.recompute != NEVER or self.memory_budget is not None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An order that was looked at for a budget, or for weights that replicas share.
+
+    Attributes:
+        alone: seconds of a step in which nothing is computed again and nothing gathered. whole: with both; None where
+            that cannot be.
+    """
+
+    name: str
+    alone: float
+    whole: float | None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What was decided.
+
+    Attributes:
+        bounds: the layers of each chunk.
+        named: what the named schedules would take, each on its own cut, without a budget; empty without costs.
+        compared: in this order, the one that was taken among them; empty where there was nothing to compare.
+    """
+
+    bounds: tuple[range, ...]
+    schedules: SchedulePlan
+    named: tuple[Forecast, ...] = ()
+    compared: tuple[Compared, ...] = ()
+
+
+def decide_order(
+    request: PipelineRequest,
+    stages: int,
+    layers: int,
+    costs: PipelineCosts | None,
+    weights_of: WeightsOf | None = None,
+    weight_ranks: int = 1,
+) -> Order:
+    """The one search of a run, for every number of micro-batches that a replica may have.
+
+    With `auto`, and a budget or shared weights, the fastest order by itself need not be the fastest one: orders are
+    tried from the fastest by itself on, until the next one would not even win by itself.
+
+    Args:
+        weights_of: where replicas share weights; layers are executed one by one then. weight_ranks: how many do.
+    Raises:
+        ValueError: what the schedule cannot place, a memory limit or a budget that it cannot keep.
+    """
+    usual, counts = request.micro_batches[0], _possible_counts(request, stages, layers)
+    chunks = counts[0] if len(counts) == 1 else request.chunks_per_rank
+    if costs is None:
+        plan = _planned(request, stages, request.schedule, chunks, None)
+        assert request.bounds is not None
+        return Order(request.bounds, _executed(plan, request, request.bounds, None, weights_of))
+    cut = Cut(request, costs)
+    first = _planned(request, stages, request.schedule, chunks, cut)
+    compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
+    named = tuple(forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared))
+    if request.schedule != AUTO or stages == 1 or (request.memory_budget is None and weights_of is None):
+        bounds = cut.bounds_of(first.placement)
+        return Order(bounds, _executed(first, request, bounds, costs, weights_of), named)
+
+    def orders() -> Iterator[tuple[str, float, SchedulePlan]]:
+        best = forecast(first.of_chunks(usual), cut.costs_of(first.placement))
+        yield best.name, best.makespan, first
+        of_counts = ((count, forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, (count,)))
+                     for count in counts)  # fmt: skip
+        others = [(each, count) for count, found in of_counts for each in found if each.name != best.name]
+        for each, count in sorted(others, key=lambda pair: pair[0].makespan):
+            yield each.name, each.makespan, _planned(request, stages, each.name, count, cut)
+
+    return replace(_fastest(orders(), request, cut, costs, weights_of, weight_ranks), named=named)
+
+
+def _fastest(
+    orders: Iterator[tuple[str, float, SchedulePlan]],
+    request: PipelineRequest,
+    cut: Cut,
+    costs: PipelineCosts,
+    weights_of: WeightsOf | None,
+    weight_ranks: int,
+) -> Order:
+    """Of orders with their seconds alone, the fastest first, the one that takes least with all that comes to it."""
+    best, least, refusals = None, float("inf"), list[ValueError]()
+    looked_at: list[Compared] = []
+    end = time.monotonic() + SECONDS
+    for name, alone, plan in orders:
+        if alone >= least:
+            break
+        bounds, whole = cut.bounds_of(plan.placement), None
+        seconds = max(_LEAST_SECONDS, _EACH * (end - time.monotonic()))
+        try:
+            schedules = _executed(plan, request, bounds, costs, weights_of, seconds)
+            whole = simulate(
+                schedules.training(request.micro_batches[0]),
+                chunk_costs(schedules, bounds, costs, weight_ranks),
+                schedules.wholes,
+            ).makespan
+            if whole < least:
+                best, least = Order(bounds, schedules), whole
+        except ValueError as error:
+            refusals.append(error)
+        looked_at.append(Compared(name, alone, whole))
+    if best is None:
+        raise min(refusals, key=lambda each: each.least if isinstance(each, BudgetError) else 0.0)
+    return replace(best, compared=tuple(looked_at))
+
+
+def _planned(
+    request: PipelineRequest, stages: int, name: str, chunks_per_rank: int | None, cut: Cut | None
+) -> SchedulePlan:
+    """The order of a name, of chunks."""
+    costs_of = None if cut is None else cut.costs_of
+    plan = plan_schedule(name, stages, chunks_per_rank, request.micro_batches[0], costs_of, request.memory_limit)
+    return replace(plan, decided=tuple(plan.of_chunks(count) for count in dict.fromkeys(request.micro_batches)))
+
+
+def _executed(
+    plan: SchedulePlan,
+    request: PipelineRequest,
+    bounds: tuple[range, ...],
+    costs: PipelineCosts | None,
+    weights_of: WeightsOf | None,
+    seconds: float = SECONDS,
+) -> SchedulePlan:
+    """With what is computed again, moved to the host and gathered. Raises ValueError for what cannot be."""
+    if request.recompute != NEVER or weights_of is not None:
+        plan = plan.in_units(bounds, request.recompute)
+    if request.memory_budget is not None and costs is not None:
+        plan = _within_budget(plan, request, bounds, costs, seconds)
+    plan = replace(plan, offloads=request.offloads and plan.units is not None)
+    return plan if weights_of is None else plan.sharing(weights_of(plan.unit_bounds(bounds)), request.micro_batches)
+
+
+def _within_budget(
+    plan: SchedulePlan, request: PipelineRequest, bounds: Sequence[range], costs: PipelineCosts, seconds: float
+) -> SchedulePlan:
+    """With forwards that are computed again, in units; as it is where none has to be."""
+    assert request.memory_budget is not None
+    refined = plan.in_units(bounds, NEVER)
+    memory = costs.unit_memory(refined.unit_bounds(bounds), refined.executed_placement)
+    chosen = {
+        count: within_budget(refined.training(count), memory, request.memory_budget, request.offloads, seconds)
+        for count in dict.fromkeys(request.micro_batches)
+    }
+    # A step of another length, at the end of an epoch, is shorter.
+    return replace(refined, recompute="always", chosen=chosen) if any(chosen.values()) else plan
+
+
+def _possible_counts(request: PipelineRequest, stages: int, layers: int) -> tuple[int, ...]:
+    """The chunks that each rank may have."""
+    if request.bounds is not None:
+        return (len(request.bounds) // stages,)
+    if request.chunks_per_rank is not None:
+        return (request.chunks_per_rank,)
+    return (1,) if 2 * stages > layers else (1, 2)
+
+
+def chunk_costs(
+    schedules: SchedulePlan, bounds: Sequence[range], costs: PipelineCosts, weight_ranks: int
+) -> list[ChunkCost]:
+    """Of what is executed, with the time to gather weights that `weight_ranks` replicas share."""
+    found = costs.of_chunks(schedules.unit_bounds(bounds), schedules.executed_placement)
+    weights = schedules.weights
+    return found if weights is None else costs.with_gathers(found, weights.unit_bytes, weight_ranks)
+
+
+class Cut:
+    """A model's cut for any placement, and what it makes of the layers' costs."""
+
+    def __init__(self, request: PipelineRequest, costs: PipelineCosts) -> None:
+        self._request, self._costs = request, costs
+        self.bounds_of = lru_cache(maxsize=None)(self._bounds_of)
+        self.costs_of = lru_cache(maxsize=None)(self._costs_of)
+
+    def _bounds_of(self, placement: tuple[int, ...]) -> tuple[range, ...]:
+        if self._request.bounds is not None:
+            return self._request.bounds
+        return tuple(placed_bounds([layer.seconds for layer in self._costs.layers], placement))
+
+    def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
+        costs = self._costs.of_chunks(self.bounds_of(placement), placement)
+        if self._request.recompute == NEVER:
+            return costs
+        # A forward that is computed again comes right before its backward, as a part of that.
+        return [
+            replace(
+                each,
+                backward=each.backward + each.time(Kind.RECOMPUTE),
+                input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
+            )
+            for each in costs
+        ]
