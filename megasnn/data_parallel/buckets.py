@@ -47,6 +47,9 @@ class BucketedDataParallel:
         weights: where parameters are kept by rows.
         scattered: whether gradients go to those who keep the rows whenever `scatter` is called, rather than when they
             are complete.
+
+    Attributes:
+        without_gradient: the parameters to which no backward has added anything yet, in any step.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class BucketedDataParallel:
             for parameter in each.parameters:
                 self._bucket_of[parameter] = each
                 parameter.register_post_accumulate_grad_hook(count)
+        self.without_gradient = set(self._bucket_of)
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
@@ -113,13 +117,15 @@ class BucketedDataParallel:
         Raises:
             ValueError: more were added than the dry run has shown.
         """
+        self.without_gradient.discard(parameter)
         if self._scattered:
             return
         due = self._bucket_of[parameter].due
         if parameter not in due:
             raise ValueError(
-                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run: "
-                "let every forward call it as often"
+                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run, or "
+                "its weight is used by the module around it as well: let every forward call the layer as often, and "
+                "use its weight by calling it alone"
             )
         due[parameter] -= 1
         if due[parameter] == 0:

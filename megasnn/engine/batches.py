@@ -66,6 +66,8 @@ class Batches:
             problem = _label_problem(labels, samples, self._config, self._takes_labels, trains)
         if problem is None and trains:
             problem = self._share_problem(samples) or _gradient_problem()
+        if problem is None and not trains and self._takes_images:
+            problem = _value_problem(images)  # type: ignore[arg-type]
         self._agree(samples, problem)
         return samples
 
@@ -256,6 +258,12 @@ def _image_problem(images: object, config: PretrainConfig, is_used: bool) -> str
     if is_used and not images.is_floating_point():
         return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
     return None
+
+
+def _value_problem(images: Tensor) -> str | None:
+    """What is wrong with the values of images that no gradient will tell of: neurons hide a nan."""
+    wrong = images.numel() - int(images.isfinite().sum())
+    return f"images hold {wrong} value(s) that are nan or infinite: no class follows from them" if wrong else None
 
 
 def _label_problem(labels: object, samples: int, config: PretrainConfig, is_used: bool, trains: bool) -> str | None:

@@ -90,8 +90,7 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        carrying = NeuronLayer, ParallelDropout
-        self._carrying = [each for each in self.layers.modules() if isinstance(each, carrying) and each.carries]
+        self._carrying = carrying_layers(self.layers)
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._context = model.input_shape, context
@@ -214,6 +213,12 @@ class PipelineChunk(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.layers)
+
+
+def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
+    """Those in a module that keep something from one forward to the next."""
+    found = (each for each in module.modules() if isinstance(each, (NeuronLayer, ParallelDropout)))
+    return [each for each in found if each.carries]
 
 
 def _step(model: ModelDescription, number: int) -> _Step:
