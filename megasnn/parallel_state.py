@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megasnn.comm.communicators import Communicators
-from megasnn.comm.group import Group, Groups, alone, let_computing_go_first
+from megasnn.comm.group import Group, Groups, Handle, alone, let_computing_go_first
 from megasnn.grid import AXES, REPLICA_AXES, Axis, Coordinates, Grid
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -78,6 +78,11 @@ class ParallelState:
         """The group along one axis."""
         group: Group = getattr(self, "copies" if axis == "data" else axis)
         return group
+
+    def handles(self) -> list[Handle]:
+        """Those of all groups, each once, in the same order on all ranks."""
+        groups = (getattr(self, name) for name in (*_OF_WEIGHT_PARALLELISM, *_GROUPS, "scatter", "downward"))
+        return [*dict.fromkeys(group.held for group in groups if group.held is not None)]
 
     @property
     def is_first_stage(self) -> bool:
@@ -235,17 +240,17 @@ def get_parallel_state() -> ParallelState:
 
 
 def destroy_model_parallel() -> None:
-    """Frees the groups of the grid; the world's process group stays. Does nothing when there is no grid."""
+    """Frees the groups of the grid; the world's process group stays. Does nothing when there is no grid.
+
+    Their threads have ended when this returns, but for groups that are kept after an error.
+    """
     global _state
     if _state is None:
         return
-    freed: list[dist.ProcessGroup] = []
-    named = (getattr(_state, name) for name in (*_OF_WEIGHT_PARALLELISM, *_GROUPS))
-    for group in (*named, _state.scatter, _state.downward):
-        handle = group.handle
-        if handle is not None and handle is not dist.group.WORLD and not any(handle is other for other in freed):
-            dist.destroy_process_group(handle)
-            freed.append(handle)
+    for handle in _state.handles():
+        if handle.made is not dist.group.WORLD:
+            dist.destroy_process_group(handle.made)
+        handle.free()
     at_end, _state = _state.at_end, None
     at_end.close()
 

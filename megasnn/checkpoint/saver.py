@@ -115,6 +115,9 @@ class Saver:
         """Ends what works beside training. What it is writing is lost."""
         if self._aside is not None:
             self._aside.close()
+            if self._group is not None and not self.busy:
+                dist.destroy_process_group(self._group)
+                self._group = self._aside = None  # its threads end with the last who holds it
 
     def _settle_before_updates_of(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None and optimizer is not self._watched:

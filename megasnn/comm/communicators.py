@@ -88,9 +88,9 @@ class Communicators:
 
     def _is_new(self, group: Group, between: tuple[int, ...], name: str) -> bool:
         """Groups of the same ranks may share a handle, and so their communicators."""
-        if group.handle is None or (group.handle, between) in self._started:
+        if group.held is None or (group.held, between) in self._started:
             return False
-        self._started[group.handle, between] = name
+        self._started[group.held, between] = name
         return True
 
     @contextmanager

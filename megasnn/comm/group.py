@@ -14,6 +14,34 @@ import torch.distributed as dist
 from megasnn.grid import AXES, Axis, Grid
 
 
+class Handle:
+    """A process group of torch's, which has threads of its own; nothing once it is freed.
+
+    It stands between a Group and the process group, so that whoever still has a Group keeps no threads alive. A thread
+    of Gloo's that gives tensors back while Python ends would end the program with an error.
+    """
+
+    def __init__(self, made: dist.ProcessGroup) -> None:
+        self._made: dist.ProcessGroup | None = made
+        self._kept = False
+
+    @property
+    def made(self) -> dist.ProcessGroup:
+        """The process group. Raises RuntimeError when it is freed."""
+        if self._made is None:
+            raise RuntimeError("the grid of ranks is gone, and its process groups with it; make another one")
+        return self._made
+
+    def keep(self) -> None:
+        """After an error in what ranks do together: what is under way may never end, and `free` is not to wait."""
+        self._kept = True
+
+    def free(self) -> None:
+        """Lets go of the process group, unless it is kept. Waits for its threads, and these for what is under way."""
+        if not self._kept:
+            self._made = None
+
+
 @dataclass(frozen=True)
 class Group:
     """A named set of ranks. A group of size 1 has no handle, and every collective returns early on it.
@@ -22,15 +50,20 @@ class Group:
         name: "tensor", "data", "pipeline", ...: the key of the communication statistics.
         ranks: the global ranks, in group order.
         rank: this process's place in `ranks`.
-        handle: the torch process group; None when the size is 1.
+        held: the torch process group, in what lets go of it at the end; None when the size is 1.
         in_rank_order: whether sums over it are formed in the order of its ranks, rather than as the backend likes.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
-    handle: dist.ProcessGroup | None = None
+    held: Handle | None = None
     in_rank_order: bool = False
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """The torch process group; None when the size is 1. Raises RuntimeError when it is freed."""
+        return None if self.held is None else self.held.made
 
     @property
     def size(self) -> int:
@@ -50,9 +83,9 @@ class Groups:
 
     def __init__(self, grid: Grid, rank: int) -> None:
         self._grid, self._rank = grid, rank
-        self._handles: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
-        if dist.is_initialized():
-            self._handles[_partition(grid, AXES)] = dist.group.WORLD
+        self._handles: dict[tuple[tuple[int, ...], ...], Handle] = {}
+        if dist.group.WORLD is not None:
+            self._handles[_partition(grid, AXES)] = Handle(dist.group.WORLD)
 
     def __call__(self, name: str, axes: tuple[Axis, ...], apart: bool = False) -> Group:
         """The group of this rank along some axes.
@@ -72,10 +105,10 @@ class Groups:
             handle = self._handles[partition]
         return Group(name, mine, mine.index(self._rank), handle)
 
-    def _made(self, name: str, partition: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _made(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Handle:
         # Every rank of the world takes part in making every group.
-        handles = {ranks: dist.new_group(list(ranks), group_desc=name) for ranks in partition}
-        return next(handle for ranks, handle in handles.items() if self._rank in ranks)
+        made = {ranks: dist.new_group(list(ranks), group_desc=name) for ranks in partition}
+        return Handle(next(each for ranks, each in made.items() if self._rank in ranks))
 
 
 def _partition(grid: Grid, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:

@@ -36,7 +36,7 @@ class Checkpoints:
 
     def __init__(self, config: PretrainConfig, steps: Steps, plan: PipelinePlan) -> None:
         self._config, self._steps, self._plan = config, steps, plan
-        self._distributed, self._world = steps.distributed, steps.distributed.state.world.handle
+        self._distributed, self._world = steps.distributed, steps.distributed.state.world
         if refused := [entry.name for entry in self._distributed.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         averages = steps.average.tensors if steps.average is not None else ()
@@ -58,7 +58,7 @@ class Checkpoints:
     def save(self, folder: object) -> Path:
         """Writes a checkpoint into the folder that the first rank is given; see `Engine.save`."""
         return checkpoint.save_checkpoint(
-            checkpoint.first_decides(self._world, partial(_folder, folder)),
+            checkpoint.first_decides(self._world.handle, partial(_folder, folder)),
             iteration=self._steps.iteration,
             consumed_samples=self._steps.consumed_samples,
             tensors=self.tensors,
@@ -67,7 +67,7 @@ class Checkpoints:
             config=identity(self._config),
             layout=self.layout(),
             model=self._config.model.name,
-            process_group=self._world,
+            process_group=self._world.handle,
         )
 
     def load(self, folder: object, step: object, weights_only: bool) -> list[str]:
@@ -85,13 +85,13 @@ class Checkpoints:
                 "averages": None if average is None else average.tensors,
             }
         )
-        path, iteration = checkpoint.first_decides(self._world, lambda: (_folder(folder), _iteration(step)))
+        path, iteration = checkpoint.first_decides(self._world.handle, lambda: (_folder(folder), _iteration(step)))
         loaded = checkpoint.load_checkpoint(
             path,
             tensors=self._distributed.tensors,
             model=self._config.model.name,
             step=iteration,
-            process_group=self._world,
+            process_group=self._world.handle,
             **continued,
         )
         if weights_only:
@@ -102,8 +102,8 @@ class Checkpoints:
 
     def take_whole(self, values: Mapping[str, Tensor]) -> None:
         """Takes whole weights and buffers, which every rank is given; see `Engine.load_state_dict`."""
-        all_do(self._world, partial(_require_weights, values), "load_state_dict:")
-        checkpoint.load_globals_into(self._distributed.tensors, values, self._world)
+        all_do(self._world.handle, partial(_require_weights, values), "load_state_dict:")
+        checkpoint.load_globals_into(self._distributed.tensors, values, self._world.handle)
         self._steps.loaded()
 
     def whole_tensors(self) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class Checkpoints:
             if (entry := mine.get(described.name)) is not None:
                 held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]
             value = torch.empty(described.shard.global_shape, dtype=described.tensor.dtype)
-            for piece, part in (each for rank in gather(self._world, held) for each in rank):
+            for piece, part in (each for rank in gather(self._world.handle, held) for each in rank):
                 piece.of_global(value).copy_(part)
             whole[described.name] = value
         return whole

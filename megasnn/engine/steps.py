@@ -180,6 +180,8 @@ class Steps:
             if self._failure is None and (self._is_updating or not interrupted):
                 kind, (text, *_) = type(error).__name__, (*str(error).splitlines(), "")
                 self._failure = f"{kind}: {text}" if text else kind
+                for handle in self._state.handles():
+                    handle.keep()
             raise
 
     @contextmanager

@@ -152,7 +152,7 @@ class Start:
 
     def __init__(self, config: PretrainConfig, engine: Engine, place: Mapping[str, object]) -> None:
         self._config, self._options, self._engine, self._place = config, config.checkpoint, engine, place
-        self._average, self._world = engine.steps.average, engine.state.world.handle
+        self._average, self._world = engine.steps.average, engine.state.world
         self._evaluates_only = config.training.evaluate_only
 
     @placed("while loading")
@@ -169,7 +169,7 @@ class Start:
         elif options.load_spikingjelly:
             theirs = checkpoint.read_state_dict(options.load_spikingjelly)
             weights = self._config.model.from_spikingjelly(theirs)
-            checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world)
+            checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world.handle)
         elif options.load:
             begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
         self._engine.steps.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
@@ -189,7 +189,7 @@ class Start:
                 model=self._config.model.name,
                 config=identity(self._config),
                 step=None if restarted else options.ckpt_step,
-                process_group=self._world,
+                process_group=self._world.handle,
                 refuse=self._other_data if not self._evaluates_only else lambda saved: (),
                 averages=None if self._average is None else self._average.tensors,
             )
@@ -235,7 +235,7 @@ class Start:
             tensors=self._engine.distributed.tensors,
             model=self._config.model.name,
             step=self._options.ckpt_step,
-            process_group=self._world,
+            process_group=self._world.handle,
             leave=head if self._options.reset_head else None,
         )
         return StartingPoint(notice=_warnings(loaded.remarks))

@@ -87,17 +87,20 @@ def _assert_as_simulated(ranks, flags: RehearsalBenchmark) -> None:
     raise AssertionError(f"by the clock, {schedules} took longer than simulated")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.matrix)])
 def test_schedules_take_as_long_as_simulated(ranks, stages: int) -> None:
     _assert_as_simulated(ranks, replace(FLAGS, stages=stages, layers=2 * stages))
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_so_do_forwards_that_are_computed_again(ranks) -> None:
     _assert_as_simulated(ranks, replace(FLAGS, recompute="always", schedules=("1f1b", "zbv")))
 
 
+@pytest.mark.alone
 def test_so_do_schedules_whose_transfers_take_longer_than_computing(ranks) -> None:
     """15.25 ms, beside layers' parts of 5: receives wait for each other, and a link has messages of both directions."""
     slow = replace(FLAGS, gradient_kb=1500, schedules=("1f1b", "interleaved", "zbv"), micro_batches=6, steps=1)

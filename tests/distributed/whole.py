@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.comm.group import Group, alone
+from megasnn.comm.group import Group, Handle, alone
 from megasnn.layers import BuildContext
 from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
 
@@ -16,7 +16,7 @@ from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
 def everybody(name: str = "tensor") -> Group:
     """The group of all ranks."""
     size = dist.get_world_size()
-    return alone(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), dist.group.WORLD)
+    return alone(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), Handle(dist.group.WORLD))
 
 
 def context(group: Group, dtype: torch.dtype = torch.float64) -> BuildContext:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConfigError, ConvNormNeuron, Engine, MeanLinear, layer
 from megasnn.parallel_state import model_parallel_is_initialized
-from tests.faults.launch import ROOT, free_port
+from tests.faults.launch import ROOT, held_port
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2}
 ERRORS: list[BaseException] = []
@@ -275,19 +275,21 @@ def one_of_two() -> None:
 
 
 def test_an_error_on_one_rank_leaves_nobody_waiting(tmp_path: Path) -> None:
-    port, processes = str(free_port()), []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-        program = [sys.executable, "-c", "from tests.engine.test_errors import one_of_two; one_of_two()"]
-        processes.append(
-            subprocess.Popen(program, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
-        )
-    try:
-        first, second = (process.communicate(timeout=120)[0].splitlines() for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
+    processes = []
+    with held_port() as holder:
+        for rank in ("0", "1"):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            port = str(holder.getsockname()[1])
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+            program = [sys.executable, "-c", "from tests.engine.test_errors import one_of_two; one_of_two()"]
+            processes.append(
+                subprocess.Popen(program, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
+            )
+        try:
+            first, second = (process.communicate(timeout=120)[0].splitlines() for process in processes)
+        finally:
+            for process in processes:
+                process.kill()
     folder = "0 CheckpointError the folder of checkpoints must be a text or a pathlib.Path, got None"
     assert first[0] == second[0] == folder
     assert first[1] == "1 ValueError rank 1 has no more batches: KeyError: 'no file'"

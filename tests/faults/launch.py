@@ -68,12 +68,13 @@ class Ranks:
         self.folder, self.pid_file = folder, folder / "pid"
         self.files = [folder / f"rank{rank}.txt" for rank in range(size)]
         self.started = time.monotonic()
+        self._port = held_port()
         _running.append(self)
         environment = {
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(self._port.getsockname()[1]),
             "MEGASNN_CACHE": os.environ["MEGASNN_CACHE"],
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
             **(more or {}),
@@ -109,6 +110,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self._port.close()
 
 
 def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple[str, int] | None) -> None:
@@ -219,10 +221,15 @@ def wait_for_pid(file: Path, alive: Callable[[], bool], output: Callable[[], str
     return int(file.read_text())
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def held_port() -> socket.socket:
+    """A socket with a port that no other program is given while it is open.
+
+    Rank 0 can listen on that port all the same: neither socket refuses to share it, and this one never listens.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def lines_of(rank: int, output: str) -> list[str]:

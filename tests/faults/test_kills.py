@@ -14,14 +14,14 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
 
-from megasnn.checkpoint import find_checkpoint, list_checkpoints, load_global_tensors, read_metadata, verify_checkpoint
+from megasnn.checkpoint import find_checkpoint, list_checkpoints, read_metadata, verify_checkpoint
 from tests.faults.launch import PP2, Ranks
-from tests.training.runs import TINY, train
+from tests.training.runs import TINY, same, saved, train
 
 MOMENTS = int(os.environ.get("MEGASNN_KILLS", "4"))
 MORE = 12  # `pytest -m matrix`
@@ -30,15 +30,12 @@ LAST = 8
 RUN = ("--eval-iters", "0", "--train-iters", str(LAST), "--save-interval", "1", "--log-interval", "1")
 
 
-def at(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    return load_global_tensors(folder, step, with_optimizer=True)
-
-
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-LAYOUTS = {"stages": PP2, "owned-rows": ("--use-distributed-optimizer",)}  # of two ranks
+LAYOUTS = {  # of two ranks
+    "stages": PP2,
+    "owned-rows": ("--use-distributed-optimizer",),
+    "shared-weights": ("--weight-parallel-size", "2", "--micro-batch-size", "2", "--global-batch-size", "8"),
+    "offload": (*PP2, "--recompute", "always", "--offload-activations"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +46,7 @@ def straight(ranks, tmp_path_factory) -> Callable[[str], dict[int, dict[str, tor
     def run(layout: str) -> dict[int, dict[str, torch.Tensor]]:
         folder = tmp_path_factory.mktemp("straight")
         ranks(2, train, os.environ["MEGASNN_CACHE"], *RUN, *LAYOUTS[layout], "--save", str(folder))
-        return {step: at(folder, step) for step in range(1, LAST + 1)}
+        return {step: saved(folder, step) for step in range(1, LAST + 1)}
 
     return run
 
@@ -72,11 +69,16 @@ def kill(running: Ranks, draw: random.Random) -> None:
 
 
 def moments() -> list[object]:
-    """The suite takes the second one, with saves in the background, of replicas that own rows, the others of stages."""
-    drawn = range(max(MOMENTS, MORE))
-    chosen = {("stages", moment): moment < MOMENTS and moment != 1 for moment in drawn}
-    chosen |= {("owned-rows", moment): moment == 1 for moment in drawn}
-    return [pytest.param(*case, marks=() if usual else pytest.mark.matrix) for case, usual in chosen.items()]
+    """All layouts at all moments, of which the suite takes one layout for each moment, in turn.
+
+    Every second moment saves in the background; the turn moves on by one, so that each layout does both.
+    """
+    names = list(LAYOUTS)
+    usual = {(names[(moment + moment // len(names)) % len(names)], moment) for moment in range(MOMENTS)}
+    return [
+        pytest.param(*case, marks=() if case in usual else pytest.mark.matrix)
+        for case in product(names, range(max(MOMENTS, MORE)))
+    ]
 
 
 @pytest.mark.parametrize(("layout", "moment"), moments())
@@ -96,11 +98,11 @@ def test_nothing_is_lost_and_nothing_is_wrong(ranks, straight, tmp_path, layout,
     with warnings.catch_warnings():
         # That `latest` was not moved yet is told, and fine.
         warnings.filterwarnings("ignore", ".* was saved later", UserWarning)
-        if saved := list_checkpoints(folder):
+        if kept := list_checkpoints(folder):
             newest = read_metadata(find_checkpoint(folder, None)).iteration
-            assert same(at(folder), expected[newest]) and newest >= saved[-1] - 1
-            assert {problem for _, problem in verify_checkpoint(find_checkpoint(folder, saved[-1]))} == {None}
+            assert same(saved(folder), expected[newest]) and newest >= kept[-1] - 1
+            assert {problem for _, problem in verify_checkpoint(find_checkpoint(folder, kept[-1]))} == {None}
         outcomes = ranks(2, train, os.environ["MEGASNN_CACHE"], *flags)
     assert {outcome.iteration for outcome in outcomes} == {LAST}
-    assert same(at(folder, LAST), expected[LAST])
+    assert same(saved(folder, LAST), expected[LAST])
     assert not list(folder.glob("*.tmp"))

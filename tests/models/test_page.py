@@ -30,7 +30,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_trains_saves_and_resumes_on_two_ranks(program: Path, tmp_path: Path) -> None:
-    alone = run(program, *FLAGS, "--save", tmp_path)
+    alone = run_program(ROOT, program, *FLAGS, "--save", tmp_path)
     assert alone.returncode == 0, alone.stderr
     assert "SmallSewResNet with" in alone.stdout and "validation at iteration 2" in alone.stdout
     ranks = ("-m", "megasnn.process.torchrun", "--standalone", "--nproc-per-node", "2")

@@ -43,16 +43,16 @@ def test_every_schedule_is_valid_and_moves_between_computations(name: str) -> No
             assert sum(action.kind in COMPUTE for action in row[back:again]) == 1
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_what_is_wrong_is_refused_with_the_place(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("wrong", ["missing", "twice", "of what is not kept", "out of order"])
+def test_what_is_wrong_is_refused_with_the_place(wrong: str, seed: int) -> None:
     """A move that is missing, twice, too early, too late or of what is not kept."""
-    draw = random.Random(seed)
+    draw = random.Random(f"{wrong} {seed}")
     schedule = _offloaded(draw.choice([*SCHEDULES]), 2, 4, 2)
     rank = draw.choice([each for each, row in enumerate(schedule.actions) if any(a.kind in MOVES for a in row)])
     row = [*schedule.actions[rank]]
     move = draw.choice([action for action in row if action.kind in MOVES])
     at = row.index(move)
-    wrong = draw.choice(["missing", "twice", "of what is not kept", "out of order"])
     if wrong == "missing":
         row.remove(move)
     elif wrong == "twice":

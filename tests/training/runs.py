@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megasnn.checkpoint import load_global_tensors
 from megasnn.config import parse, validate
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
@@ -121,3 +123,12 @@ def whole(outcomes: Sequence[HasPieces]) -> dict[str, Tensor]:
             for offset, value in parts:
                 full[tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))] = value
     return tensors
+
+
+def saved(folder: Path, step: int | None = None) -> dict[str, Tensor]:
+    """All tensors of the checkpoint of a step, by default the newest, the optimizer's among them."""
+    return load_global_tensors(folder, step, with_optimizer=True)
+
+
+def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import list_checkpoints, load_global_tensors, piece_file, read_metadata
+from megasnn.checkpoint import piece_file, read_metadata
 from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse
 from megasnn.config.training import Length
@@ -25,7 +24,7 @@ from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
 from megasnn.sharding import row_bounds
-from tests.training.runs import TINY, train, whole, without_trial
+from tests.training.runs import TINY, same, saved, train, whole, without_trial
 
 SHARDED = "--use-distributed-optimizer"
 TINY_FLAGS = tuple(TINY)
@@ -50,14 +49,6 @@ OWN = {
 def trained(cache: str, *flags: str) -> None:
     with mock.patch.dict(OPTIMIZERS, OWN), without_trial():
         train(cache, *CLIPPED, *flags)
-
-
-def saved(folder: Path) -> dict[str, Tensor]:
-    return load_global_tensors(folder, with_optimizer=True)
-
-
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(
@@ -87,23 +78,6 @@ def test_no_bit_differs_where_sums_are_formed_in_rank_order(ranks, cache, tmp_pa
     files = [read_metadata(tmp_path / name / "iter_0000003").files for name in ("plain", "sharded")]
     written = [sum(name.endswith(".distcp") for name in each) for each in files]
     assert written[1] == replicas > written[0], "every rank writes what it owns"
-
-
-def test_a_run_goes_on_on_any_layout(ranks, cache, tmp_path) -> None:
-    """Four replicas that own rows, then three that do not, then two stages."""
-    common = ("--train-iters", "4", "--precision", "fp64", "--neuron", "plif", "--ema-decay", "0.5")
-    straight = tmp_path / "straight"
-    trained(cache, *common, "--save", str(straight))
-    folder = ("--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
-    ranks(4, trained, cache, *common, *folder, SHARDED, "--exit-interval", "1", "--async-save")
-    ranks(3, trained, cache, *common, *folder, "--exit-interval", "2")
-    ranks(2, trained, cache, *common, *folder, SHARDED, "--exit-interval", "3")
-    ranks(2, trained, cache, *common, *folder, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "1f1b")
-    assert list_checkpoints(tmp_path / "run") == [1, 2, 3, 4]
-    ours, theirs = saved(tmp_path / "run"), saved(straight)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert (ours[name].double() - value.double()).norm() <= 1e-9 * value.double().norm(), name
 
 
 def engine(*flags: str) -> Engine:

@@ -32,9 +32,9 @@ from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule
 from megasnn.schedule.weights import SharedWeights
 from tests.models.networks import CLASSES, between
-from tests.training.runs import TINY, train, without_trial
+from tests.training.runs import TINY, same, saved, train, without_trial
 from tests.training.test_replicas import WEIGHT, train_with_flip
-from tests.training.test_sharded_optimizer import SHARDED, batch, same, saved, trained
+from tests.training.test_sharded_optimizer import SHARDED, batch, trained
 
 BY_TWO = ("--weight-parallel-size", "2")
 BY_FOUR = ("--weight-parallel-size", "4")
@@ -73,19 +73,25 @@ def test_no_bit_differs_where_sums_are_formed_in_rank_order(ranks, cache, tmp_pa
 
 
 def test_a_run_goes_on_on_any_layout(ranks, cache, tmp_path) -> None:
-    """Four replicas that own rows of the optimizer's state, then three that do not, then two stages whose replicas
-    share weights, then four replicas that share two copies, and own rows of them."""
-    common = ("--train-iters", "4", "--precision", "fp64", "--neuron", "plif", "--ema-decay", "0.5")
+    """A step on each layout, from what the one before has saved, ends as all steps on one rank: replicas that own rows
+    of the optimizer's state and some that do not, stages, and replicas that share weights."""
+    layouts = [
+        (4, (SHARDED, "--async-save")),
+        (3, ()),
+        (2, (SHARDED,)),
+        (2, ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "1f1b")),
+        (4, (*BY_TWO, *PP2, "--async-save")),
+        (4, (*BY_TWO, SHARDED, *SCATTERED)),
+    ]
+    common = ("--train-iters", str(len(layouts)), "--precision", "fp64", "--neuron", "plif", "--ema-decay", "0.5")
     common = (*common, "--micro-batch-size", "2", "--global-batch-size", "24")
-    straight = tmp_path / "straight"
+    straight, run = tmp_path / "straight", tmp_path / "run"
     trained(cache, *common, "--save", str(straight))
-    folder = ("--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
-    ranks(4, trained, cache, *common, *folder, SHARDED, "--exit-interval", "1")
-    ranks(3, trained, cache, *common, *folder, "--exit-interval", "2")
-    ranks(4, trained, cache, *common, *folder, *BY_TWO, *PP2, "--exit-interval", "3", "--async-save")
-    ranks(4, trained, cache, *common, *folder, *BY_TWO, SHARDED, *SCATTERED)
-    assert list_checkpoints(tmp_path / "run") == [1, 2, 3, 4]
-    ours, theirs = saved(tmp_path / "run"), saved(straight)
+    for number, (size, flags) in enumerate(layouts, start=1):
+        folders = ("--load", str(run), "--save", str(run))
+        ranks(size, trained, cache, *common, *folders, *flags, "--exit-interval", str(number))
+    assert list_checkpoints(run) == [1, 2, 3, 4, 5, 6]
+    ours, theirs = saved(run), saved(straight)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert (ours[name].double() - value.double()).norm() <= 1e-9 * value.double().norm(), name
