@@ -19,6 +19,7 @@ from megasnn.augment.mixing import Mixing
 from megasnn.batching import micro_batches_of
 from megasnn.comm.agreement import gather
 from megasnn.comm.group import Group
+from megasnn.comm.world import start_process_group
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.keywords import with_keywords
 from megasnn.config.parallel import ParallelConfig
@@ -45,7 +46,6 @@ from megasnn.parallel_state import (
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
-    start_process_group,
 )
 from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors

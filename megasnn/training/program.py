@@ -10,13 +10,13 @@ from contextlib import suppress
 import torch
 
 from megasnn import checkpoint
+from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.data_parallel import ReplicaError
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_model_parallel,
-    start_process_group,
 )
 from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
 from megasnn.process.signals import StopSignals

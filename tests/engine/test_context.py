@@ -76,7 +76,7 @@ def test_a_sample_for_each_of_eight_ranks(ranks) -> None:
     """The loss falls, and two runs give the same bits."""
     first, second = ranks(8, losses, 8), ranks(8, losses, 8)
     assert first == second and len({*map(tuple, first)}) == 1
-    assert first[0][-1] < 0.7 * first[0][0]
+    assert first[0][-1] < 0.8 * first[0][0]
 
 
 def by_batch() -> Model:

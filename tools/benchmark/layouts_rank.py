@@ -9,7 +9,8 @@ import torch
 
 from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.statistics import statistics
-from megasnn.parallel_state import BACKENDS, destroy_model_parallel, initialize_model_parallel
+from megasnn.comm.world import BACKENDS
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 from tools.benchmark.layouts_figures import Memory, Preparation, Turn
 from tools.benchmark.layouts_flags import LayoutBenchmark
