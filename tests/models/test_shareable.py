@@ -18,7 +18,7 @@ from megasnn.models.layer import layer
 from megasnn.models.model import Model
 from tests.models.networks import between
 from tests.models.steps import assert_equal, one_step
-from tests.parity.ranks import Layout
+from tests.parity.ranks import Layout, RankStep
 
 
 class Scaled(nn.Module):
@@ -125,8 +125,11 @@ def test_functions_and_sums() -> None:
         built(between(lambda: [taken("sum", lambda x, y: x + y.flip(3))], image_size=6), "rows")
 
 
-def test_modules_that_say_it_are_computed_on_rows(ranks) -> None:
+def step_of_modules_that_say_it(layout: Layout) -> RankStep:
     """Among them torch's own that take each element by itself, with a parameter, and neurons of one's own."""
-    model = model_of(Scaled, nn.Tanh, lambda: nn.Sequential(nn.Identity(), Scaled()), lambda: Own(4))
-    layout = Layout(context=2, cut="rows")
-    assert_equal(ranks(2, one_step, model, layout, torch.float64, 2), ranks(1, one_step, model, Layout()))
+    return one_step(model_of(Scaled, nn.Tanh, lambda: nn.Sequential(nn.Identity(), Scaled()), lambda: Own(4)), layout)
+
+
+def test_modules_that_say_it_are_computed_on_rows(ranks) -> None:
+    cut = ranks(2, step_of_modules_that_say_it, Layout(context=2, cut="rows"))
+    assert_equal(cut, ranks(1, step_of_modules_that_say_it, Layout()))
