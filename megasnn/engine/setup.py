@@ -328,8 +328,15 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     validate(config, ranks)
-    neuron, tensor_parallel = config.neuron, config.parallel.tensor_model_parallel_size
-    problems = building_problems(config.model, neuron.spec, tensor_parallel, neuron.neuron_backend)
+    neuron, parallel = config.neuron, config.parallel
+    problems = building_problems(
+        config.model,
+        neuron.spec,
+        parallel.tensor_model_parallel_size,
+        neuron.neuron_backend,
+        parallel.context_parallel_size,
+        parallel.context_cut(config.training.micro_batch_size),
+    )
     if problems:
         raise ConfigError(problems)
     return config
