@@ -63,8 +63,8 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.parallel_state import initialize_model_parallel as initialize_model_parallel
     from megasnn.pipeline.chunk import PipelineChunk as PipelineChunk
     from megasnn.pretraining import pretrain as pretrain
+    from megasnn.sharded_tensors import ShardedTensor as ShardedTensor
     from megasnn.sharding import Shard as Shard
-    from megasnn.sharding import ShardedTensor as ShardedTensor
     from megasnn.telemetry.callback import Callback as Callback
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from megasnn.comm.group import Group
 from megasnn.data_parallel.bucket import Bucket, ScatteredBucket
 from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 

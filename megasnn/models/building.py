@@ -37,7 +37,7 @@ from megasnn.models.description import (
 from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.sharding import copied_tensors, sharded_tensors
+from megasnn.sharded_tensors import copied_tensors, sharded_tensors
 
 MOST_LAYERS = 4_000
 """A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""

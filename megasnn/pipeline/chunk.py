@@ -33,7 +33,8 @@ from megasnn.models.description import (
 )
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.sharding import ShardedTensor, copied_tensors, materialise, own_rows, sharded_tensors
+from megasnn.sharded_tensors import ShardedTensor, copied_tensors, materialise, sharded_tensors
+from megasnn.sharding import own_rows
 from megasnn.telemetry.ranges import named
 
 
@@ -202,7 +203,7 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Of its tensors those that another one owns; see `megasnn.sharding.tie`."""
+        """Of its tensors those that another one owns; see `megasnn.sharded_tensors.tie`."""
         return list(copied_tensors(self.named_layers()))
 
     def __len__(self) -> int:

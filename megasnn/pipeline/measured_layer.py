@@ -27,7 +27,7 @@ from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.costs import LayerCost
 from megasnn.pipeline.edges import Entry
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 
 ROUNDS = 3
 

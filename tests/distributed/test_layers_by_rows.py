@@ -30,7 +30,8 @@ from megasnn.layers import (
 )
 from megasnn.layers.context import building
 from megasnn.layers.holding import Holding, hold
-from megasnn.sharding import materialise, own_rows
+from megasnn.sharded_tensors import materialise
+from megasnn.sharding import own_rows
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution
 from tests.distributed.whole import channels_last, everybody, random, spikes
