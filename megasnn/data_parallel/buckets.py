@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -202,11 +201,11 @@ class BucketedDataParallel:
 
     @property
     def exchanged_bytes(self) -> int:
-        """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: one sum
-        is over when the next one is, and rows travel two at a time."""
-        summing = [rows.summing_bytes for each in self._buckets for rows in (each.kept, each.owned) if rows is not None]
-        sharing = [each.owned.sharing_bytes for each in self._buckets if each.owned is not None]
-        return max([0, *summing, *map(sum, pairwise([0, *sharing]))])
+        """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: the end
+        of one, while the next is on its way."""
+        rows = [each for bucket in self._buckets for each in (bucket.kept, bucket.owned) if each is not None]
+        ends = [each.travelling_bytes + each.arrived_bytes for each in rows]
+        return max(map(sum, zip(ends, [*(each.travelling_bytes for each in rows[1:]), 0], strict=True)), default=0)
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing

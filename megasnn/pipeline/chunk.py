@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
+from megasnn.comm.group import alone
 from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
@@ -172,11 +173,11 @@ class PipelineChunk(nn.Module):
         if entry.ndim != len(shape):
             return False
         allowed = {DRY_SAMPLES, samples}
-        rows = self._context.context.size if self._context.cut == "rows" else 1
+        rows = self._context.context if self._context.cut == "rows" else alone("context")
         for dim, (found, side) in enumerate(zip(entry.shape, shape, strict=True)):
             if dim == 0 and side == 1:
                 continue
-            if dim == 3 and side >= rows and found == len(own_rows(side, rows, self._context.context.rank)):
+            if dim == 3 and side >= rows.size and found == len(own_rows(side, rows.size, rows.rank)):
                 continue
             parts = {1, self._context.tensor.size} if dim == 2 else {1}
             if not any(DRY_SAMPLES * part * found == times * side for part in parts for times in allowed):

@@ -44,11 +44,13 @@ class CountedLayer:
     def __init__(self, layer: MeasuredLayer, inputs: Sequence[Bundle], samples: range, device: torch.device) -> None:
         self._layer, self._inputs, self._samples, self._device = layer, inputs, samples, device
         layer.forget()
-        y = layer.output_of(inputs, samples)
-        self._learning = [_without_values(each) for each in entries_of(y).values() if each.requires_grad]
-        self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
-        self._layer.taken_gradients()
-        self.output = map_entries(_copied, y)
+        # What is left of this goes while something else is counted: torch warns of memory that it did not see taken.
+        with AllocationCounter(device).counting():
+            y = self._layer.output_of(inputs, samples)
+            self._learning = [_without_values(each) for each in entries_of(y).values() if each.requires_grad]
+            self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
+            self._layer.taken_gradients()
+            self.output = map_entries(_copied, y)
 
     def memory(self, repeats: bool) -> LayerMemory:
         """What forward and backward take.
@@ -91,7 +93,7 @@ class CountedLayer:
     def _again(self) -> tuple[int, int]:
         """What a forward keeps for the second one beside its input, and what that needs."""
         findings: Findings = deque()
-        with first_forward(findings):
+        with AllocationCounter(self._device).counting(), first_forward(findings):
             self._layer.output_of(self._inputs, self._samples)
         parts = [part for each in findings for part in (each if isinstance(each, list) else [each])]
         found = sum(part.nbytes for part in parts)
