@@ -85,7 +85,8 @@ def _counted(engine: Engine, samples: int) -> int:
     """The least of some steps, since what threads of the transport give back is not seen, behind one that has paid for
     what is taken once."""
     model = engine.distributed.model
-    images = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
+    shape = engine.config.model.input_shape  # of all windows
+    images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
     micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, samples, 0))
     engine.distributed.forward_backward(micro_batches, samples)
