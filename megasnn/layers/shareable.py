@@ -27,7 +27,10 @@ def refuse_unshareable(module: nn.Module, context: BuildContext) -> None:
     not."""
     if context.context.size == 1:
         return
+    of_neurons = {part for each in module.modules() if isinstance(each, NeuronLayer) for part in each.children()}
     for path, each in module.named_modules():
+        if each in of_neurons:  # a surrogate; neurons take each element by itself
+            continue
         what = f"{path} ({type(each).__name__})" if path else type(each).__name__
         asked = f"--context-parallel-size {context.context.size}"
         if context.cut == "samples" and getattr(each, "mixes_samples", False):
