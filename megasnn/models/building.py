@@ -19,7 +19,7 @@ from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.holding import Holding, content_of
+from megasnn.layers.holding import Holding, content_of, note_never_called
 from megasnn.layers.own_values import tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import refuse_unshareable
@@ -256,6 +256,7 @@ def dry_run(
             except Exception as error:
                 where = f"{name}, given {shapes_text(*inputs)}"
                 raise ValueError(f"{where}: {explained(error, layer, len(inputs))}") from error
+            note_never_called(layer)
             outputs.append(output)
     return outputs
 
