@@ -38,8 +38,8 @@ class SpikingNeuron(NeuronLayer):
                 return {"v": h * (1 - spikes.detach()), "a": 0.9 * state["a"] + spikes}
 
     Neurons are cut by channel over the tensor parallel ranks, and their parameters with them; what is computed may
-    depend on a neuron's own channel only. Every call starts anew, or with --bptt-steps goes on from the state that the
-    window before left.
+    depend on a neuron's own channel only, and on its own row of the image, or the class has `mixes_rows = True`. Every
+    call starts anew, or with --bptt-steps goes on from the state that the window before left.
 
     Args:
         channels: the global number.
