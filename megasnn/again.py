@@ -49,6 +49,12 @@ def once(compute: Callable[[], Found]) -> Found:
     return kept
 
 
+def is_again() -> bool:
+    """Whether this is a second forward, in which `once` computes nothing."""
+    forward = _forward.get()
+    return forward is not None and forward.is_second
+
+
 @contextmanager
 def first_forward(findings: Findings) -> Iterator[None]:
     """Inside is a forward that is computed again later; what it finds is added to `findings`."""

@@ -1,7 +1,7 @@
-"""Where each rank stands in the pipeline x data x weight x tensor grid, and which ranks form a group.
+"""Where each rank stands in the pipeline x data x weight x context x tensor grid, and which ranks form a group.
 
-The order is Megatron's ``tp-cp-ep-dp-pp`` without the two axes in the middle: neighbouring ranks share a
-tensor parallel group, then come the data parallel replicas, and the pipeline stages are furthest apart,
+The order is Megatron's ``tp-cp-ep-dp-pp`` without experts: neighbouring ranks share a tensor parallel group, then
+come those that share a micro-batch, then the data parallel replicas, and the pipeline stages are furthest apart,
 because that is also how much they talk to each other. With tensor 2, data 4 and pipeline 2 over 16 ranks,
 [0, 1] is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
 
@@ -19,17 +19,23 @@ from itertools import product
 from math import prod
 from typing import Literal, get_args
 
-Axis = Literal["pipeline", "data", "weight", "tensor"]
+Axis = Literal["pipeline", "data", "weight", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)  # slowest to fastest
 HOLDING_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis != "pipeline")
 """Ranks along these hold the same layers, whole or cut; along the pipeline they hold other layers."""
 REPLICA_AXES: tuple[Axis, ...] = ("data", "weight")
-"""Ranks along these compute the same layers on other samples."""
+"""Ranks along these compute the same layers on other micro-batches."""
+SUMMED_AXES: tuple[Axis, ...] = (*REPLICA_AXES, "context")
+"""Ranks along these compute the same channels on other values: a gradient is the sum over them."""
+
+ContextCut = Literal["samples", "rows"]
+"""By what ranks share a micro-batch: each has some of its samples, or of every sample some rows of pixels."""
 
 FLAG_OF_AXIS: dict[Axis, str] = {
     "pipeline": "--pipeline-model-parallel-size",
     "data": "(the rest)",
     "weight": "--weight-parallel-size",
+    "context": "--context-parallel-size",
     "tensor": "--tensor-model-parallel-size",
 }
 
@@ -42,6 +48,7 @@ class Coordinates:
     data: int = 0
     tensor: int = 0
     weight: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Grid:
     data: int = 1
     tensor: int = 1
     weight: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -61,18 +69,21 @@ class Grid:
                 )
 
     @classmethod
-    def fit(cls, world_size: int, tensor: int = 1, pipeline: int = 1, weight: int = 1) -> Grid:
+    def fit(cls, world_size: int, tensor: int = 1, pipeline: int = 1, weight: int = 1, context: int = 1) -> Grid:
         """The grid over `world_size` ranks: what the other axes leave over is data parallel.
 
         Raises ValueError with every factor when the sizes do not multiply to the world size.
         """
         if world_size < 1:
             raise ValueError(f"world size must be at least 1, got {world_size}")
-        model = cls(pipeline=pipeline, tensor=tensor).world_size
+        model = cls(pipeline=pipeline, tensor=tensor, context=context).world_size
         if world_size % model:
+            shared, flag = "", ""
+            if context > 1:
+                shared, flag = f"context {context} x ", f"--context-parallel-size {context}, "
             raise ValueError(
-                f"world size {world_size} is not tensor {tensor} x pipeline {pipeline} x data ?: it must be "
-                f"a multiple of {model}; change --tensor-model-parallel-size {tensor}, "
+                f"world size {world_size} is not tensor {tensor} x {shared}pipeline {pipeline} x data ?: it must be "
+                f"a multiple of {model}; change --tensor-model-parallel-size {tensor}, {flag}"
                 f"--pipeline-model-parallel-size {pipeline} or the number of ranks "
                 f"(torchrun --nnodes x --nproc-per-node)"
             )
@@ -80,9 +91,10 @@ class Grid:
         if weight < 1 or replicas % weight:
             raise ValueError(
                 f"--weight-parallel-size {weight} does not divide the {replicas} data parallel replica(s) (world size "
-                f"{world_size} / tensor {tensor} / pipeline {pipeline}), which share weights in groups of that many"
+                f"{world_size} / tensor {tensor} / pipeline {pipeline}{f' / context {context}' * (context > 1)}), "
+                "which share weights in groups of that many"
             )
-        return cls(pipeline=pipeline, data=replicas // weight, tensor=tensor, weight=weight)
+        return cls(pipeline=pipeline, data=replicas // weight, tensor=tensor, weight=weight, context=context)
 
     @property
     def world_size(self) -> int:
@@ -90,7 +102,7 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """How many ranks have other samples."""
+        """How many ranks have other micro-batches."""
         return self.data * self.weight
 
     def size(self, axis: Axis) -> int:
@@ -132,7 +144,7 @@ class Grid:
         ]
 
     def __str__(self) -> str:
-        shown = [axis for axis in AXES if axis != "weight" or self.weight > 1]
+        shown = [axis for axis in AXES if axis not in ("weight", "context") or self.size(axis) > 1]
         return " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
 
 

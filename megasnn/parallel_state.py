@@ -1,6 +1,6 @@
 """The global grid of ranks: one frozen object, with Megatron-LM's accessor names.
 
-`initialize_model_parallel` lays the ranks out (tensor fastest, then data, then pipeline), makes the process groups,
+`initialize_model_parallel` lays the ranks out (tensor fastest, then context, data, pipeline), makes the process groups,
 starts their collectives and keeps them in one `ParallelState`. Constructors and megasnn.training read it; everything
 below is passed the groups it needs. `destroy_model_parallel` frees the groups, after which another grid can be
 initialised.
@@ -8,22 +8,17 @@ initialised.
 
 from __future__ import annotations
 
-import datetime
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group, Groups, Handle, alone, let_computing_go_first
-from megasnn.grid import AXES, REPLICA_AXES, Axis, Coordinates, Grid
-
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By device. What hosts tell each other never waits for a GPU."""
+from megasnn.comm.world import BACKENDS
+from megasnn.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Coordinates, Grid
 
 _GROUPS: dict[str, tuple[Axis, ...]] = {
     "tensor": ("tensor",),
@@ -33,8 +28,17 @@ _GROUPS: dict[str, tuple[Axis, ...]] = {
     "world": AXES,
 }
 """The axes of each group, in the order in which all ranks make them and start their collectives."""
-_OF_WEIGHT_PARALLELISM: dict[str, tuple[Axis, ...]] = {"weight": ("weight",), "copies": ("data",)}
-"""Those that there are only where weights are kept by rows; they come before all others."""
+_FINER: dict[str, tuple[Axis, ...]] = {
+    "weight": ("weight",),
+    "context": ("context",),
+    "other_data": ("data",),
+    "copies": ("data", "context"),
+    "summed": SUMMED_AXES,
+}
+"""Those that there are only where weights are kept by rows, or ranks share a micro-batch; they come before all others.
+"""
+_OTHERWISE_DATA = "copies", "summed", "other_data"
+"""Of them those that are all replicas elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,13 @@ class ParallelState:
     """
     Attributes:
         grid, coordinates: the sizes of the axes and this rank's place.
-        tensor, pipeline: the groups along one axis. data: all replicas, each of which has samples of its own.
+        tensor, pipeline: the groups along one axis. context: the ranks that share a micro-batch. data: all replicas,
+            each of which has micro-batches of its own.
         weight: the replicas that share one copy of the weights. scatter: the same once more, for gradients: when these
             are complete is no part of the order in which weights are gathered.
-        copies: the replicas that hold the same of the weights; without weight parallelism all.
+        copies: the replicas, and ranks that share a micro-batch with them, that hold the same of the weights.
+        summed: all of which gradients are the sum: replicas, and ranks that share a micro-batch with them.
+        other_data: the ranks along the data axis alone.
         downward: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pipeline`.
             No queue has messages in both directions (megasnn/comm/communicators.py).
         model: all ranks that together hold one copy of the model (tensor x pipeline).
@@ -68,6 +75,9 @@ class ParallelState:
     weight: Group
     scatter: Group
     copies: Group
+    context: Group
+    summed: Group
+    other_data: Group
     at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -76,12 +86,12 @@ class ParallelState:
 
     def group(self, axis: Axis) -> Group:
         """The group along one axis."""
-        group: Group = getattr(self, "copies" if axis == "data" else axis)
+        group: Group = getattr(self, "other_data" if axis == "data" else axis)
         return group
 
     def handles(self) -> list[Handle]:
         """Those of all groups, each once, in the same order on all ranks."""
-        groups = (getattr(self, name) for name in (*_OF_WEIGHT_PARALLELISM, *_GROUPS, "scatter", "downward"))
+        groups = (getattr(self, name) for name in (*_FINER, *_GROUPS, "scatter", "downward"))
         return [*dict.fromkeys(group.held for group in groups if group.held is not None)]
 
     @property
@@ -96,84 +106,19 @@ class ParallelState:
 _state: ParallelState | None = None
 
 
-def why_no_gpu() -> str:
-    """Why torch has none, as far as it knows, and what to look at."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA; https://pytorch.org/get-started has builds with it"
-    return (
-        f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds none; see whether nvidia-smi "
-        "lists one, its driver is recent enough for that CUDA, and CUDA_VISIBLE_DEVICES does not hide it"
-    )
-
-
-def start_process_group(backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
-    """Joins the ranks that torchrun started, once; a process started alone stays alone.
-
-    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU. With Gloo and GPUs, several
-    ranks may share one.
-
-    Returns:
-        the device of this rank.
-    Raises:
-        ValueError: CUDA or NCCL asked for where there is none for this rank.
-        ConnectionError: the other ranks did not come in time.
-    """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count()
-    kind = ("cuda" if gpus >= local_ranks else "cpu") if device == "auto" else device
-    shares = backend == "gloo" and gpus > 0
-    if kind == "cuda" and not gpus:
-        raise ValueError(f"--device cuda, and torch finds no GPU: {why_no_gpu()}; or use --device cpu")
-    if kind == "cuda" and gpus < local_ranks and not shares:
-        raise ValueError(
-            f"--device cuda with {local_ranks} ranks on this machine, which has {gpus} GPU(s); ranks share a GPU with "
-            "--backend gloo only"
-        )
-    if backend == "nccl" and kind != "cuda":
-        raise ValueError(f"--backend nccl needs a GPU for each rank; {local_ranks} rank(s), {gpus} GPU(s): use gloo")
-    chosen = torch.device(kind, local_rank % gpus) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(chosen)
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        name = "gloo" if backend == "gloo" else BACKENDS[kind]
-        try:
-            _join_world(name, datetime.timedelta(minutes=timeout_minutes))
-        except dist.DistError as error:
-            raise ConnectionError(
-                f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
-                f"{timeout_minutes:g}: did one of them end before, with an error of its own? ({error})"
-            ) from error
-    return chosen
-
-
-def _join_world(backend: str, timeout: datetime.timedelta) -> None:
-    """init_process_group, also when torchrun has started the ranks anew.
-
-    Its store then still holds the addresses that the ranks before left there, under the keys that the new ones use:
-    a rank that reads before they are replaced would look for one that is gone. So every start has keys of its own.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # A change of nodes starts all ranks anew without counting as a restart: so the arrivals are counted.
-    name = f"megasnn/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
-    start = (store.add(f"{name}/arrivals", 1) - 1) // world_size
-    own = dist.PrefixStore(f"{name}/{start}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
-
-
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     device: torch.device | None = None,
     weight_parallel_size: int = 1,
+    context_parallel_size: int = 1,
 ) -> ParallelState:
-    """Makes the groups of a data x tensor x pipeline grid over the whole world; data parallel is what is left over.
+    """Makes the groups of a data x context x tensor x pipeline grid over the whole world; data parallel is what is left
+    over.
 
     Args:
         weight_parallel_size: how many neighbouring replicas share one copy of the weights.
+        context_parallel_size: how many ranks share a micro-batch.
     Raises:
         ValueError: the sizes do not multiply to the world size (every factor is printed), or GPUs with a transport that
             does not serve them.
@@ -186,19 +131,22 @@ def initialize_model_parallel(
         )
     device = torch.device("cpu") if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    grid = Grid.fit(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, weight_parallel_size)
+    sizes = tensor_model_parallel_size, pipeline_model_parallel_size, weight_parallel_size, context_parallel_size
+    grid = Grid.fit(world_size, *sizes)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if world_size > 1 and device.type == "cuda":
         _require_gpu_transport(dist.get_backend(), dist.group.WORLD)
     takes_gpus = world_size == 1 or "nccl" in dist.get_backend()
     wire = device if takes_gpus else torch.device("cpu")
     groups = Groups(grid, rank)
-    table = _GROUPS if grid.weight == 1 else {**_OF_WEIGHT_PARALLELISM, **_GROUPS}
-    named: dict[str, Any] = {name: groups(name, axes) for name, axes in table.items()}
+    table = _GROUPS if grid.weight == grid.context == 1 else {**_FINER, **_GROUPS}
+    named: dict[str, Any] = {"weight": alone("weight"), "context": alone("context")}
+    named |= {name: groups(name, axes) for name, axes in table.items()}
+    named = {**dict.fromkeys(_OTHERWISE_DATA, named["data"]), **named}
     _state = ParallelState(
         grid=grid,
         coordinates=grid.coordinates(rank),
-        **{"weight": alone("weight"), "copies": named["data"], **named},
+        **named,
         scatter=groups("scatter", ("weight",), apart=True),
         downward=groups("pipeline", ("pipeline",), apart=True),
         device=device,
@@ -289,6 +237,18 @@ def get_data_parallel_world_size() -> int:
 
 def get_data_parallel_rank() -> int:
     return get_parallel_state().data.rank
+
+
+def get_context_parallel_group() -> Group:
+    return get_parallel_state().context
+
+
+def get_context_parallel_world_size() -> int:
+    return get_parallel_state().context.size
+
+
+def get_context_parallel_rank() -> int:
+    return get_parallel_state().context.rank
 
 
 def get_model_parallel_group() -> Group:

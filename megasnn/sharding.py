@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -71,6 +71,23 @@ def row_bounds(rows: int, ranks: int) -> list[int]:
     """Where each rank's part of so many rows begins, and behind them the end. Parts differ by one row at most; the only
     row of all is the first rank's."""
     return [-(-rows * rank // ranks) for rank in range(ranks + 1)]
+
+
+def own_rows(rows: int, ranks: int, rank: int) -> range:
+    """A rank's part of so many rows."""
+    first, last = row_bounds(rows, ranks)[rank : rank + 2]
+    return range(first, last)
+
+
+def nested_bounds(rows: int, sizes: Sequence[int]) -> list[int]:
+    """`row_bounds` for ranks that lie along several axes of these sizes, the slowest first: those along an axis share
+    out what the axes before it leave, as `Shard.by_rows` does, axis by axis."""
+    bounds = [0, rows]
+    for size in sizes:
+        bounds = [first + each for first, last in pairwise(bounds) for each in row_bounds(last - first, size)[:-1]] + [
+            rows
+        ]
+    return bounds
 
 
 @dataclass(frozen=True)

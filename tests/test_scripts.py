@@ -77,6 +77,7 @@ SCRIPTS = [
     ("spikformer_single", "", 0, "spikformer_single", DIGITS),
     ("spikformer_tp2_pp2", "", 4, "spikformer_tp2_pp2", f"{TP2_PP2} {DIGITS}"),
     ("spikformer_tp2_pp2", "--lr 2e-3 --depth=1", 4, "spikformer_tp2_pp2", f"{TP2_PP2} {DIGITS}"),
+    ("spikformer_cp2", "", 2, "spikformer_cp2", f"--context-parallel-size 2 {DIGITS}"),
     ("spikformer_cifar10", DATA, 4, "spikformer_cifar10", f"{TP2_PP2} {CIFAR10}"),
     ("spikformer_slurm", DATA, 8, "spikformer_slurm_7", f"{TP2_PP2} {IMAGENET}"),
     ("vgg_dvs", "", 2, "vgg_dvs", f"{TP2} {EVENT_DIGITS}"),

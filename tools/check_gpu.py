@@ -19,9 +19,9 @@ import torch
 if __name__ == "__main__":  # `python tools/check_gpu.py`, from any folder; ranks are started with the same path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from megasnn.comm.world import why_no_gpu
 from megasnn.config.cli import command_line
 from megasnn.kernels.triton.available import refuses
-from megasnn.parallel_state import why_no_gpu
 from megasnn.process.terminal import keep_going
 from tools.benchmark import gpu_kernels, gpu_models, gpu_ranks, gpu_step
 from tools.benchmark.gpu import NO_GPU, Figure, Part, Setting, check

@@ -52,6 +52,7 @@ class Group:
         rank: this process's place in `ranks`.
         held: the torch process group, in what lets go of it at the end; None when the size is 1.
         in_rank_order: whether sums over it are formed in the order of its ranks, rather than as the backend likes.
+        sizes: of the axes that the ranks lie along, the slowest first; their product is the size.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Group:
     rank: int = 0
     held: Handle | None = None
     in_rank_order: bool = False
+    sizes: tuple[int, ...] = ()
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -103,7 +105,8 @@ class Groups:
             handle = self._handles[partition] = self._made(name, partition)
         else:
             handle = self._handles[partition]
-        return Group(name, mine, mine.index(self._rank), handle)
+        sizes = tuple(self._grid.size(axis) for axis in AXES if axis in axes)
+        return Group(name, mine, mine.index(self._rank), handle, sizes=sizes)
 
     def _made(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Handle:
         # Every rank of the world takes part in making every group.

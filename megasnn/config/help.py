@@ -31,7 +31,7 @@ RARELY_USED = {
     ),
     "parallel": (
         *("strict_wire", "pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
-        *("check_replicas_interval", "replica_mismatch"),
+        *("check_replicas_interval", "replica_mismatch", "context_parallel_cut"),
     ),
     "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
     "logging": (

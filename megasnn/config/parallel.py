@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from megasnn.config.checks import FOR_RUNS, above, at_least, refusal
 from megasnn.config.names import name_in
+from megasnn.grid import ContextCut
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
@@ -18,12 +19,18 @@ ScheduleName = Annotated[str, name_in(SCHEDULES)]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks are divided by tensor and pipeline parallel sizes; the quotient is the number of data parallel replicas."""
+    """Ranks are divided by tensor, context and pipeline parallel sizes; the quotient is the number of data parallel
+    replicas."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share every layer, by channels and heads."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the depth of the model."""
+    context_parallel_size: int = 1
+    """Ranks that share every micro-batch, each with all weights: norms use the statistics of the whole micro-batch."""
+    context_parallel_cut: Literal["auto", "samples", "rows"] = "auto"
+    """How they share it: each has some of its samples, or some rows of pixels of every sample. auto takes samples where
+    there is one for each rank."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Chunks of layers on each pipeline rank. By default what the schedule stands for: 2 for interleaved and the V
     schedules, 1 for the others; auto chooses 1 or 2."""
@@ -81,6 +88,12 @@ class ParallelConfig:
         """Iterations between two comparisons of replicas; 0 where there are none."""
         return 200 if self.check_replicas_interval is None else self.check_replicas_interval
 
+    def context_cut(self, micro_batch_size: int) -> ContextCut:
+        """How ranks share micro-batches of so many samples."""
+        if self.context_parallel_cut != "auto":
+            return self.context_parallel_cut
+        return "samples" if micro_batch_size >= self.context_parallel_size else "rows"
+
     @property
     def chunks_per_rank(self) -> int | None:
         """None where auto may choose. Raises ValueError for what the schedule cannot place."""
@@ -109,6 +122,7 @@ class ParallelConfig:
             "pipeline_model_parallel_size",
             "num_virtual_stages_per_pipeline_rank",
             "weight_parallel_size",
+            "context_parallel_size",
         )
         wrong = at_least(self, 1, *sizes, "pipeline_memory_limit") + above(self, 0, "distributed_timeout_minutes")
         wrong += at_least(self, 0, "check_replicas_interval")
@@ -132,6 +146,11 @@ class ParallelConfig:
             wrong.append(
                 "--offload-activations with --recompute never: only what forwards are computed again from is moved to "
                 "the host's memory; use --recompute always or except-last, or --memory-budget"
+            )
+        if self.context_parallel_cut != "auto" and self.context_parallel_size == 1:
+            wrong.append(
+                f"--context-parallel-cut {self.context_parallel_cut} needs ranks that share a micro-batch: "
+                "--context-parallel-size 2 or more"
             )
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")

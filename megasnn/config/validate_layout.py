@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from megasnn.batching import micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.checks import refusal
 from megasnn.config.pretrain import PretrainConfig
-from megasnn.grid import Grid
+from megasnn.grid import Axis, Grid
 from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
+
+FINER: tuple[Axis, ...] = ("weight", "context")
 
 
 def grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """The world size, and whether there is work for every replica."""
     tensor = config.parallel.tensor_model_parallel_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    weight = config.parallel.weight_parallel_size
-    if min(tensor, pipeline, weight) < 1:
+    weight, context = config.parallel.weight_parallel_size, config.parallel.context_parallel_size
+    if min(tensor, pipeline, weight, context) < 1:
         return []  # reported by ParallelConfig
     try:
-        grid = Grid.fit(world_size, tensor, pipeline, weight)
+        grid = Grid.fit(world_size, tensor, pipeline, weight, context)
     except ValueError as error:
         return [str(error)]
     training = config.training
     if min(training.micro_batch_size, training.global_batch_size) < 1:
         return []  # reported by TrainingConfig
     if training.micro_batches >= grid.replicas:
-        return _sharing_problems(config, grid)
+        return _sharing_problems(config, grid) + _context_problems(config)
     return [
         f"--global-batch-size {training.global_batch_size} with "
         f"--micro-batch-size {training.micro_batch_size} is {training.micro_batches} micro-batch(es), but there "
@@ -48,6 +50,28 @@ def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
     if config.data.last_batch == "keep":
         wrong.append(f"{asked} with --last-batch keep, where replicas may have unequally many micro-batches; use drop")
     return wrong
+
+
+def _context_problems(config: PretrainConfig) -> list[str]:
+    """Micro-batches that ranks cannot share."""
+    training, ranks = config.training, config.parallel.context_parallel_size
+    if ranks == 1:
+        return []
+    size, asked = training.micro_batch_size, f"--context-parallel-size {ranks}"
+    if config.parallel.context_cut(size) == "rows":
+        return []  # which layers have too few, building them finds
+    if size < ranks:
+        return [
+            f"{asked} by samples with --micro-batch-size {size}: each rank needs a sample; raise --micro-batch-size to "
+            f"{ranks} or more"
+        ]
+    last = micro_batch_sizes(training.global_batch_size, size)[-1]
+    if last < ranks and not training.evaluate_only:
+        return [
+            f"{asked} by samples: the last micro-batch of --global-batch-size {training.global_batch_size} with "
+            f"--micro-batch-size {size} has {last} sample(s), and each rank needs one; change either size"
+        ]
+    return []
 
 
 def partition_problems(config: PretrainConfig) -> list[str]:
@@ -75,7 +99,8 @@ def memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
     if limit is None:
         return []
     stages, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-    replicas = Grid.fit(world_size, parallel.tensor_model_parallel_size, stages).data
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    replicas = Grid.fit(world_size, tensor, stages, context=context).replicas
     most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
     most *= config.training.windows(config.model.time_steps)
     held = least_held(name, stages, most, parallel.chunks_per_rank)
@@ -105,16 +130,16 @@ def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """Whether there are ranks to compare, and enough of them for a majority."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size)
-    sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}" + (
-        f" / weight {grid.weight}" if grid.weight > 1 else ""
-    )
-    if parallel.replica_mismatch == "majority" and grid.data < 3:
+    grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size, parallel.context_parallel_size)
+    finer = "".join(f" / {axis} {grid.size(axis)}" for axis in FINER if grid.size(axis) > 1)
+    sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}{finer}"
+    alike = grid.data * grid.context
+    if parallel.replica_mismatch == "majority" and alike < 3:
         return [
-            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {grid.data} "
+            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {alike} "
             f"({sizes}); use stop"
         ]
-    if parallel.check_replicas_interval and grid.replicas * grid.tensor == 1:
+    if parallel.check_replicas_interval and grid.replicas * grid.context * grid.tensor == 1:
         return [
             f"--check-replicas-interval {parallel.check_replicas_interval} compares ranks that hold the same, and "
             f"there are none ({sizes}); leave the flag out"

@@ -1,7 +1,7 @@
-"""Global batches for one data parallel rank: its own micro-batches, read ahead by other processes.
+"""Global batches for one rank: its own micro-batches, or its share of them, read ahead by other processes.
 
-Nothing here depends on the layout but the choice of micro-batches: the order is a function of the position
-(`megasnn.data.order`), the cut of the global batch and its sizes (`megasnn.batching`), the augmentation of
+Nothing here depends on the layout but the choice of micro-batches, and of samples in them: the order is a function of
+the position (`megasnn.data.order`), the cut of the global batch and its sizes (`megasnn.batching`), the augmentation of
 the sample. Workers fill whole micro-batches, and batches leave in order, so that their number cannot change
 anything either.
 """
@@ -28,13 +28,14 @@ from megasnn.data.order import SampleOrder, Stretch
 from megasnn.data.reading import SlotReader
 from megasnn.data.remote.ahead import ShardsAhead
 from megasnn.data.workers import AHEAD, WorkerPool
+from megasnn.sharding import own_rows
 
 _PLANNED = 16  # batches that are looked through for shards to fetch
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that are computed together.
+    """Samples that are computed together, or this rank's share of them.
 
     first: index of this micro-batch in the global batch.
     start: place of its first sample in the global batch.
@@ -61,8 +62,9 @@ class MicroBatch:
 class GlobalBatch:
     """This rank's micro-batches of a global batch of `size` samples.
 
-    It may have none: on the last batch of a validation pass, when that has fewer micro-batches than there are
-    data parallel ranks. consumed_samples: the position after this batch.
+    It may have none, or fewer than others: on the last batch of a validation pass, when that has fewer micro-batches
+    than there are data parallel ranks, or one of them fewer samples than there are ranks to share it.
+    consumed_samples: the position after this batch.
     """
 
     micro_batches: list[MicroBatch]
@@ -77,6 +79,9 @@ class BatchLoader:
     in file order, every sample once, the last batch as small as the rest is; `shuffle`, `augment` and
     `last_batch` are then without effect.
 
+    cp_size, cp_rank: the ranks that share a micro-batch by samples.
+    whole: read all of a micro-batch nevertheless, since its samples are to be mixed with each other.
+
     last_batch: what becomes of the samples at the end of an epoch that fill no batch: "continue" fills it up with the
     beginning of the next epoch, "drop" leaves them out (others in each epoch), "keep" makes a smaller batch.
 
@@ -89,7 +94,8 @@ class BatchLoader:
     pin_for: a GPU, to which images and labels are copied while the rank goes on, as soon as they are loaded.
 
     Raises:
-        ValueError: a data parallel rank would have no micro-batch in training, or an epoch no batch.
+        ValueError: a data parallel rank would have no micro-batch in training, or a rank no sample of one; an epoch
+            would have no batch.
     """
 
     def __init__(
@@ -110,10 +116,13 @@ class BatchLoader:
         training: bool = True,
         pin_for: torch.device | None = None,
         last_batch: str = "continue",
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        whole: bool = False,
     ) -> None:
         change = dataset.format.augmentation(augment)
         if training:
-            _check_shares(len(dataset), global_batch_size, micro_batch_size, dp_size, last_batch)
+            _check_shares(len(dataset), global_batch_size, micro_batch_size, dp_size, cp_size, last_batch)
         self.dataset = dataset
         self.skipped = 0
         epoch = epoch_samples(len(dataset), global_batch_size, last_batch) if training else None
@@ -124,6 +133,7 @@ class BatchLoader:
         self._micro_batch_size = micro_batch_size
         self._dp_size = dp_size
         self._dp_rank = dp_rank
+        self._cp_size, self._cp_rank = (1, 0) if whole else (cp_size, cp_rank)
         self._need_images = need_images
         self._need_labels = need_labels
         self._reads = need_images or (need_labels and skip_broken)
@@ -175,10 +185,12 @@ class BatchLoader:
         sizes = micro_batch_sizes(size, min(self._micro_batch_size, size))
         # At the end of a validation pass there may be too few for everybody.
         own = micro_batches_of(len(sizes), self._dp_size, self._dp_rank, may_be_none=True)
-        starts = [sum(sizes[:index]) for index in own]
+        shares = [own_rows(sizes[index], self._cp_size, self._cp_rank) for index in own]
+        starts = [sum(sizes[:index]) + share.start for index, share in zip(own, shares, strict=True)]
         return [
-            _MicroBatchPlan(index, start, self._order.stretches(position + start, sizes[index]))
-            for index, start in zip(own, starts, strict=True)
+            _MicroBatchPlan(index, start, self._order.stretches(position + start, len(share)))
+            for index, start, share in zip(own, starts, shares, strict=True)
+            if share
         ]
 
     def _load_batch(self, plan: _BatchPlan) -> GlobalBatch:
@@ -247,17 +259,27 @@ def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
     return samples - samples % global_batch_size
 
 
-def _check_shares(samples: int, global_batch_size: int, micro_batch_size: int, dp_size: int, last_batch: str) -> None:
-    """Raises ValueError when some batch has fewer micro-batches than there are data parallel ranks."""
+def _check_shares(
+    samples: int, global_batch_size: int, micro_batch_size: int, dp_size: int, cp_size: int, last_batch: str
+) -> None:
+    """Raises ValueError when some batch has fewer micro-batches than there are data parallel ranks, or a micro-batch
+    fewer samples than ranks that share it."""
     sizes = {global_batch_size}
     if last_batch == "keep":
         sizes = {min(global_batch_size, samples), samples % global_batch_size or global_batch_size}
     for size in sizes:
-        count = len(micro_batch_sizes(size, min(micro_batch_size, size)))
+        each = micro_batch_sizes(size, min(micro_batch_size, size))
+        count = len(each)
         if count < dp_size and size < global_batch_size:
             raise ValueError(
                 f"--last-batch keep makes a batch of {size} samples, {count} micro-batch(es), at the end of an epoch: "
                 f"too few for {dp_size} data parallel replicas; lower --micro-batch-size, or take another --last-batch"
+            )
+        if each[-1] < cp_size:
+            raise ValueError(
+                f"a batch of {size} samples (--global-batch-size {global_batch_size}, --last-batch {last_batch}) has a "
+                f"micro-batch of {each[-1]}: too few for --context-parallel-size {cp_size} by samples; change "
+                "--micro-batch-size, or with keep take another --last-batch"
             )
         micro_batches_of(count, dp_size, 0)
 

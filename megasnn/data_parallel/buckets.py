@@ -38,13 +38,17 @@ class BucketedDataParallel:
 
     Args:
         tensors: (chunk index, that chunk's tensors).
-        data, tensor: the groups. Of the replicas, those that hold the same of the weights.
+        data, tensor: the groups. Of the replicas and of ranks that share a micro-batch, those that hold the same of the
+            weights.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: whether each row of a parameter belongs to one of the replicas.
         weights: where parameters are kept by rows.
         scattered: whether gradients go to those who keep the rows whenever `scatter` is called, rather than when they
             are complete.
+
+    Attributes:
+        without_gradient: the parameters to which no backward has added anything yet, in any step.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class BucketedDataParallel:
             for parameter in each.parameters:
                 self._bucket_of[parameter] = each
                 parameter.register_post_accumulate_grad_hook(count)
+        self.without_gradient = set(self._bucket_of)
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
@@ -111,13 +116,15 @@ class BucketedDataParallel:
         Raises:
             ValueError: more were added than the dry run has shown.
         """
+        self.without_gradient.discard(parameter)
         if self._scattered:
             return
         due = self._bucket_of[parameter].due
         if parameter not in due:
             raise ValueError(
-                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run: "
-                "let every forward call it as often"
+                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run, or "
+                "its weight is used by the module around it as well: let every forward call the layer as often, and "
+                "use its weight by calling it alone"
             )
         due[parameter] -= 1
         if due[parameter] == 0:
@@ -163,15 +170,16 @@ class BucketedDataParallel:
         """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
 
         Raises:
-            ValueError: the tensor's description does not know of the replicas.
+            ValueError: the tensor's description does not know of the ranks that own other rows.
         """
         rows = self._rows.get(entry.tensor)
         if rows is None or rows is entry.tensor:
             return entry
-        shard = entry.shard.by_rows("data")
+        shard = entry.shard.by_rows("data").by_rows("context")
         if shard.local_shape != rows.shape:
             raise ValueError(
-                f"{entry.name} was described without its {self._data.size} replicas: BuildContext(data=...)"
+                f"{entry.name} was described without the {self._data.size} ranks that own rows of it: "
+                "BuildContext(data=..., context=...)"
             )
         return replace(entry, tensor=rows, shard=shard)
 

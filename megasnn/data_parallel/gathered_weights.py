@@ -122,9 +122,9 @@ class _Together:
         for_layers, here = flat.data, flat
         self.values = [_like(each, for_layers, start) for each, start in zip(parameters, starts, strict=False)]
         places_here = [_like(each, here, start) for each, start in zip(parameters, starts, strict=False)]
-        self._of_ranks = by_owner(places_here, group.size)
+        self._of_ranks = by_owner(places_here, group)
         self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
-        mine = by_owner(parameters, group.size)[group.rank]
+        mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
         shapes = [rows_of(each, group) for each in parameters]

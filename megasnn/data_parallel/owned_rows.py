@@ -1,6 +1,7 @@
 """Rows of parameters that belong to one of the replicas each (ZeRO-1, arXiv 1910.02054).
 
-The owner gets their gradients from all replicas, keeps their optimizer state, and gives all their new values.
+The owner gets their gradients from all replicas, keeps their optimizer state, and gives all their new values. Ranks
+that share a micro-batch hold the same weights, and own rows as replicas do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from megasnn.comm.collectives import Exchange, start_exchange, sum_in_rank_order
 from megasnn.comm.group import Group
 from megasnn.data_parallel.checksum import in_memory_order
-from megasnn.sharding import row_bounds
+from megasnn.sharding import nested_bounds
 
 
 class OwnedRows:
@@ -22,7 +23,7 @@ class OwnedRows:
 
     Args:
         gradients: of the parameters, as they lie in memory, like them.
-        data: the replicas.
+        data: the replicas, and ranks that share a micro-batch with them.
         kept: this rank's rows, where it keeps no others: then there is nothing to be shared.
 
     Attributes:
@@ -39,8 +40,8 @@ class OwnedRows:
         kept: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self._data = data
-        self._values = [[] for _ in range(data.size)] if kept is not None else by_owner(parameters, data.size)
-        self._gradients = by_owner(gradients, data.size)
+        self._values = [[] for _ in range(data.size)] if kept is not None else by_owner(parameters, data)
+        self._gradients = by_owner(gradients, data)
         self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
         self._of_others = list(chain(*without(self._values, data.rank)))
         self.sum = gradients[0].new_zeros(self._counts[data.rank])
@@ -109,13 +110,13 @@ class OwnedRows:
         return finish
 
 
-def by_owner(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
+def by_owner(tensors: Sequence[Tensor], data: Group) -> list[list[Tensor]]:
     """The rows of each rank: one view of the memory of each tensor of which it owns some.
 
     Raises:
         ValueError: rows do not follow each other in memory.
     """
-    parts: list[list[Tensor]] = [[] for _ in range(ranks)]
+    parts: list[list[Tensor]] = [[] for _ in range(data.size)]
     for tensor in tensors:
         flat, rows = in_memory_order(tensor), tensor.shape[0] if tensor.ndim else 1
         length = flat.numel() // max(rows, 1)
@@ -124,7 +125,7 @@ def by_owner(tensors: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
                 f"a parameter of shape {list(tensor.shape)} and strides {list(tensor.stride())}: its rows do not "
                 "follow each other in memory; leave --use-distributed-optimizer and --weight-parallel-size out"
             )
-        for part, (first, last) in zip(parts, pairwise(row_bounds(rows, ranks)), strict=True):
+        for part, (first, last) in zip(parts, pairwise(_bounds(rows, data)), strict=True):
             if first < last and length:
                 part.append(flat[first * length : last * length])
     return parts
@@ -134,8 +135,13 @@ def rows_of(parameter: Tensor, data: Group) -> Tensor:
     """This rank's rows, in the parameter's memory."""
     values = parameter.detach()
     values = values if values.ndim else values.view(1)
-    bounds = row_bounds(len(values), data.size)
+    bounds = _bounds(len(values), data)
     return values[bounds[data.rank] : bounds[data.rank + 1]]
+
+
+def _bounds(rows: int, data: Group) -> list[int]:
+    """Where each rank's rows begin, and behind them the end."""
+    return nested_bounds(rows, data.sizes or (data.size,))
 
 
 def without(parts: Sequence[list[Tensor]], rank: int) -> list[list[Tensor]]:

@@ -43,7 +43,8 @@ def merge_running_statistics(
     Raises:
         ValueError: a norm was called otherwise than in the dry run.
     """
-    tracked = [norm for norm in norms if norm.running_mean is not None and (norm.pending or data.size > 1)]
+    expected = [norm for norm in norms if norm.pending or data.size > 1 and calls_of(norm)]
+    tracked = [norm for norm in expected if norm.running_mean is not None]
     if not tracked:
         return
     table = _gathered(_local_table(tracked, most_micro_batches), data)
@@ -72,7 +73,8 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
     Raises ValueError for a norm that forwards have not called as often as the dry run.
     """
     calls = [norm.pending[call :: calls_of(norm)] for norm in norms for call in range(calls_of(norm))]
-    if len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
+    unexpected = any(norm.pending for norm in norms if not calls_of(norm))
+    if unexpected or len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
         raise ValueError(
             f"batch norms recorded {[len(norm.pending) for norm in norms]} statistics, and by the dry run a forward "
             f"calls them {[calls_of(norm) for norm in norms]} times: let every forward call each of them as often"
@@ -81,12 +83,20 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
     width = sum(calls_of(norm) * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
     rows_of_records = list(zip(*calls, strict=True))
-    counted = [[count for _, _, count in records] for records in rows_of_records]
-    counts = without_waiting(torch.tensor(counted, dtype=torch.float64), table.device)
+    counts = _counts([[count for _, _, count in records] for records in rows_of_records], table)
     for row, records in enumerate(rows_of_records):
         values = [mean for mean, _, _ in records] + [variance for _, variance, _ in records]
         table[row] = torch.cat([counts[row], torch.cat(values).double()])
     return table
+
+
+def _counts(counts: Sequence[Sequence[int | Tensor]], table: Tensor) -> Tensor:
+    """How many values a channel each record is of, `[micro-batches, calls]`. Where ranks share a micro-batch, the
+    device knows that, and elsewhere the host."""
+    if any(isinstance(count, Tensor) for row in counts for count in row):
+        on_device = [[c if isinstance(c, Tensor) else table.new_full((), c) for c in row] for row in counts]
+        return torch.stack([torch.stack(row) for row in on_device])
+    return without_waiting(torch.tensor(counts, dtype=torch.float64), table.device)
 
 
 def _gathered(table: Tensor, data: Group) -> Tensor:

@@ -20,10 +20,14 @@ from megasnn.engine.setup import window_count
 from megasnn.losses import LOSSES
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.sharding import own_rows
 
 
 class Batches:
-    """Turns whole batches, which every rank is given alike, into what this rank's chunks take.
+    """Turns whole batches, which every rank is given alike, into what this rank's chunks take. Collective.
+
+    Where ranks share a micro-batch by samples, each takes its own, but all where samples are mixed with each other:
+    then it takes its own of what that gives.
 
     Args:
         mixing: of the samples of each micro-batch in training; None where they stay as they are.
@@ -33,6 +37,20 @@ class Batches:
         self._config, self._mixing = config, mixing
         self._state, self._dtype = distributed.state, distributed.context.dtype
         self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
+        self._samples = distributed.context.sharing_samples
+        self._evaluates_padding = True
+        if self._samples.size > 1:
+            by_batch = sum(norm.running_mean is None for norm in distributed.norms)
+            self._evaluates_padding = distributed.sum_over_ranks([by_batch])[0] == 0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether samples of a micro-batch are mixed with each other in training."""
+        return self._mixing is not None
+
+    def read_alike(self, training: bool) -> bool:
+        """Whether ranks that share a micro-batch are given the same of it: all."""
+        return self._samples.size == 1 or (training and self.mixes)
 
     def checked(self, images: object, labels: object = None, *, trains: bool = False, predicts: bool = False) -> int:
         """The number of samples. Collective.
@@ -48,6 +66,8 @@ class Batches:
             problem = _label_problem(labels, samples, self._config, self._takes_labels, trains)
         if problem is None and trains:
             problem = self._share_problem(samples) or _gradient_problem()
+        if problem is None and not trains and self._takes_images:
+            problem = _value_problem(images)  # type: ignore[arg-type]
         self._agree(samples, problem)
         return samples
 
@@ -76,17 +96,25 @@ class Batches:
                 f"{samples} samples are {-(-samples // size)} micro-batch(es) of micro_batch_size {size} on {replicas} "
                 f"data parallel replicas, and with weight_parallel_size {self._state.weight.size} each needs as many"
             )
-        if -(-samples // size) >= replicas:
-            return None
-        return (
-            f"{samples} samples are {-(-samples // size)} micro-batch(es) of micro_batch_size {size}, and there are "
-            f"{replicas} data parallel replicas: give more samples, or lower micro_batch_size"
-        )
+        if -(-samples // size) < replicas:
+            return (
+                f"{samples} samples are {-(-samples // size)} micro-batch(es) of micro_batch_size {size}, and there "
+                f"are {replicas} data parallel replicas: give more samples, or lower micro_batch_size"
+            )
+        last = micro_batch_sizes(samples, min(size, samples))[-1]
+        if last < self._samples.size:
+            return (
+                f"of {samples} samples in micro-batches of micro_batch_size {size} the last one has {last}, fewer than "
+                f"the ranks that share it (context_parallel_size {self._samples.size}, by samples): give another "
+                "number of samples, or change micro_batch_size"
+            )
+        return None
 
     def share(
         self, images: Tensor, labels: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """This replica's micro-batches of a global batch; in evaluation there may be none.
+        """This rank's share of a global batch: of this replica's micro-batches all samples that it takes. In evaluation
+        there may be none.
 
         Args:
             position: in the training, of the batch's first sample.
@@ -95,8 +123,12 @@ class Batches:
             images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
         sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
         data, micro_batches = self._state.data, []
+        ranks, rank = (1, 0) if self.mixes and not evaluates else (self._samples.size, self._samples.rank)
         for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
-            start, size = sum(sizes[:index]), sizes[index]
+            own = own_rows(sizes[index], ranks, rank)
+            start, size = sum(sizes[:index]) + own.start, len(own)
+            if not size:
+                continue
             span = slice(start, start + size)
             x, y = images[span] if self._takes_images else None, None
             if self._takes_labels:
@@ -151,16 +183,29 @@ class Batches:
         return [window for micro in self.inputs(batch) for window in self._windows(self._mixed(micro))]
 
     def evaluation_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """What an evaluation takes."""
+        """What an evaluation takes.
+
+        Raises:
+            ValueError: on every rank, where one has no sample of a micro-batch whose statistics norms need.
+        """
+        last = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))[-1]
+        if last < self._samples.size and not self._evaluates_padding:
+            raise ValueError(
+                f"of {batch.size} samples to evaluate the last micro-batch has {last}, fewer than the ranks that share "
+                f"it (--context-parallel-size {self._samples.size}, by samples), and a norm of this model normalises "
+                "by the batch in evaluation, too: evaluate another number of samples, or change --micro-batch-size"
+            )
         return [window for micro in (*self.inputs(batch), *self._padding(batch)) for window in self._windows(micro)]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """What this replica computes beside its share, where replicas gather weights together: all of them need equally
-        many micro-batches."""
-        if self._state.weight.size == 1:
+        """What this rank computes beside its share: all that share a micro-batch need equally many, also of fewer
+        samples than ranks, and so do all replicas that gather weights together."""
+        weight, data = self._state.weight, self._state.data
+        if weight.size == self._samples.size == 1:
             return []
         count = len(micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size)))
-        missing = -(-count // self._state.data.size) - len(batch.micro_batches)
+        replica = 0 if weight.size > 1 else data.rank  # the first one has most
+        missing = len(micro_batches_of(count, data.size, replica, may_be_none=True)) - len(batch.micro_batches)
         images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
         padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
@@ -176,12 +221,14 @@ class Batches:
             yield replace(micro, images=images, goes_on=number > 0)
 
     def _mixed(self, micro: MicroBatchInput) -> MicroBatchInput:
+        """This rank's samples of a whole micro-batch, mixed; the micro-batch as it is where nothing is mixed."""
         if self._mixing is None or micro.samples is None:
             return micro
-        first = micro.samples.start
-        images = None if micro.images is None else self._mixing.images(micro.images, first)
-        labels = None if micro.labels is None else self._mixing.labels(micro.labels, first)
-        return replace(micro, images=images, labels=labels)
+        own, first = own_rows(micro.size, self._samples.size, self._samples.rank), micro.samples.start
+        part = slice(own.start, own.stop)
+        images = None if micro.images is None else self._mixing.images(micro.images, first)[part]
+        labels = None if micro.labels is None else self._mixing.labels(micro.labels, first)[part]
+        return replace(micro, images=images, labels=labels, size=len(own), samples=micro.samples[part])
 
 
 def _gradient_problem() -> str | None:
@@ -211,6 +258,12 @@ def _image_problem(images: object, config: PretrainConfig, is_used: bool) -> str
     if is_used and not images.is_floating_point():
         return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
     return None
+
+
+def _value_problem(images: Tensor) -> str | None:
+    """What is wrong with the values of images that no gradient will tell of: neurons hide a nan."""
+    wrong = images.numel() - int(images.isfinite().sum())
+    return f"images hold {wrong} value(s) that are nan or infinite: no class follows from them" if wrong else None
 
 
 def _label_problem(labels: object, samples: int, config: PretrainConfig, is_used: bool, trains: bool) -> str | None:

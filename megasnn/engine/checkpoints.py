@@ -53,6 +53,7 @@ class Checkpoints:
         """Sizes of the grid and the cut of the model, for people who read a checkpoint."""
         grid = self._distributed.state.grid
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.replicas, "weight": grid.weight}
+        sizes["context"] = grid.context
         return {**sizes, "virtual": len(self._distributed.chunks), "bounds": layers_per_chunk(self._plan.bounds)}
 
     def save(self, folder: object) -> Path:

@@ -152,7 +152,7 @@ class DistributedModel:
         trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [e.name for e in whole if e.is_parameter]
-        self.owners = state.weight if state.weight.size > 1 and not rows_have_owners else state.data
+        self.owners = state.weight if state.weight.size > 1 and not rows_have_owners else state.summed
         place = Place(state.grid, state.coordinates)
         self.gradient_norm = GradientNorm(names, self.owned, state.device, self.owners, place)
         self._global_batch_size = 1
@@ -191,7 +191,8 @@ class DistributedModel:
         return len(self.plan.placement) - 1 in self.chunks
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
-        return self.loss(output, labels) / (self._global_batch_size * self._windows)
+        loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
+        return loss if self.context.counts_logits else 0 * loss
 
     def _count_correct(self, output: Bundle, labels: Tensor) -> None:
         whole = self._of_all_windows(output)
@@ -346,8 +347,9 @@ class DistributedModel:
         return all_reduce_sum(self._where_logits_are(values), self.state.world, "step")
 
     def _where_logits_are(self, values: Tensor) -> Tensor:
-        """The values on one rank of each replica, and zeros on all others."""
-        return values if self.gives_logits and self.state.tensor.rank == 0 else torch.zeros_like(values)
+        """The values on one rank of those that compute the same, and zeros on all others."""
+        counts = self.gives_logits and self.state.tensor.rank == 0 and self.context.counts_logits
+        return values if counts else torch.zeros_like(values)
 
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
         """The forward of the step before once more, for those who look at it; changes nothing that training keeps.

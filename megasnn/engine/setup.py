@@ -19,6 +19,7 @@ from megasnn.augment.mixing import Mixing
 from megasnn.batching import micro_batches_of
 from megasnn.comm.agreement import gather
 from megasnn.comm.group import Group
+from megasnn.comm.world import start_process_group
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.keywords import with_keywords
 from megasnn.config.parallel import ParallelConfig
@@ -28,6 +29,7 @@ from megasnn.config.validate import no_graphs
 from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.split_products import choose_products
+from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.layers import BuildContext
 from megasnn.layers.cast_weights import CastWeights
@@ -44,7 +46,6 @@ from megasnn.parallel_state import (
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
-    start_process_group,
 )
 from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
@@ -115,7 +116,12 @@ def mixing_of(config: PretrainConfig, model: ModelDescription, epoch: int) -> Mi
 
 
 def build_context(
-    state: ParallelState, precision: str, neuron_backend: str, seed: int = 0, carries: bool = False
+    state: ParallelState,
+    precision: str,
+    neuron_backend: str,
+    seed: int = 0,
+    carries: bool = False,
+    cut: ContextCut = "samples",
 ) -> BuildContext:
     """What layers are built with.
 
@@ -125,11 +131,21 @@ def build_context(
         neuron_backend: as in `--neuron-backend`.
         seed: of dropout.
         carries: whether neurons go on from one micro-batch to the next.
+        cut: how ranks share a micro-batch.
     """
     types = PRECISIONS[precision]
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
     return BuildContext(
-        state.tensor, weights, products, neuron_backend, seed, data=state.data, weight=state.weight, carries=carries
+        state.tensor,
+        weights,
+        products,
+        neuron_backend,
+        seed,
+        data=state.data,
+        weight=state.weight,
+        context=state.context,
+        cut=cut,
+        carries=carries,
     )
 
 
@@ -237,7 +253,8 @@ def built(
     if training.evaluate_only:  # nothing is kept, and so nothing is computed again
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
-    context = build_context(state, training.precision, backend, seed, carries=windows > 1)
+    cut = parallel.context_cut(training.micro_batch_size)
+    context = build_context(state, training.precision, backend, seed, windows > 1, cut)
     context = replace(context, cast_weights=CastWeights(stay=graphs is not None))
     with placed("while measuring products"):
         context = replace(context, products=choose_products(training, model, context, state))
@@ -246,7 +263,7 @@ def built(
     with placed("while planning the pipeline"):
         profiles = config.logging.profile_pipeline
         key = None if parallel.memory_budget is None else _surroundings(config, model, context, state)
-        size = training.micro_batch_size
+        size = context.largest_share(training.micro_batch_size)
         plan = plan or plan_of(model, parallel, size, counts, context, state, profiles, key)
     with placed("while building the model"):
         return plan, DistributedModel(
@@ -387,11 +404,13 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     """
     global _membership
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    weight = parallel.weight_parallel_size
+    weight, context = parallel.weight_parallel_size, parallel.context_parallel_size
     if model_parallel_is_initialized():
         state = get_parallel_state()
-        if (state.grid.tensor, state.grid.pipeline, state.grid.weight) != (tensor, pipeline, weight):
-            also = f", with --weight-parallel-size {weight}," if (weight, state.grid.weight) != (1, 1) else ""
+        grid = state.grid
+        if (grid.tensor, grid.pipeline, grid.weight, grid.context) != (tensor, pipeline, weight, context):
+            also = f", with --weight-parallel-size {weight}," if (weight, grid.weight) != (1, 1) else ""
+            also += f", with --context-parallel-size {context}," if (context, grid.context) != (1, 1) else ""
             raise ValueError(
                 f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline}{also} are asked "
                 f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
@@ -403,6 +422,6 @@ def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None
     was_joined = dist.is_initialized()
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    state = initialize_model_parallel(tensor, pipeline, device, weight)
+    state = initialize_model_parallel(tensor, pipeline, device, weight, context)
     _membership = _Membership(state, dist.is_initialized() and not was_joined)
     return state, _membership.leave

@@ -40,7 +40,7 @@ def choose_products(
         return ProductChoice(told=("fp32 products: none is split, since --deterministic leaves no choice to times",))
     asked = ProductChoice()
     model.build(replace(context, products=asked))
-    measure = partial(compare_all, asked.shapes, training.micro_batch_size, state.device)
+    measure = partial(compare_all, asked.shapes, context.largest_share(training.micro_batch_size), state.device)
     comparisons = decided_by_first(state.world, measure)
     return chosen(comparisons) if comparisons else ProductChoice()
 

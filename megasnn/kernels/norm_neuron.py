@@ -1,12 +1,13 @@
 """Batch norm, optional max pooling and neurons as four calls of a backend, and the function that autograd sees.
 
-Between the calls stand sums over the samples and pixels that one rank has: whoever shares a sample between ranks
-exchanges them there. For backward the input is kept, and the statistics; all else is computed again.
+Between the calls stand sums over the samples and pixels that one rank has: where ranks share a micro-batch, they
+exchange them there. For backward the input is kept, and the statistics; all else is computed again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,17 +21,29 @@ from megasnn.kernels.spec import NeuronSpec
 
 @dataclass(frozen=True)
 class Unit:
-    """What a unit computes, besides its tensors; arguments as in `megasnn.kernels.unit.norm_pool_neuron`."""
+    """What a unit computes, besides its tensors; arguments as in `megasnn.kernels.unit.norm_pool_neuron`.
+
+    Attributes:
+        above: with pooling, how many rows of the input, 0 or 1, come before the middle of the first windows; without
+            one, the windows reach beyond the image there.
+    """
 
     spec: NeuronSpec
     eps: float
     pool: bool
     time_steps: int
+    above: int = 0
 
     def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
         """For an input `[X, N, C, ...]`."""
-        space = [(side + 1) // 2 for side in x.shape[3:]] if self.pool else x.shape[3:]
-        return self.time_steps, *x.shape[1:3], *space
+        return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
+
+    def space_of_spikes(self, space: Sequence[int]) -> tuple[int, ...]:
+        """For an input of these sides."""
+        if not self.pool:
+            return tuple(space)
+        height, width = space
+        return (height - self.above + 1) // 2, (width + 1) // 2
 
 
 class Norm(NamedTuple):
@@ -40,6 +53,31 @@ class Norm(NamedTuple):
     variance: Tensor
     weight: Tensor | None
     bias: Tensor | None
+
+
+class Shared(Protocol):
+    """The exchange between ranks of which each has a part of the values that are normalised together."""
+
+    def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance `[2, C]` of what all ranks have, and its number of values a channel, in double
+        precision, from those of this rank's own."""
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sum over the ranks, on each of them."""
+
+
+class UnitOutput(NamedTuple):
+    """
+    Attributes:
+        spikes: `[time_steps, N, C, ...]` in the type of the input.
+        mean, variance: `[C]`, those that the input was normalised with; without gradient.
+        values: a channel, over which they were taken: their number; a scalar on the device where ranks share them.
+    """
+
+    spikes: Tensor
+    mean: Tensor
+    variance: Tensor
+    values: int | Tensor
 
 
 class UnitCalls(Protocol):
@@ -86,22 +124,38 @@ def norm_pool_neuron_by(
     w: Tensor | None,
     unit: Unit,
     fires: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The calls back to back; see `megasnn.kernels.unit.norm_pool_neuron`.
+    shared: Shared | None = None,
+    above: Tensor | None = None,
+) -> UnitOutput:
+    """The calls, one after the other; see `megasnn.kernels.unit.norm_pool_neuron`.
 
     Args:
         running: mean and variance to normalise with; None to normalise with the batch's.
     """
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = torch.is_grad_enabled()
-    inputs = channels_last(x), weight, bias, w, running, unit, calls, packed, fires
-    spikes, mean, variance, bits = _NormPoolNeuron.apply(*inputs)
-    return remember_bits(spikes, bits), mean, variance
+    inputs = channels_last(x), above, weight, bias, w, running, unit, calls, packed, fires, shared
+    spikes, mean, variance, count, bits = _NormPoolNeuron.apply(*inputs)
+    return UnitOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
 def channels_last(x: Tensor) -> Tensor:
     """`[T, N, C, ...]` with its channels side by side in memory."""
     return x.movedim(2, -1).contiguous().movedim(-1, 2)
+
+
+def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:
+    """Of what this rank has of shared values, which may be nothing."""
+    return calls.statistics(x) if x.numel() else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
+
+
+def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
+    """What the input gradient of values has lost by the means of the gradients, and of those by deviations."""
+    precision = (norm.variance + eps).reciprocal()
+    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
+    of_channels = scale * means[0], scale * means[1] * precision, norm.mean
+    each, slope, mean = (values.view(-1, 1, 1) for values in of_channels)
+    return (each + (x - mean) * slope).to(x.dtype)
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
@@ -116,6 +170,7 @@ class _NormPoolNeuron(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        above: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
         w: Tensor | None,
@@ -124,46 +179,62 @@ class _NormPoolNeuron(torch.autograd.Function):
         calls: UnitCalls,
         packed: bool,
         fires: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        if running is None:
+        shared: Shared | None,
+    ) -> tuple[Tensor, Tensor, Tensor, int | Tensor, Tensor | None]:
+        own = x.numel() // x.shape[2]
+        count: int | Tensor = own
+        if running is None and shared is not None:
+            found, count = once(lambda: shared.statistics(_statistics(calls, x), own))
+        elif running is None:
             found = once(lambda: calls.statistics(x))
         else:
             found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()
-        if fires:
+        if above is not None and above.shape[3]:
+            unit, x = replace(unit, above=1), channels_last(torch.cat([above, x], dim=3))
+        if fires and own:
             spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
         else:
             spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
         ctx.set_materialize_grads(False)
         ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
-        ctx.save_for_backward(x, weight, bias, w, mean, variance)
+        ctx.without_above = above if above is not None and not above.shape[3] else None
+        ctx.shared = shared if running is None else None
+        ctx.save_for_backward(x, weight, bias, w, mean, variance, *([count] if isinstance(count, Tensor) else []))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         mean, variance = found.to(dtype).unbind()
-        ctx.mark_non_differentiable(mean, variance, *([] if bits is None else [bits]))
-        return spikes, mean, variance, bits
+        others = mean, variance, count, bits
+        ctx.mark_non_differentiable(*(each for each in others if isinstance(each, Tensor)))
+        return spikes, *others
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
-            return (None,) * 9
-        x, weight, bias, w, mean, variance = ctx.saved_tensors
-        need_x, need_weight, need_bias, need_w = ctx.needs_input_grad[:4]
+            return (None,) * 11
+        x, weight, bias, w, mean, variance, *counts = ctx.saved_tensors
+        need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
         unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
-        g_spikes = channels_last(g_spikes)
-        sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
-        g_x = None
-        if need_x:
+        g_spikes, count = channels_last(g_spikes), x.numel() // x.shape[2]
+        if count:
+            sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
+        else:
+            sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
+        g_x, g_above = None, ctx.without_above
+        if need_x or need_above:
             means = sums if ctx.batch else None
-            g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, x.numel() // x.shape[2], carried)
+            if ctx.shared is not None:  # what is divided by this rank's number of values is to be a mean over all
+                means = ctx.shared.total(sums) * (count / counts[0])
+            g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, count, carried) if count else x
+            if unit.above:
+                g_above, g_x = g_x[:, :, :, :1], g_x[:, :, :, 1:]
+                if means is not None:  # the rank whose row that is takes these off
+                    g_above = g_above + _means_of(x[:, :, :, :1], means / count, norm, unit.eps)
         return (
             g_x,
+            g_above,
             (sums[1] * (variance + unit.eps).rsqrt()).to(weight.dtype) if need_weight else None,
             sums[0].to(bias.dtype) if need_bias else None,
             gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )

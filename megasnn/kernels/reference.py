@@ -166,7 +166,10 @@ def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
 
 def _spikes(y: Tensor, q: Tensor | None, unit: Unit) -> Tensor:
     if unit.pool:
-        y = F.max_pool2d(y.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, y.shape[:2])
+        frames, padding = y.flatten(0, 1), (1, 1)
+        if unit.above:
+            frames, padding = F.pad(frames, (0, 0, 0, 1), value=-torch.inf), (0, 1)
+        y = F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding).unflatten(0, y.shape[:2])
     return _steps(y.expand(unit.time_steps, *y.shape[1:]), None, q, unit.spec)[0]
 
 

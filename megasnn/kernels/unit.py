@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.backends import AUTO, backend_for
-from megasnn.kernels.norm_neuron import Unit, norm_pool_neuron_by
+from megasnn.kernels.norm_neuron import Shared, Unit, UnitOutput, norm_pool_neuron_by
 from megasnn.kernels.spec import NEURONS, NeuronSpec
 
 
@@ -54,7 +54,9 @@ def norm_pool_neuron(
     time_steps: int | None = None,
     backend: str = AUTO,
     fires: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+    shared: Shared | None = None,
+    above: Tensor | None = None,
+) -> UnitOutput:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
     In training the norm uses mean and biased variance of ``x`` over time, samples and space, and leaves the running
@@ -67,10 +69,12 @@ def norm_pool_neuron(
         running_mean, running_var: ``[C]``; without them evaluation normalises with the batch as well.
         pool: needs ``[T, N, C, H, W]``.
         fires: False where only the graph is wanted: the spikes are then zeros without memory.
+        shared: with whom the values are shared that are normalised together.
+        above: with ``pool``, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
+            count. Then ``x`` begins with an even row of the image; without it, or of no row, at its edge.
 
     Returns:
-        Spikes ``[time_steps, N, C, ...]`` in the dtype of ``x``, and the mean and variance ``[C]`` that were used
-        (without gradient; float32 when ``x`` is bfloat16).
+        Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
 
     Raises:
         ValueError: an unknown backend, shapes or time steps that do not fit, fewer than two values per channel in
@@ -78,13 +82,14 @@ def norm_pool_neuron(
     """
     _check_neuron(x, spec, w)
     steps = x.shape[0] if time_steps is None else time_steps
-    _check_norm(x, weight, bias, training, pool, steps)
+    _check_norm(x, weight, bias, training and shared is None, pool, steps)
     if x.is_meta:
         shape = Unit(spec, eps, pool, steps).shape_of_spikes(x)
-        return x.new_empty(shape), x.new_empty(x.shape[2:3]), x.new_empty(x.shape[2:3])
+        of_channels = x.new_empty(x.shape[2:3])
+        return UnitOutput(x.new_empty(shape), of_channels, of_channels, x.numel() // x.shape[2])
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
     calls = backend_for(backend, x, spec).unit_calls()
-    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, steps), fires)
+    return norm_pool_neuron_by(calls, x, weight, bias, running, w, Unit(spec, eps, pool, steps), fires, shared, above)
 
 
 def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:

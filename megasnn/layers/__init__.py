@@ -8,6 +8,7 @@ from megasnn.layers.drop_path import DropPath
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import MeanLinear, ParallelLinear
+from megasnn.layers.max_pool import MaxPool
 from megasnn.layers.neuron import NeuronLayer, ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
 from megasnn.layers.norms import (
     ParallelGroupNorm,
@@ -18,13 +19,16 @@ from megasnn.layers.norms import (
 from megasnn.layers.own_neuron import SpikingNeuron
 from megasnn.layers.unit import ConvNormNeuron, NeuronConvNorm, PooledUnit
 from megasnn.layers.whole import apply_layer
+from megasnn.layers.whole_images import MeanOverSpace, WholeImages
 
 __all__ = [
     "BuildContext",
     "ConvNormNeuron",
     "DropPath",
     "KeyedLayer",
+    "MaxPool",
     "MeanLinear",
+    "MeanOverSpace",
     "NeuronConvNorm",
     "NeuronLayer",
     "ParallelBatchNorm",
@@ -44,5 +48,6 @@ __all__ = [
     "TemporalEffectiveBatchNorm",
     "ThresholdDependentBatchNorm",
     "TokenAttention",
+    "WholeImages",
     "apply_layer",
 ]

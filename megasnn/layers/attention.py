@@ -10,8 +10,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megasnn.comm.alike import count_type, sum_counts, sum_for_each
 from megasnn.comm.codec import Content, encode
-from megasnn.comm.collectives import from_rows, join_columns, to_rows
+from megasnn.comm.collectives import all_reduce_sum, from_rows, join_columns, to_rows
+from megasnn.comm.group import Group
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.tensor_cores import on_gpu
@@ -20,6 +22,7 @@ from megasnn.layers.channels import all_channels
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import ParallelNeuron
+from megasnn.layers.rows import rows_of
 from megasnn.layers.unit import ConvNormNeuron
 from megasnn.sharding import Initialiser
 
@@ -67,10 +70,14 @@ class SpikingSelfAttention(nn.Module):
         unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
         self.qkv, self.projection = unit(dim, 3 * dim, blocks=3), unit(dim, dim)
         self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
+        self._rows, self._tokens = rows_of(context), 0
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
-        out = _Attend.apply(to_rows(qkv), bits_of(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads)
+        if x.is_meta:
+            self._tokens = x.shape[3:].numel()  # of whole images
+        shared = None if self._rows is None or x.is_meta else (self._rows.group, self._tokens)
+        out = _Attend.apply(to_rows(qkv), bits_of(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
 
 
@@ -144,11 +151,15 @@ class SpikeDrivenAttention(nn.Module):
         self.gate = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
         self.projection = ParallelConv(dim, dim, 1, context, bias=True, initialise=initialise)
         self.norm = ParallelBatchNorm(dim, context)
+        self._rows = rows_of(context)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)
         together = self.k(spikes) * self.v(spikes)
-        gate = self.gate(_exact(together).flatten(3).sum(-1).to(together.dtype))
+        number = _exact(together).flatten(3).sum(-1)
+        if self._rows is not None and not x.is_meta:
+            number = sum_for_each(number, self._rows.group)
+        gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
 
 
@@ -166,34 +177,43 @@ def _local_heads(dim: int, num_heads: int, context: BuildContext) -> int:
 class _Attend(torch.autograd.Function):
     """Rows of q, k, v spikes `[frames * L, 3 * heads * d]` -> rows `[frames * L, heads * d]`; keeps a bit a spike.
 
-    `bits`: the rows, where they are packed already.
+    `bits`: the rows, where they are packed already. `shared`: the ranks that share out the tokens, and the number of
+    all of them: k^T v is summed over the ranks, and so is its gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, frames: int, heads: int) -> Tensor:
-        ctx.frames, ctx.heads, ctx.shape, ctx.dtype = frames, heads, rows.shape, rows.dtype
-        # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
-        ctx.save_for_backward(encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits)
-        exact = _exact_type(rows, rows.shape[0] // frames)
+    def forward(
+        ctx: Any, rows: Tensor, bits: Tensor | None, frames: int, heads: int, shared: tuple[Group, int] | None
+    ) -> Tensor:
+        ctx.frames, ctx.heads, ctx.shape, ctx.dtype, ctx.shared = frames, heads, rows.shape, rows.dtype, shared
+        exact = _exact_type(rows, rows.shape[0] // frames if shared is None else shared[1])
         q, k, v = _split(rows.to(exact), frames, heads)
-        return _join(_product(q, k.transpose(-2, -1) @ v, rows.dtype).mul_(SCALE)).to(rows.dtype)
+        kv = k.transpose(-2, -1) @ v
+        if shared is not None:
+            kv = sum_counts(kv, shared[1], shared[0])
+        # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
+        packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
+        ctx.save_for_backward(packed, *([] if shared is None else [kv.to(count_type(shared[1]))]))
+        return _join(_product(q, kv, rows.dtype).mul_(SCALE)).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (packed,) = ctx.saved_tensors
-        exact = _exact_type(grad, ctx.shape[0] // ctx.frames)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        packed, *sums = ctx.saved_tensors
+        exact = _exact_type(grad, ctx.shape[0] // ctx.frames if ctx.shared is None else ctx.shared[1])
         rows = join_columns([packed], Content.SPIKES, ctx.shape, exact)
         q, k, v = _split(rows, ctx.frames, ctx.heads)
-        kv = k.transpose(-2, -1) @ v
+        kv = sums[0].to(exact) if sums else k.transpose(-2, -1) @ v
         # A gradient is computed with in float32 at least, on a GPU in bfloat16 where it is that already.
         dtype = exact if grad.dtype == exact else _exact(grad).dtype
         q, k, v, kv = (each.to(dtype) for each in (q, k, v, kv))
         grad_out = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads).contiguous()
         grad_out = grad_out * SCALE
         grad_kv = q.transpose(-2, -1) @ grad_out
+        if ctx.shared is not None:
+            all_reduce_sum(grad_kv, ctx.shared[0], "backward")
         parts = grad_out @ kv.transpose(-2, -1), v @ grad_kv.transpose(-2, -1), k @ grad_kv
         joined = rearrange(list(parts), "part f h l d -> (f l) (part h d)")
-        return joined.to(ctx.dtype), None, None, None
+        return joined.to(ctx.dtype), None, None, None, None
 
 
 def _exact_type(values: Tensor, tokens: int) -> torch.dtype:

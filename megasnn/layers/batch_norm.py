@@ -7,10 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megasnn.comm.shared_statistics import shared_over
 from megasnn.kernels.reference import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import count_call
 from megasnn.layers.initialisers import ones, zeros
+from megasnn.layers.shared_norm import shared_batch_norm
 from megasnn.sharding import Initialiser, declare_buffer, declare_parameter
 
 
@@ -28,6 +30,8 @@ class ParallelBatchNorm(nn.Module):
         blocks: as in ParallelConv, for a norm after fused q, k, v.
         whole: every rank has all channels, of the same input.
         initialise, initialise_bias: fill the global weight and bias; by default with ones and zeros.
+    Attributes:
+        shared: the exchange between the ranks that share a micro-batch; None where no others do.
     """
 
     weight: Tensor | None
@@ -52,11 +56,12 @@ class ParallelBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.time_steps = context.time_steps
+        self.time_steps, self.shared = context.time_steps, shared_over(context.context)
+        self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
         self._local_channels = channels if whole else channels // context.tensor.size
         self.recording = False
-        self.pending: list[tuple[Tensor, Tensor, int]] = []
+        self.pending: list[tuple[Tensor, Tensor, int | Tensor]] = []
         shard = partial(context.shard, (channels,), None if whole else 0, blocks)
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
@@ -80,21 +85,26 @@ class ParallelBatchNorm(nn.Module):
                 f"a batch norm of {self.channels} channels, of which a rank has {self._local_channels}, is given "
                 f"{x.shape[2]}"
             )
+        if x.is_meta and x.ndim < 4 and self._by_rows:
+            self.shared = None  # without space, all ranks have the same
         flat = x.flatten(0, 1)
-        if self.uses_batch_statistics:
+        # A single time step stands for all of them: equal frames have the same mean and variance.
+        repeats = self.time_steps if len(x) == 1 else 1
+        if self.uses_batch_statistics and self.shared is not None and not x.is_meta:
+            y, mean, variance, count = shared_batch_norm(flat, self.weight, self.bias, self.eps, self.shared)
+            self.record(mean, variance, repeats * count)
+        elif self.uses_batch_statistics:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
                 wide = flat.float() if flat.dtype in REDUCED else flat  # the result has the type of the input
                 variance, mean = torch.var_mean(wide, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
-            # A single time step stands for all of them: equal frames have the same mean and variance.
-            repeats = self.time_steps if len(x) == 1 else 1
             self.record(mean, variance, repeats * flat.numel() // flat.shape[1])
         else:
             assert self.running_mean is not None and self.running_var is not None
             y = batch_norm(flat, (self.running_mean, self.running_var), self.weight, self.bias, self.eps)
         return y.unflatten(0, x.shape[:2])
 
-    def record(self, mean: Tensor, variance: Tensor, count: int) -> None:
+    def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
         """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on; the dry run
         counts the calls."""
         if mean.is_meta:

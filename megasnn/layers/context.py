@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megasnn.comm.group import Group, alone
-from megasnn.grid import Axis, Coordinates, Grid, Place
+from megasnn.grid import Axis, ContextCut, Coordinates, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.products import ProductChoice
 from megasnn.layers.cast_weights import CastWeights
@@ -30,6 +30,7 @@ class BuildContext:
         weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
         data: the ranks that hold the same layers for other samples. weight: those of them, neighbours, that share one
             copy of the weights by rows.
+        context: the ranks that share a micro-batch. cut: by what they do.
         neuron: of the layers that are not given one of their own.
         time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
         carries: whether neurons go on from the potential that the last call left, until they are reset.
@@ -45,6 +46,8 @@ class BuildContext:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     data: Group = field(default_factory=lambda: alone("data"))
     weight: Group = field(default_factory=lambda: alone("weight"))
+    context: Group = field(default_factory=lambda: alone("context"))
+    cut: ContextCut = "samples"
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
     carries: bool = False
@@ -52,11 +55,26 @@ class BuildContext:
     products: ProductChoice = field(default_factory=ProductChoice)
 
     @property
+    def sharing_samples(self) -> Group:
+        """The ranks of which each has other samples of a micro-batch."""
+        return self.context if self.cut == "samples" else alone("context")
+
+    @property
+    def counts_logits(self) -> bool:
+        """Whether the logits that this rank computes count: of ranks that all have the same, those of the first do."""
+        return self.cut == "samples" or self.context.rank == 0
+
+    def largest_share(self, samples: int) -> int:
+        """How many samples of a micro-batch of so many a rank has at most."""
+        return -(-samples // self.sharing_samples.size)
+
+    @property
     def place(self) -> Place:
         """This rank among those that hold the same layers, whole or cut."""
         weights = self.weight.size
-        sizes = Grid(data=self.data.size // weights, tensor=self.tensor.size, weight=weights)
-        return Place(sizes, Coordinates(0, self.data.rank // weights, self.tensor.rank, self.weight.rank))
+        sizes = Grid(1, self.data.size // weights, self.tensor.size, weights, self.context.size)
+        replica = self.data.rank // weights
+        return Place(sizes, Coordinates(0, replica, self.tensor.rank, self.weight.rank, self.context.rank))
 
     def shard(
         self,

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Content, fits_tensor_cores
 from megasnn.comm.group import Group
+from megasnn.comm.rows import RowMove
+from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.convolution import Geometry
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.pooling import pooled_space
@@ -32,6 +34,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.convolve import Convolve, ConvPlan, images_kernel
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
+from megasnn.layers.rows import Rows, Windows, rows_of
 from megasnn.sharding import Initialiser, declare_parameter
 
 Style = Literal["column", "row"]
@@ -63,6 +66,8 @@ class ParallelConv(nn.Module):
         padding_mode: as in torch; applied before the channels are gathered, since padding is per channel.
         pool: average pooling (this many pixels square, without overlap) of the input, first of all. The input as it is
             travels and is kept, so that spikes stay spikes; the input gradient travels pooled.
+        pooled_behind: whether the output is max-pooled before anything else takes it (3, stride 2, padding 1): where
+            ranks share out rows, each then computes those that its pooled rows are of.
         initialise, initialise_bias: fill the global weight and bias; by default as torch does.
 
     Raises:
@@ -72,6 +77,7 @@ class ParallelConv(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    _move: RowMove | None
 
     def __init__(
         self,
@@ -94,11 +100,13 @@ class ParallelConv(nn.Module):
         content: Content | None = None,
         blocks: int = 1,
         pool: int = 1,
+        pooled_behind: bool = False,
         initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
         context = context_for(context)
-        group = context.tensor
+        group, self._rows, self._move = context.tensor, rows_of(context), None
+        self._pooled_behind = pooled_behind
         if style is None:
             style = "column" if whole_input else cheaper_style(in_channels, out_channels)
         kernel = along_each("kernel_size", kernel_size, dims)
@@ -150,8 +158,11 @@ class ParallelConv(nn.Module):
             y = self._dry_run(x, is_signal)
             return y.squeeze(-1) if is_signal else y
         bits = bits_of(x) if self.plan.content is Content.SPIKES else None
+        (above, below), (left, right) = self._pads
+        if self._rows is not None and self._move is not None:
+            x, above, below = self._rows.move(x, self._move, self.plan.content, self.plan.pool), 0, 0
+            bits = pack_bits(x) if self.plan.content is Content.SPIKES else None
         if self._padding_mode is not None:
-            (above, below), (left, right) = self._pads
             padded = F.pad(x.flatten(0, 1), (left, right, above, below), self._padding_mode)
             x, bits = padded.unflatten(0, x.shape[:2]), None
         owed = self.weight_gradients.of(self.weight)
@@ -196,7 +207,22 @@ class ParallelConv(nn.Module):
         if min(space) < 1:
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
         self.plan = replace(self.plan, products=self._chosen_products(x))
+        if self._rows is not None:
+            self._note_rows(self._rows, x.shape[3], space[0])
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
+
+    def _note_rows(self, rows: Rows, height: int, output_height: int) -> None:
+        """In the dry run: which rows move to which rank. What is above and below an image comes with them."""
+        outputs = rows.below_pooling(output_height) if self._pooled_behind else rows.shared(output_height)
+        geometry = self.plan.products.geometry
+        (before, _), _ = self._pads
+        windows = Windows(
+            self._kernel[0], geometry.stride[0], geometry.dilation[0], before, self._padding_mode, self.plan.pool
+        )
+        self._move = rows.needed(height, outputs, windows)
+        if self._move is not None:
+            geometry = replace(geometry, padding=(0, geometry.padding[1]))
+            self.plan = replace(self.plan, products=replace(self.plan.products, geometry=geometry))
 
     def _chosen_products(self, x: Tensor) -> ConvolutionProducts:
         plan = self.plan

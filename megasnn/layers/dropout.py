@@ -11,6 +11,7 @@ from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import once
 from megasnn.layers.keyed import KeyedLayer, sample_keys
+from megasnn.layers.rows import rows_of
 
 
 class ParallelDropout(KeyedLayer):
@@ -37,6 +38,7 @@ class ParallelDropout(KeyedLayer):
             raise ValueError(f"--dropout must be at least 0 and below 1, got {p}")
         self.p, self.name, self.same_at_all_steps = p, name, same_at_all_steps
         self.group, self.seed, self.carries = context.tensor, context.seed, context.carries
+        self._rows, self._height = rows_of(context), 0
         self._steps, self._steps_before = context.time_steps, 0  # of a call; of the calls before, where they go on
 
     @property
@@ -53,6 +55,7 @@ class ParallelDropout(KeyedLayer):
             )
         if x.is_meta:
             once(self, f"would draw the same both times: make a second one, of another name than {self.name!r}")
+            self._height = x.shape[3] if x.ndim > 3 else 0
             return torch.empty_like(x)
         return (x * self._kept(x, samples)).mul_(1 / (1 - self.p))
 
@@ -63,6 +66,10 @@ class ParallelDropout(KeyedLayer):
     def _kept(self, x: Tensor, samples: range) -> Tensor:
         """Which values are not zeroed: bool, shaped like `x`, perhaps with a single time step."""
         time, _, channels, *space = x.shape
+        own = slice(None)
+        if self._rows is not None and self._height and space:  # drawn for whole images
+            rows = self._rows.shared(self._height)[self._rows.group.rank]
+            own, space[0] = slice(rows.start, rows.stop), self._height
         time = 1 if self.same_at_all_steps else time
         first = self.group.rank * channels
         before = self._steps_before
@@ -72,7 +79,8 @@ class ParallelDropout(KeyedLayer):
         keys = sample_keys(self.seed, "dropout", self.name, samples, x.device)
         mine, whole = range(first, first + channels), channels * self.group.size
         drawn = kept(self.p, keys, time, math.prod(space), mine, whole, before).movedim(-1, 2)
-        return drawn.view(time, *x.shape[1:])
+        drawn = drawn.view(time, *x.shape[1:3], *space)
+        return drawn[:, :, :, own] if space else drawn
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}"

@@ -25,6 +25,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
+from megasnn.layers.whole_images import MeanOverSpace
 from megasnn.sharding import Initialiser, declare_parameter
 
 
@@ -123,9 +124,14 @@ class ParallelLinear(nn.Module):
 class MeanLinear(ParallelLinear):
     """Mean over the space, then a linear layer: `[T, N, C_local, *space]` -> logits `[T, N, num_classes]`."""
 
+    def __init__(
+        self, in_features: int, out_features: int, context: BuildContext | None = None, **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, context, **options)
+        self.mean = MeanOverSpace(context)
+
     def forward(self, x: Tensor) -> Tensor:
-        # With the channels last also in the gradient, which residual sums take its memory order from.
-        return super().forward(x.movedim(2, -1).flatten(2, -2).mean(dim=2))
+        return super().forward(self.mean(x))
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ class ParallelGroupNorm(nn.Module):
 
     weight: Tensor | None
     bias: Tensor | None
+    mixes_rows = True
 
     def __init__(
         self,
@@ -136,6 +137,7 @@ class ParallelLayerNorm(nn.Module):
 
     weight: Tensor | None
     bias: Tensor | None
+    mixes_rows = True
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from typing import Any
+
 from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
@@ -11,6 +12,7 @@ from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv, Style
+from megasnn.layers.max_pool import MaxPool
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
 from megasnn.sharding import Initialiser
 
@@ -75,6 +77,7 @@ class ConvNormNeuron(nn.Module):
             dims=dims,
             pointwise=pointwise,
             pool=average_pool,
+            pooled_behind=max_pool,
             style=style,
             whole_input=whole_input,
             content=content,
@@ -84,7 +87,7 @@ class ConvNormNeuron(nn.Module):
         )
         self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
         self.neuron = neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
-        self.max_pool = max_pool
+        self.max_pool = MaxPool(context, behind_pooled=True) if max_pool else None
         self.fires = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,11 +99,12 @@ class ConvNormNeuron(nn.Module):
             or neuron.carries
         ):
             y = norm(self.conv(x))
-            return neuron(max_pool(y) if self.max_pool else y)
+            return neuron(y if self.max_pool is None else self.max_pool(y))
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
         steps = neuron.steps_of(y)
-        spikes, mean, variance = norm_pool_neuron(
+        above = None if self.max_pool is None else self.max_pool.above(y)
+        spikes, mean, variance, count = norm_pool_neuron(
             y,
             norm.weight,
             norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant,
@@ -110,27 +114,40 @@ class ConvNormNeuron(nn.Module):
             training=norm.uses_batch_statistics,
             eps=norm.eps,
             w=neuron.w,
-            pool=self.max_pool,
+            pool=self.max_pool is not None,
             time_steps=steps,
             backend=neuron.backend,
             fires=self.fires,
+            shared=norm.shared,
+            above=above,
         )
         if norm.uses_batch_statistics:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
             repeats = steps // y.shape[0]
             mean = mean if constant is None else mean + constant.detach()
-            norm.record(mean, variance, repeats * y.numel() // y.shape[2])
+            norm.record(mean, variance, repeats * count)
         return neuron.observed(spikes)
-
-    def extra_repr(self) -> str:
-        return f"max_pool={self.max_pool}"
 
 
 class PooledUnit(ConvNormNeuron):
-    """A unit with max pooling (3, stride 2, padding 1) behind its neurons, which leaves spikes spikes."""
+    """A unit with max pooling (3, stride 2, padding 1) behind its neurons, which leaves spikes spikes.
+
+    Args: as of ConvNormNeuron.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        context: BuildContext | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, context, **options)
+        self._pooling_behind = MaxPool(context)
 
     def forward(self, x: Tensor) -> Tensor:
-        return max_pool(super().forward(x))
+        return self._pooling_behind(super().forward(x))
 
 
 class NeuronConvNorm(nn.Module):
@@ -189,10 +206,3 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + x
-
-
-def max_pool(x: Tensor) -> Tensor:
-    """Of 3 x 3 pixels, stride 2, padding 1, on `[T, N, C, H, W]`. Raises ValueError for other dimensions."""
-    if x.ndim != 5:
-        raise ValueError(f"max_pool is for frames [T, N, C, H, W], got {list(x.shape)}")
-    return F.max_pool2d(x.flatten(0, 1), kernel_size=3, stride=2, padding=1).unflatten(0, x.shape[:2])

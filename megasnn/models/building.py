@@ -19,9 +19,10 @@ from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.holding import Holding, content_of
+from megasnn.layers.holding import Holding, content_of, note_never_called
 from megasnn.layers.own_values import tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
+from megasnn.layers.shareable import refuse_unshareable
 from megasnn.layers.whole import apply_layer, is_called_as_sharded, make_whole, placed
 from megasnn.models.description import (
     DRY_SAMPLES,
@@ -161,6 +162,8 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
         layers, ties = separate(layers)
         last, classes = len(layers) - 1, model.num_classes
         layers = [_as_layer(each, context, number == 0, number == last, classes) for number, each in enumerate(layers)]
+        for each in layers:
+            _refuse_unshareable(each, context)
         tie_all(layers, ties)
         return layers
 
@@ -199,6 +202,13 @@ def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, class
     except ValueError as error:
         raise ValueError(f"{each.name}: {error}") from error
     return replace(each, module=module)
+
+
+def _refuse_unshareable(each: Layer, context: BuildContext) -> None:
+    try:
+        refuse_unshareable(each.module, context)
+    except ValueError as error:
+        raise ValueError(f"{each.name}: {error}") from error
 
 
 def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
@@ -246,6 +256,7 @@ def dry_run(
             except Exception as error:
                 where = f"{name}, given {shapes_text(*inputs)}"
                 raise ValueError(f"{where}: {explained(error, layer, len(inputs))}") from error
+            note_never_called(layer)
             outputs.append(output)
     return outputs
 

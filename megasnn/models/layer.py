@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megasnn.comm.codec import Content
 from megasnn.layers.own_values import ModuleInitialiser
+from megasnn.layers.shareable import ELEMENTWISE
 
 if TYPE_CHECKING:
     from megasnn.models.shard import Sharded
@@ -54,6 +55,11 @@ class Computed(nn.Module):
                 f"a function that holds a {type(held[0]).__name__}: make a module of both, and yield it as a layer"
             )
         self.function = function
+
+    @property
+    def mixes_rows(self) -> bool:
+        """See `megasnn.layers.shareable`."""
+        return self.function not in ELEMENTWISE
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(*inputs)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
-from megasnn.grid import HOLDING_AXES, REPLICA_AXES, Axis, Place
+from megasnn.grid import HOLDING_AXES, SUMMED_AXES, Axis, Place
 from megasnn.optim.squares import Squares
 from megasnn.sharding import ShardedTensor
 
-_MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in REPLICA_AXES)
+_MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in SUMMED_AXES)
 
 
 class GradientNorm:
@@ -28,7 +28,7 @@ class GradientNorm:
         names: the parameters of the whole model, in order.
         tensors: those of this rank, of which it may own some rows only.
         device: of the tensors, also where this rank has none.
-        owners: the replicas that own other rows than this one; where rows have no owners, all replicas.
+        owners: the ranks that own other rows than this one, as of `Squares`.
         place: of this rank among those that hold the same layers.
     """
 
@@ -45,7 +45,7 @@ class GradientNorm:
         counted = [entry for entry in held if entry.shard.is_primary(_MODEL_AXES) and entry.tensor.requires_grad]
         self._counted = [entry.tensor for entry in counted]
         self._squares = Squares(counted, owners or alone("data"), device)
-        summed_up = [axis for axis in REPLICA_AXES if axis not in self._squares.parts]
+        summed_up = [axis for axis in SUMMED_AXES if axis not in self._squares.parts]
         self._counts = all(place.index(axis) == 0 for axis in summed_up)
         slot_of = {name: slot for slot, name in enumerate(names)}
         self._slots = torch.tensor([slot_of[entry.name] for entry in counted], dtype=torch.int64, device=device)

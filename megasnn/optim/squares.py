@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megasnn.comm.collectives import start_exchange
 from megasnn.comm.group import Group
-from megasnn.grid import REPLICA_AXES
+from megasnn.grid import SUMMED_AXES
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.sharding import ShardedTensor
 
@@ -22,7 +22,8 @@ class Squares:
 
     Args:
         tensors: this rank's, the same on all replicas; rows of all of them have owners, or of none.
-        owners: the replicas that own rows, each of them others; where rows have no owners, all replicas.
+        owners: the replicas that own rows, each of them others, and ranks that share a micro-batch with them; where
+            rows have no owners, all of these.
         device: of the tensors, also where there are none.
 
     Attributes:
@@ -32,7 +33,7 @@ class Squares:
     def __init__(self, tensors: Sequence[ShardedTensor], owners: Group, device: torch.device) -> None:
         self._owners, self._device, self._by_row = owners, device, owners.in_rank_order and owners.size > 1
         self._shapes = [entry.tensor.shape for entry in tensors]
-        axes = tuple(axis for axis in REPLICA_AXES if any(entry.shard.is_cut(axis) for entry in tensors))
+        axes = tuple(axis for axis in SUMMED_AXES if any(entry.shard.is_cut(axis) for entry in tensors))
         self.parts = () if self._by_row else axes
         rows = [len(entry.shard.without(axes).rows_of(entry.shard.place)) for entry in tensors]
         self._rows = torch.tensor(rows, dtype=torch.int64, device=device)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
+from megasnn.comm.group import alone
 from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.only_graph import only_graph
+from megasnn.layers.rows import own_rows_of
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import (
@@ -31,7 +33,7 @@ from megasnn.models.description import (
 )
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
+from megasnn.sharding import ShardedTensor, copied_tensors, materialise, own_rows, sharded_tensors
 from megasnn.telemetry.ranges import named
 
 
@@ -62,7 +64,7 @@ class PipelineChunk(nn.Module):
         bounds: the layers of each chunk.
         index: place among all chunks of the pipeline, from input to loss.
         layers: its own. weight_gradients: where they leave the second part of their backward.
-        ranks: those that its activations are cut over.
+        context: what they were built with.
     Attributes:
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
@@ -77,7 +79,7 @@ class PipelineChunk(nn.Module):
         index: int,
         layers: Sequence[nn.Module],
         weight_gradients: WeightGradients,
-        ranks: int,
+        context: BuildContext,
     ) -> None:
         super().__init__()
         self._model, self._span = model, bounds[index]
@@ -88,11 +90,10 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        carrying = NeuronLayer, ParallelDropout
-        self._carrying = [each for each in self.layers.modules() if isinstance(each, carrying) and each.carries]
+        self._carrying = carrying_layers(self.layers)
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
-        self._input_shape, self._ranks = model.input_shape, ranks
+        self._input_shape, self._context = model.input_shape, context
         self.graphs: ChunkGraphs | None = None
         taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
         self._sharing = {each.description.name for each in self._steps if any(taken[n] > 1 for n in each.takes)}
@@ -105,7 +106,7 @@ class PipelineChunk(nn.Module):
         """A chunk of a finer cut, which is within this one and has its layers."""
         first = self._span.start
         layers = [self.layers[number - first] for number in bounds[index]]
-        return PipelineChunk(self._model, bounds, index, layers, self.weight_gradients, self._ranks)
+        return PipelineChunk(self._model, bounds, index, layers, self.weight_gradients, self._context)
 
     def forward(self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False) -> Any:
         """
@@ -121,7 +122,7 @@ class PipelineChunk(nn.Module):
             self.forget()
         outputs: dict[int, Bundle] = {}
         if isinstance(x, Tensor):
-            outputs[INPUT] = frames_of(x, self._input_shape)
+            outputs[INPUT] = own_rows_of(frames_of(x, self._input_shape), self._context)
         else:
             outputs = _unpacked(self.receives, x)
             x.clear()
@@ -172,10 +173,13 @@ class PipelineChunk(nn.Module):
         if entry.ndim != len(shape):
             return False
         allowed = {DRY_SAMPLES, samples}
+        rows = self._context.context if self._context.cut == "rows" else alone("context")
         for dim, (found, side) in enumerate(zip(entry.shape, shape, strict=True)):
             if dim == 0 and side == 1:
                 continue
-            parts = {1, self._ranks} if dim == 2 else {1}
+            if dim == 3 and side >= rows.size and found == len(own_rows(side, rows.size, rows.rank)):
+                continue
+            parts = {1, self._context.tensor.size} if dim == 2 else {1}
             if not any(DRY_SAMPLES * part * found == times * side for part in parts for times in allowed):
                 return False
         return True
@@ -209,6 +213,12 @@ class PipelineChunk(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.layers)
+
+
+def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
+    """Those in a module that keep something from one forward to the next."""
+    found = (each for each in module.modules() if isinstance(each, (NeuronLayer, ParallelDropout)))
+    return [each for each in found if each.carries]
 
 
 def _step(model: ModelDescription, number: int) -> _Step:
@@ -265,7 +275,7 @@ def build_chunk(
     weight_gradients = WeightGradients()
     layers = model.build(replace(context, weight_gradients=weight_gradients))
     mine = [layers[number] for number in bounds[index]]
-    chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context.tensor.size)
+    chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context)
     span = bounds[index]
     for number, part in enumerate(parts or bounds):
         if part and part.start in span:

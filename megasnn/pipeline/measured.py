@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from megasnn.bundle import Bundle
 from megasnn.layers.context import BuildContext
+from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, ModelDescription, frames_of
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
@@ -74,11 +75,12 @@ def measure_layers(
 
     Layers run one after another as in training: one that ran alone would find its weights in the cache, and its output
     in memory that is warm from the last time. No more exist at a time than a stage has. Values come from keyed
-    generators: no random state moves. Collective over the context's tensor group, whose exchanges are part of the cost.
+    generators: no random state moves. Collective over the context's tensor group and the ranks that share a
+    micro-batch, whose exchanges are part of the cost.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((samples, *model.input_shape), generator=generator).to(device, context.dtype)
-    outputs: dict[int, Bundle] = {INPUT: frames_of(x, model.input_shape)}
+    outputs: dict[int, Bundle] = {INPUT: own_rows_of(frames_of(x, model.input_shape), context)}
     measured = MeasuredLayers(model, context, range(samples), device)
     costs: list[LayerCost] = []
     each = -(-len(model.layers) // stages)

@@ -14,6 +14,7 @@ from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.context import BuildContext
+from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
 from megasnn.pipeline.counted_layer import CountedLayer, LayerMemory
@@ -93,8 +94,8 @@ def measure_memory(
             busy machine does not count, nor does the first run of each, which pays for compiling as training would.
         repeats: whether that of forwards that are computed again is wanted, too.
     Raises:
-        NotMeasuredError: on every rank, when time is up, or an error arose. Only in a layer that is cut over tensor
-            parallel ranks an error is raised as it is: the others wait for this rank in the middle of the layer.
+        NotMeasuredError: on every rank, when time is up, or an error arose. Only where tensor or context parallel ranks
+            wait for this one in the middle of a layer, an error is raised as it is.
     """
     world, computed = world or alone("world"), 0.0
     sizes = TRIAL_SAMPLES if samples > TRIAL_SAMPLES[-1] else (samples,)
@@ -120,7 +121,7 @@ def measure_memory(
                 cost = replace(_for_samples(counted, samples, sizes), cast=cast)
                 known[kind] = cost, [each.output for each in tried]
             except Exception as caught:
-                if context.tensor.size > 1:
+                if context.tensor.size > 1 or context.context.size > 1:
                     raise
                 error = f"{description.name} failed with {type(caught).__name__}: {caught}"
             late = world.rank == 0 and index + 1 < len(model.layers) and computed >= seconds
@@ -137,7 +138,7 @@ def measure_memory(
 
 def _images(model: ModelDescription, samples: int, context: BuildContext, device: torch.device) -> Bundle:
     x = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
-    return frames_of(x.to(device, context.dtype), model.input_shape)
+    return own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
 
 
 def _go_on(world: Group, device: torch.device, error: str | None, late: bool, seconds: float) -> None:

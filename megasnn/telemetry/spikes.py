@@ -1,7 +1,8 @@
 """How often the neurons of each layer fire: firing rate and the shares of silent and of saturated neurons.
 
 Whether a neuron is silent is known only when all its presentations are. So the spikes of the data-parallel
-ranks are added up neuron by neuron first; after that the neurons of all tensor-parallel ranks are counted.
+ranks, and of those that share their micro-batches by samples, are added up neuron by neuron first; after that the
+neurons of all tensor-parallel ranks, and of those that share images by rows, are counted.
 """
 
 from __future__ import annotations
@@ -81,23 +82,25 @@ class SpikeRecorder:
         tensor_group: dist.ProcessGroup | None,
         pipeline_group: dist.ProcessGroup | None,
         order: Sequence[str] | None = None,
+        rows_group: dist.ProcessGroup | None = None,
     ) -> list[LayerSpikes]:
         """Statistics of the layers of all ranks, the same list on every rank, and forgets the counts.
 
-        A collective over all three groups; None stands for a group of one rank. A data-parallel rank that had
+        A collective over all groups; None stands for a group of one rank. A data-parallel rank that had
         no micro-batch, and so observed nothing, takes part like the others.
 
         Args:
             order: the names of the model's layers, which those of their neurons begin with, in the order of the
                 network. None: pipeline ranks one after the other, each in the order of its observations: the
                 network's, unless stages are virtual.
+            rows_group: the ranks that have other rows of the same images, and all of those layers that have no rows.
 
         Raises:
             ValueError: data-parallel ranks disagree on the size of a layer, or `order` lacks a layer.
         """
         mine, self._counts = self._counts, {}
         counts = _add_over_data(mine, data_group)
-        layers = _merge_over_tensor(counts, tensor_group)
+        layers = _merge_parts(counts, (tensor_group, rows_group))
         if pipeline_group is not None:
             of_stages: list[list[LayerSpikes]] = [[] for _ in range(pipeline_group.size())]
             dist.all_gather_object(of_stages, layers, group=pipeline_group)
@@ -158,13 +161,14 @@ def _agree(of_ranks: list[dict[str, tuple[int, int]]]) -> tuple[dict[str, int], 
     return neurons, presentations
 
 
-def _merge_over_tensor(counts: dict[str, _Count], group: dist.ProcessGroup | None) -> list[LayerSpikes]:
-    """Rates and shares of each layer over all tensor-parallel ranks' channels, in one small all-reduce."""
+def _merge_parts(counts: dict[str, _Count], groups: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
+    """Rates and shares of each layer over all ranks' channels and rows, in a small all-reduce for each group."""
     if not counts:
         return []
     sums = torch.stack([_sums(count) for count in counts.values()])
-    if group is not None:
-        dist.all_reduce(sums, group=group)
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(sums, group=group)
     shares = (sums[:, 1:] / sums[:, :1]).tolist()
     return [LayerSpikes(name, *share) for name, share in zip(counts, shares, strict=True)]
 

@@ -43,7 +43,7 @@ class RunData:
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
         """Reads this rank's shares of the global batches."""
-        config, state = self._config, engine.state
+        config, state, samples = self._config, engine.state, engine.distributed.context.sharing_samples
         dataset = self.datasets.train if training else self.datasets.valid
         assert dataset is not None
         return BatchLoader(
@@ -62,4 +62,7 @@ class RunData:
             training=training,
             pin_for=state.device if state.device.type == "cuda" else None,
             last_batch=config.data.last_batch,
+            cp_size=samples.size,
+            cp_rank=samples.rank,
+            whole=training and engine.batches.mixes,
         )

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import built, described_model
 from megasnn.files.durable import write_whole
 from megasnn.kernels.backends import backend_told
+from megasnn.layers.holding import calls_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind
 from megasnn.schedule.memory import weights_held
+from megasnn.sharding import row_bounds
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.profile import chart
 
@@ -71,6 +74,9 @@ def introduce(
     reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
     grid = {"data_parallel_size": state.data.size, "parameters": engine.parameters}
     reporter.flags({**comparable_flags(config), **grid})
+    sharing = _sharing(config, engine)
+    for line in _told_sharing(sharing):
+        reporter.line(line)
     schedules = {each.name: 1e3 * each.makespan for each in plan.named}
     reporter.entry(
         "start",
@@ -78,6 +84,7 @@ def introduce(
             "iteration": iteration,
             "ranks": state.world.size,
             **grid,
+            **({"context_parallel": sharing} if sharing else {}),
             "layout": layers_per_chunk(plan.bounds),
             "schedules_ms": schedules,
             "costs": _costs(engine, plan),
@@ -97,6 +104,35 @@ def introduce(
         if plan.memory_budget is not None:
             beside, text = file.with_name("memory_plan.json"), json.dumps(_memory_plan(engine, plan), indent=2)
             reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{text}\n"))
+
+
+def _sharing(config: PretrainConfig, engine: DistributedModel) -> dict[str, Any]:
+    """How ranks share micro-batches, and how often they tell each other statistics for one, forward and as often
+    backward; nothing where none are shared. Collective over the world."""
+    state, context = engine.state, engine.context
+    if context.context.size == 1:
+        return {}
+    is_counted = (state.data.rank, state.context.rank, state.tensor.rank) == (0, 0, 0)
+    calls = sum(calls_of(norm) for norm in engine.norms) if is_counted else 0
+    found: dict[str, Any] = {
+        "ranks": context.context.size,
+        "cut": context.cut,
+        "exchanges_of_statistics": int(engine.sum_over_ranks([calls])[0]),
+    }
+    if context.cut == "samples":
+        found["samples"] = [b - a for a, b in pairwise(row_bounds(config.training.micro_batch_size, found["ranks"]))]
+    return found
+
+
+def _told_sharing(sharing: dict[str, Any]) -> list[str]:
+    if not sharing:
+        return []
+    samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
+    return [
+        f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}; norms take "
+        f"their statistics over all of it, in {sharing['exchanges_of_statistics']} exchanges forward and as many "
+        "backward"
+    ]
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
@@ -136,7 +172,8 @@ def print_summary(config: PretrainConfig, state: ParallelState) -> None:
 
 
 def _layers(config: PretrainConfig, distributed: DistributedModel) -> list[LayerSummary]:
-    samples, dtype = config.training.micro_batch_size, distributed.context.compute_dtype
+    context = distributed.context
+    samples, dtype = context.largest_share(config.training.micro_batch_size), context.compute_dtype
     return summarise(config.model, config.neuron.spec, distributed.model, samples, dtype)
 
 

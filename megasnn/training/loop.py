@@ -14,6 +14,7 @@ from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.engine.setup import parameter_names
+from megasnn.engine.without_gradient import notice_of
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
 from megasnn.optim import require_matches
@@ -170,8 +171,11 @@ class TrainingRun:
         with self._profiled(number, batch), trace.around(number):
             result = self.engine.train_on(batch)
         self.watch.spikes.enabled = False
-        self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
+        if not (self.engine.batches.read_alike(training=True) and self.state.context.rank):  # counted on another rank
+            self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
+            if self.engine.steps.without_gradient:
+                self.reporter.line(notice_of(self.engine.steps.without_gradient))
             self._require_state_as_needed()
             self.saves.prepare()
             self._prepared = True
@@ -253,7 +257,8 @@ class TrainingRun:
         of_training = statistics.counting(False)  # what is logged is the traffic of training
         with of_training, self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
             record = self.engine.evaluate_on(batches)
-            skipped = self._over_replicas(loader.skipped)
+            counts = not (self.engine.batches.read_alike(training=False) and self.state.context.rank)
+            skipped = self._over_replicas(loader.skipped * counts)
         self.saves.found(self.iteration, record.top1)
         self.reporter.evaluation(replace(record, skipped_samples=skipped))
 

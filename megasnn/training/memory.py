@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megasnn.config import PretrainConfig
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count, wire_options
-from megasnn.grid import REPLICA_AXES
+from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
@@ -96,7 +96,7 @@ def forecast_memory(
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
     snapshots = on_host and config.checkpoint.async_save
-    written = [entry for entry in owned if entry.shard.is_primary(REPLICA_AXES)]
+    written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
     release_free_memory()
     mine = MemoryForecast(
@@ -133,7 +133,7 @@ def step_peak(
     """
     costs = plan.costs or measure_memory(
         distributed.model,
-        config.training.micro_batch_size,
+        distributed.context.largest_share(config.training.micro_batch_size),
         distributed.context,
         state.device,
         wire_options(config.parallel),
@@ -158,7 +158,10 @@ def _sample_bytes(config: PretrainConfig, distributed: DistributedModel, micro_b
     for length in config.model.input_shape:
         of_sample *= length
     batches = 2 if on_host and config.data.num_workers else 1
-    return of_sample * micro_batches * config.training.micro_batch_size * batches
+    samples = config.training.micro_batch_size
+    if not config.data.mixes:  # those are read whole
+        samples = distributed.context.largest_share(samples)
+    return of_sample * micro_batches * samples * batches
 
 
 def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:

@@ -10,13 +10,13 @@ from contextlib import suppress
 import torch
 
 from megasnn import checkpoint
+from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.data_parallel import ReplicaError
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_model_parallel,
-    start_process_group,
 )
 from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
 from megasnn.process.signals import StopSignals
@@ -75,6 +75,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
                 parallel.pipeline_model_parallel_size,
                 device,
                 parallel.weight_parallel_size,
+                parallel.context_parallel_size,
             )
         saved = True
         try:

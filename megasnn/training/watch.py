@@ -59,19 +59,24 @@ class Watch:
     def __init__(self, model: DistributedModel, state: ParallelState, timers: Timers) -> None:
         self._distributed, self._state, self.timers = model, state, timers
         self._counted_from = self._counted_unfit = 0
+        self._by_samples = model.context.cut == "samples"
         self._order = [layer.name for layer in model.model.layers]
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in model.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
         model.voided += [self.spikes.forget, self.rasters.forget]
         # A group of one rank sends nothing.
-        self._groups = [name for name in ("tensor", "data") if getattr(state, name).size > 1]
+        self._groups = [name for name in ("tensor", "context", "data") if getattr(state, name).size > 1]
+        self._groups += ["copies"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
 
     def since_last(self, iteration: int) -> Measured:
         """What was measured since the last call; collective."""
         state = self._state
-        layers = self.spikes.reduce(state.data.handle, state.tensor.handle, state.pipeline.handle, self._order)
+        # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
+        same, rows = (state.summed, None) if self._by_samples else (state.data, state.context.handle)
+        groups = same.handle, state.tensor.handle, state.pipeline.handle
+        layers = self.spikes.reduce(*groups, self._order, rows)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
@@ -83,7 +88,8 @@ class Watch:
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked; collective.
 
-        "pipeline" is what stages hand on in forward, "backward" the gradients that come back.
+        "pipeline" is what stages hand on in forward, "backward" the gradients that come back; "copies" are the
+        gradients that replicas sum with the ranks that share their micro-batches.
         """
         mine = [statistics.total(group) for group in self._groups]
         statistics.reset()

@@ -19,6 +19,9 @@ from tools.benchmark.layouts_rows import Row, parse_row
         ("pp2", (1, 1, 2, 8, 1)),
         ("pp4:3@2", (1, 1, 4, 3, 2)),
         ("tp2dp3pp2", (3, 2, 2, 8, 1)),
+        ("cp2", (1, 1, 1, 1, 1, 2)),
+        ("cp2rows@2", (1, 1, 1, 1, 2, 2, "rows")),
+        ("cp2tp2", (1, 2, 1, 1, 1, 2)),
     ],
 )
 def test_a_name_says_the_layout(name: str, row: tuple[int, ...]) -> None:
@@ -31,7 +34,9 @@ def test_compiling_is_no_neuron_of_spikingjelly() -> None:
     assert [list(row.variables.values()) for row in rows] == [[], [], ["triton"]]
 
 
-@pytest.mark.parametrize("name", ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "spikingjelly:4", "pp2@", "pp2@0"])
+@pytest.mark.parametrize(
+    "name", ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "dp2rows", "spikingjelly:4", "pp2@", "pp2@0"]
+)
 def test_what_is_no_row_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--rows"):
         parse_row(name, 8, 4)
@@ -53,5 +58,10 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert "row pp2: 4 samples cannot be cut into 8 micro-batches" in str(caught.value)
     with pytest.raises(ConfigError, match="--depth 2, --patch-size 4: --model cifar10_dvs_vgg has no such dimension"):
         LayoutBenchmark(model="cifar10_dvs_vgg", depth=2, patch_size=4).check()
+    LayoutBenchmark(rows=("cp2rows",), global_batch_size=1).check()
+    with pytest.raises(
+        ConfigError, match="row cp2: 1 samples in micro-batches of 1 leave one that 2 ranks cannot share"
+    ):
+        LayoutBenchmark(rows=("cp2",), global_batch_size=1).check()
     with pytest.raises(ConfigError, match="--rounds must be at least 1, got 0"):
         LayoutBenchmark(rounds=0).check()

@@ -28,6 +28,9 @@ def problems(*argv: str, world_size: int = 1, length: str = "--train-iters 10") 
         ("--global-batch-size 10 --micro-batch-size 4", 3),
         ("--neuron plif --v-reset none --surrogate atan", 1),
         ("--neuron if", 1),
+        ("--context-parallel-size 4 --micro-batch-size 4 --global-batch-size 12 --tensor-model-parallel-size 2", 8),
+        ("--context-parallel-size 2 --micro-batch-size 3 --global-batch-size 8 --context-parallel-cut samples", 2),
+        ("--context-parallel-size 4 --micro-batch-size 2", 4),
         ("--depth 126", 1),
         ("--lr-decay-style constant --lr-warmup-fraction 0.1 --clip-grad 0", 1),
         ("--surrogate log_tailed_relu --surrogate-alpha 0", 1),
@@ -165,6 +168,18 @@ def test_the_length_must_be_given() -> None:
         ("--tensor-model-parallel-size 4 --mlp-ratio 0.111", 4, "the MLP's 42 hidden channels"),
         ("--pipeline-model-parallel-size 15", 15, "more chunks than the model's 14 layers"),
         ("--global-batch-size 8 --micro-batch-size 4", 3, "2 micro-batch(es), but there are 3 data parallel replicas"),
+        ("--context-parallel-size 3", 4, "4 is not tensor 1 x context 3 x pipeline 1 x data ?"),
+        (
+            "--context-parallel-size 4 --context-parallel-cut samples --micro-batch-size 2",
+            4,
+            "--context-parallel-size 4 by samples with --micro-batch-size 2: each rank needs a sample",
+        ),
+        (
+            "--context-parallel-size 2 --micro-batch-size 4 --global-batch-size 9",
+            2,
+            "the last micro-batch of --global-batch-size 9 with --micro-batch-size 4 has 1 sample(s)",
+        ),
+        ("--context-parallel-cut samples", 1, "--context-parallel-cut samples needs ranks that share a micro-batch"),
     ],
 )
 def test_what_depends_on_the_number_of_ranks(argv: str, world_size: int, message: str) -> None:

@@ -45,6 +45,26 @@ def test_global_batches_do_not_depend_on_ranks_or_workers(dataset):
             assert sequence(dataset, dp_size, batches=7, num_workers=num_workers) == expected
 
 
+def test_ranks_share_a_micro_batch_by_samples(dataset):
+    """Each reads its own, one more at most than another; all of them where they are to be mixed. Only an evaluation may
+    have too few for everybody."""
+    whole = [batch.micro_batches for batch in loader(dataset, training=False).batches()]
+    parts = [loader(dataset, cp_size=2, cp_rank=rank, training=False).batches() for rank in range(2)]
+    alike = loader(dataset, cp_size=2, cp_rank=1, whole=True, training=False).batches()
+    for expected, *shares, all_of_it in zip(whole, *parts, alike, strict=True):
+        first, second = (share.micro_batches for share in shares)
+        assert [each.size for each in first] == [(each.size + 1) // 2 for each in expected]
+        assert [numbers(each) for each in all_of_it.micro_batches] == [numbers(each) for each in expected]
+        assert len(second) == sum(each.size > 1 for each in expected)
+        for one, a, b in zip(expected, first, second, strict=False):
+            assert numbers(one) == numbers(a) + numbers(b) and one.first == a.first == b.first
+            assert (a.start, b.start) == (one.start, one.start + a.size)
+    with pytest.raises(ValueError, match="a batch of 10 samples .* has a micro-batch of 1: too few for --context-par"):
+        loader(dataset, cp_size=2)
+    with pytest.raises(ValueError, match="a batch of 3 samples .*--last-batch keep.* has a micro-batch of 1: too few"):
+        loader(dataset, cp_size=2, micro_batch_size=2, last_batch="keep")
+
+
 def test_a_run_continues_where_it_was_on_any_layout(dataset):
     expected = sequence(dataset, dp_size=1, batches=9)
     for consumed, dp_size, num_workers in ((10, 2, 0), (30, 4, 2), (80, 1, 1)):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn import parallel_state
+from megasnn.comm import world
 from megasnn.comm.group import TASKS
 from megasnn.parallel_state import (
     destroy_model_parallel,
@@ -112,6 +113,8 @@ def test_megatrons_accessors(ranks) -> None:
             "get_tensor_model_parallel_rank": rank % 2,
             "get_pipeline_model_parallel_world_size": 2,
             "get_pipeline_model_parallel_rank": rank // 2,
+            "get_context_parallel_world_size": 1,
+            "get_context_parallel_rank": 0,
             "get_data_parallel_world_size": 1,
             "get_data_parallel_rank": 0,
             "is_pipeline_first_stage": rank < 2,
@@ -160,14 +163,14 @@ def test_devices_that_are_not_there(monkeypatch, backend, device) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 rank.*1 GPU\(s\)"):
-        parallel_state.start_process_group(backend, device)
+        world.start_process_group(backend, device)
 
 
 def test_without_a_gpu_it_says_why(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ValueError, match="finds no GPU: torch .* is built without CUDA; .*; or use --device cpu$"):
-        parallel_state.start_process_group("auto", "cuda")
+        world.start_process_group("auto", "cuda")
 
 
 def _refused_on_gpus(backend: str) -> str:
@@ -189,7 +192,7 @@ def test_ranks_share_a_gpu_with_gloo(monkeypatch, local_rank, gpu) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert parallel_state.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
+    assert world.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
 
 
 def _policies() -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from tests.host_waits import MODEL_FLAGS, host_waits, waits_of_a_step
 
 THE_READING = ["megasnn/engine/distributed_model.py, _read: tolist"]
-OF_THE_LOG = ["megasnn/telemetry/spikes.py, _merge_over_tensor: tolist"]
+OF_THE_LOG = ["megasnn/telemetry/spikes.py, _merge_parts: tolist"]
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 
 
@@ -23,9 +23,21 @@ PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
         (2, "--tensor-model-parallel-size 2"),
         (2, ""),
         (2, "--use-distributed-optimizer"),
+        (2, "--context-parallel-size 2"),
         (2, "--weight-parallel-size 2 --weight-gradients scattered"),
     ],
-    ids=["one-rank", "mse-and-lamb", "windows", "1f1b", "zbv", "tensor", "data", "owned-rows", "shared-weights"],
+    ids=[
+        "one-rank",
+        "mse-and-lamb",
+        "windows",
+        "1f1b",
+        "zbv",
+        "tensor",
+        "data",
+        "owned-rows",
+        "context",
+        "shared-weights",
+    ],
 )
 @pytest.mark.parametrize("model", MODEL_FLAGS)
 def test_a_step_is_read_once(ranks, model: str, ranks_wanted: int, flags: str) -> None:

@@ -63,6 +63,16 @@ def test_all_ranks_end_when_one_is_killed(tmp_path, killed, pipeline) -> None:
         assert ", micro-batch " in line
 
 
+def test_all_end_when_one_of_those_that_share_a_micro_batch_is_killed(tmp_path) -> None:
+    """The other one waits for its statistics in the middle of a layer."""
+    ranks = Ranks(tmp_path, 2, *TINY, "--context-parallel-size", "2", fault=("stall_in_step", 1))
+    ranks.kill_stalled()
+    ended = ranks.end(within=15)
+    assert ended.status == [1, -signal.SIGKILL]
+    (line,) = one_line_each(ended.output, [0])
+    assert f"stopping, because of rank 1: {GONE}; here: rank 0, pipeline stage 0, action 0F1, micro-batch 1" in line
+
+
 @pytest.mark.parametrize("fault", ["raise_before_the_grid", "raise_at_the_end"])
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_before_and_after_the_training_too(tmp_path, fault, faulty) -> None:

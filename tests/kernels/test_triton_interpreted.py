@@ -96,16 +96,23 @@ def test_any_size_number_of_steps_and_memory_order(interpreted) -> None:
     interpreted(any_size_in_there)
 
 
-def unit_on(backend: str, x: torch.Tensor, spec: NeuronSpec, *, training: bool, pool: bool, steps: int) -> Any:
-    """Spikes, mean, variance, and the gradients of a fixed function."""
+def unit_on(
+    backend: str, x: torch.Tensor, spec: NeuronSpec, *, training: bool, pool: bool, steps: int, above: bool = False
+) -> Any:
+    """Spikes, mean, variance, and the gradients of a fixed function.
+
+    Args:
+        above: whether the first row is another rank's.
+    """
     channels = x.shape[2]
     torch.manual_seed(channels)
     weight, bias, running_mean, running_var = torch.randn(4, channels, dtype=torch.float64).unbind()
     weight, bias = (weight * 1.5 + 0.8).requires_grad_(), (bias * 0.5).requires_grad_()
     w = plif_weight(spec)
-    spikes, mean, var = norm_pool_neuron(
-        x, weight, bias, running_mean, running_var.abs() + 0.5, spec=spec, training=training, w=w, pool=pool,
-        time_steps=steps, backend=backend,
+    row, own = (x[:, :, :, :1], x[:, :, :, 1:]) if above else (None, x)
+    spikes, mean, var, _ = norm_pool_neuron(
+        own, weight, bias, running_mean, running_var.abs() + 0.5, spec=spec, training=training, w=w, pool=pool,
+        time_steps=steps, backend=backend, above=row,
     )  # fmt: skip
     inputs = [x, weight, bias] + ([w] if w is not None else [])
     return spikes, mean, var, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), inputs)
@@ -118,14 +125,17 @@ def unit_on(backend: str, x: torch.Tensor, spec: NeuronSpec, *, training: bool, 
     pool=st.booleans(),
     static=st.booleans(),
     training=st.booleans(),
+    above=st.booleans(),
 )
 @EXAMPLES
-def any_unit_in_there(spec, shape, tokens, pool, static, training) -> None:
+def any_unit_in_there(spec, shape, tokens, pool, static, training, above) -> None:
     steps = shape[0]
     x = channels_last(1 if static else steps, *(shape[1:-1] if tokens else shape[1:])) * 2 + 0.3
-    if x[:, :, 0].numel() == 1:
+    pool = pool and not tokens
+    above = above and pool and shape[3] > 1
+    if x[:, :, 0, above:].numel() == 1:
         return
-    options = {"training": training, "pool": pool and not tokens, "steps": steps}
+    options = {"training": training, "pool": pool, "steps": steps, "above": above}
     wanted, found = (unit_on(each, x.detach().requires_grad_(), spec, **options) for each in ("torch", "triton"))
     assert torch.equal(found[0], wanted[0])
     for actual, expected in zip(found[1:], wanted[1:], strict=True):
@@ -167,7 +177,7 @@ def pool_in_there() -> None:
     statistics = torch.zeros(4).double(), torch.ones(4).double()
     results = []
     for backend in ("torch", "triton"):
-        spikes, _, _ = norm_pool_neuron(x, None, None, *statistics, backend=backend, **options)
+        spikes, _, _, _ = norm_pool_neuron(x, None, None, *statistics, backend=backend, **options)
         results.append((spikes, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), x)))
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-9, atol=1e-9, equal_nan=True)
@@ -206,7 +216,7 @@ def gradients_of_bfloat16_in_there() -> None:
         results = []
         for backend in ("fused", "triton"):
             leaf, weight = x.clone().requires_grad_(), torch.ones(24, requires_grad=True)
-            spikes, mean, var = norm_pool_neuron(
+            spikes, mean, var, _ = norm_pool_neuron(
                 leaf, weight, None, spec=NeuronSpec(), training=True, pool=pool, backend=backend
             )
             assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32

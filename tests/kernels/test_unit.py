@@ -42,7 +42,7 @@ def both(x, norm, spec, *, pool=False, time_steps=None, w=None):
             *norm_pool_neuron(
                 x, norm.weight, norm.bias, norm.running_mean, norm.running_var, spec=spec, training=norm.training,
                 eps=norm.eps, w=w, pool=pool, time_steps=time_steps, backend=backend,
-            ),
+            )[:3],
         )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def test_float32():
 def test_statistics_with_a_large_mean():
     """Mean 1000, deviation 1, in float32: squares of the raw values would lose the variance."""
     x = channels_last(4, 4, 8, 16, 16, dtype=torch.float32) + 1000
-    _, mean, var = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=True, backend="fused")
+    _, mean, var, _ = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=True, backend="fused")
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean((0, 1, 3, 4)), rtol=1e-7, atol=0)
     torch.testing.assert_close(var.double(), exact.var((0, 1, 3, 4), correction=0), rtol=1e-5, atol=0)
@@ -154,7 +154,7 @@ def test_without_affine_parameters_and_statistics():
     x = channels_last(3, 2, 6, 5, 5).requires_grad_()
     results = []
     for backend in ("torch", "fused"):
-        spikes, mean, var = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=False, backend=backend)
+        spikes, mean, var, _ = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=False, backend=backend)
         results.append((spikes, mean, var, gradients(spikes, [x])[0]))
     for plain, fused in zip(*results, strict=True):
         assert_close(fused, plain)
@@ -186,7 +186,7 @@ def test_row_major_input_and_gradient():
 
 def test_output_is_channels_last():
     for pool in (False, True):
-        spikes, _, _ = norm_pool_neuron(
+        spikes, _, _, _ = norm_pool_neuron(
             channels_last(2, 2, 6, 4, 4), None, None, spec=NeuronSpec(), training=True, pool=pool, backend="fused"
         )
         assert spikes.movedim(2, -1).is_contiguous()
@@ -202,13 +202,13 @@ def test_bfloat16_keeps_its_own_size(backend, training, pool):
     parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
     options = {"spec": NeuronSpec(), "training": training, "pool": pool, "backend": backend}
     whole = x.float().requires_grad_()
-    wanted, *statistics = norm_pool_neuron(whole, *parameters, **options)
+    wanted, *statistics, _ = norm_pool_neuron(whole, *parameters, **options)
     weights = channels_last(*wanted.shape, dtype=torch.float32).bfloat16()
     of_whole = torch.autograd.grad(wanted, [whole, norm.weight, norm.bias], weights.float())
     leaf = x.clone().requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())) or t, lambda t: t):
-        spikes, mean, variance = norm_pool_neuron(leaf, *parameters, **options)
+        spikes, mean, variance, _ = norm_pool_neuron(leaf, *parameters, **options)
     assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32
     assert torch.equal(spikes.float(), wanted) and not mean.requires_grad
     assert torch.equal(mean, statistics[0]) and torch.equal(variance, statistics[1])
@@ -240,7 +240,7 @@ def test_threads_do_not_change_a_bit():
         for count in (1, 3):
             try:
                 torch.set_num_threads(count)
-                spikes, mean, var = norm_pool_neuron(
+                spikes, mean, var, _ = norm_pool_neuron(
                     x, norm.weight, norm.bias, spec=NeuronSpec(), training=True, pool=pool, backend="fused"
                 )
                 upstream = channels_last(*spikes.shape, dtype=torch.float32)

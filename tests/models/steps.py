@@ -12,7 +12,6 @@ from megasnn.checkpoint import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.grid import HOLDING_AXES
-from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.model import Model
 from megasnn.optim import build_optimizer
@@ -41,7 +40,12 @@ def images(model: Model, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def take_steps(
-    model: Model, layout: Layout, batch: tuple[Tensor, Tensor], count: int, weights: Path | None = None
+    model: Model,
+    layout: Layout,
+    batch: tuple[Tensor, Tensor],
+    count: int,
+    weights: Path | None = None,
+    micro_batch_size: int = SIZES[0],
 ) -> list[RankStep]:
     """Steps of SGD on one batch, in its precision, on every rank of an initialised world. A single one is up to the
     gradients.
@@ -55,7 +59,7 @@ def take_steps(
         described, dtype = describe(model), batch[0].dtype
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
-        context = BuildContext(state.tensor, dtype, dtype, data=state.data, weight=state.weight)
+        context = layout.build_context(state, dtype)
         # Replicas with other numbers of micro-batches gather each layer once.
         limit = math.inf if len(SIZES) % state.data.size else None
         plan = gathering(plan, described, bounds, context, layout, limit)
@@ -68,7 +72,7 @@ def take_steps(
         )
         steps = list[RankStep]()
         for _ in range(count):
-            steps.append(record_step(engine, state, *batch, SIZES[0]))
+            steps.append(record_step(engine, state, *batch, micro_batch_size))
             if count > 1:
                 optimizer.step()
                 engine.refresh_copies()
@@ -78,10 +82,12 @@ def take_steps(
         destroy_model_parallel()
 
 
-def one_step(model: Model, layout: Layout, dtype: torch.dtype = torch.float64) -> RankStep:
+def one_step(
+    model: Model, layout: Layout, dtype: torch.dtype = torch.float64, micro_batch_size: int = SIZES[0]
+) -> RankStep:
     """From the keyed initial values."""
     x, labels = images(model)
-    (step,) = take_steps(model, layout, (x.to(dtype), labels), 1)
+    (step,) = take_steps(model, layout, (x.to(dtype), labels), 1, micro_batch_size=micro_batch_size)
     return step
 
 

@@ -13,6 +13,7 @@ from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.whole import load_globals_into
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.layers.whole import is_called_as_sharded
@@ -25,7 +26,7 @@ from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
-from megasnn.sharding import Shard
+from megasnn.sharding import Shard, own_rows
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
 
 
@@ -39,17 +40,30 @@ class Layout:
     weight: int = 1  # replicas that share one copy of the weights
     scatters: bool = False  # gradients after every micro-batch
     recompute: str = "never"
+    context: int = 1  # ranks that share a micro-batch
+    cut: ContextCut = "samples"
 
     @property
     def world_size(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline * self.context
+
+    def build_context(
+        self, state: ParallelState, dtype: torch.dtype, backend: str = "auto", seed: int = 0
+    ) -> BuildContext:
+        """What layers are built with on the grid of this layout."""
+        groups = {"data": state.data, "weight": state.weight, "context": state.context}
+        return BuildContext(state.tensor, dtype, dtype, backend, seed, **groups, cut=self.cut)
 
 
 @dataclass
 class RankStep:
-    """One rank's part of a step, with the description of every tensor; weights are those behind the optimizer."""
+    """One rank's part of a step, with the description of every tensor; weights are those behind the optimizer.
 
-    rank: tuple[int, int, int]
+    rank: its place in the pipeline, among the replicas, among those that share a micro-batch, and along tensor
+    parallelism.
+    """
+
+    rank: tuple[int, int, int, int]
     loss: float
     norm: float
     logits: list[Tensor] = field(default_factory=list)
@@ -90,7 +104,7 @@ def build_engine(
     layout: Layout = Layout(),  # noqa: B008  (frozen)
 ) -> DistributedModel:
     model = _described(spec or NeuronSpec())
-    context = BuildContext(state.tensor, dtype, dtype, backend, data=state.data, weight=state.weight)
+    context = layout.build_context(state, dtype, backend)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
     plan = gathering(plan, model, bounds, context, layout)
@@ -99,7 +113,9 @@ def build_engine(
 
 def join(layout: Layout) -> ParallelState:
     """The grid of a layout over an initialised world."""
-    return initialize_model_parallel(layout.tensor, layout.pipeline, weight_parallel_size=layout.weight)
+    return initialize_model_parallel(
+        layout.tensor, layout.pipeline, weight_parallel_size=layout.weight, context_parallel_size=layout.context
+    )
 
 
 def gathering(
@@ -151,19 +167,17 @@ def record_step(
     """This rank's part of a step on the whole batch, and all that it came to."""
     sizes = micro_batch_sizes(len(labels), micro_batch_size)
     mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
-    pieces = list(zip(images.split(sizes), labels.split(sizes), strict=True))
-    batches = [
-        MicroBatchInput(
-            pieces[i][0] if engine.takes_images else None,
-            pieces[i][1] if engine.gives_logits else None,
-            sizes[i],
-            range(sum(sizes[:i]), sum(sizes[: i + 1])),
-        )
-        for i in mine
-    ]
+    batches = []
+    for i in mine:
+        own, start = own_samples(engine, sizes[i]), sum(sizes[:i])
+        samples = range(start + own.start, start + own.stop)
+        part = slice(samples.start, samples.stop)
+        x, y = images[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
+        batches.append(MicroBatchInput(x, y, len(own), samples))
     fired: list[int] = []
+    counts = engine.context.counts_logits  # of what has no space, which ranks that share rows have alike
     for _, each in engine.neurons():
-        each.observer = lambda spikes: fired.append(int(spikes.sum()))
+        each.observer = lambda spikes: fired.append(int(spikes.sum()) if spikes.ndim > 3 or counts else 0)
     hooks = [
         node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
         for chunk in engine.chunks.values()
@@ -176,7 +190,8 @@ def record_step(
     inner = engine.loss
 
     def keeping(y: Bundle, target: Tensor) -> Tensor:
-        logits.append(logits_of(y).detach().clone())
+        if engine.context.counts_logits:
+            logits.append(logits_of(y).detach().clone())
         return inner(y, target)
 
     engine.loss = keeping
@@ -187,7 +202,8 @@ def record_step(
         hook.remove()
     engine.merge_statistics(most)
     place = state.coordinates
-    result = RankStep((place.pipeline, state.data.rank, place.tensor), loss, engine.norm, logits, sum(fired))
+    replica = state.data.rank, place.context
+    result = RankStep((place.pipeline, *replica, place.tensor), loss, engine.norm, logits, sum(fired))
     for entry in engine.tensors if state.weight.size == 1 else engine.owned:
         if entry.is_parameter and not entry.tensor.requires_grad:
             assert entry.tensor.grad is None
@@ -197,6 +213,12 @@ def record_step(
         else:
             result.buffers[entry.name] = (_plain(entry.shard), entry.tensor.clone())
     return result
+
+
+def own_samples(engine: DistributedModel, size: int) -> range:
+    """Those of a micro-batch of so many samples that this rank has."""
+    group = engine.context.sharing_samples
+    return own_rows(size, group.size, group.rank)
 
 
 def weights_of(engine: DistributedModel) -> dict[str, tuple[Shard, Tensor]]:

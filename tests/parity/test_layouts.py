@@ -31,7 +31,8 @@ def layouts() -> list[object]:
 
 def name_of(layout: Layout) -> str:
     weight = f"-wp{layout.weight}" if layout.weight > 1 else ""
-    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}-{layout.schedule}{weight}"
+    context = f"-cp{layout.context}{layout.cut}" if layout.context > 1 else ""
+    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}{context}-{layout.schedule}{weight}"
 
 
 @lru_cache(maxsize=1)
@@ -59,8 +60,14 @@ def run_step(
 
 
 def logits_in_order(steps: list[RankStep]) -> list[Tensor]:
-    """Of the first tensor rank with the last chunk, replica by replica: global micro-batch order."""
-    return [y for step in steps if step.rank[2] == 0 for y in step.logits]
+    """Of the first tensor rank with the last chunk, replica by replica: global micro-batch order. The samples of those
+    that share a micro-batch come together."""
+    shares: dict[tuple[int, ...], list[list[Tensor]]] = {}
+    for step in steps:
+        pipeline, replica, _, tensor = step.rank
+        if tensor == 0 and step.logits:
+            shares.setdefault((pipeline, replica), []).append(step.logits)
+    return [torch.cat(parts, dim=1) for of_ranks in shares.values() for parts in zip(*of_ranks, strict=True)]
 
 
 def assert_equal_to_reference(steps: list[RankStep], expected: reference.ReferenceStep) -> None:

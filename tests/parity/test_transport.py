@@ -27,6 +27,7 @@ from megasnn.telemetry.timers import DeviceClock
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, build_engine, join, one_step, record_step
+from tests.parity.test_layouts import name_of
 from tests.parity.test_schedules import SCHEDULES
 from tools.benchmark.nccl_like import nccl_like
 from tools.benchmark.queued_device import Device
@@ -163,8 +164,8 @@ def test_replicas_that_own_rows_end_too(ranks, loss) -> None:
         assert losses[0] == pytest.approx(loss, rel=1e-9) and losses[1] == pytest.approx(loss, rel=1e-3)
 
 
-def _sharing_weights(layout: Layout) -> tuple[list[float], list[str]]:
-    """The losses of two steps whose weights are gathered; and what was started before them."""
+def _finer(layout: Layout) -> tuple[list[float], list[str]]:
+    """The losses of two steps, of which weights are gathered or micro-batches shared; and what was started before."""
     with nccl_like() as device:
         state = join(layout)
         plan = plan_schedule(layout.schedule, layout.pipeline)
@@ -191,8 +192,16 @@ def _sharing_weights(layout: Layout) -> tuple[list[float], list[str]]:
 )
 def test_replicas_that_share_weights_end_too(ranks, layout: Layout) -> None:
     loss = ranks(1, one_step, Layout(), None, *reference.data(EVEN_SAMPLES), MICRO_BATCH)[0].loss
-    for losses, told in ranks(layout.world_size, _sharing_weights, layout):
+    for losses, told in ranks(layout.world_size, _finer, layout):
         assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[:2] == ["weight", "scatter"]
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 1, 2, "zbv", context=2), Layout(1, 2, 2, "1f1b", context=2)], ids=name_of)
+def test_ranks_that_share_micro_batches_end_too(ranks, layout: Layout) -> None:
+    """Statistics travel inside of layers, on a communicator of their own, while gradients are summed on another."""
+    loss = ranks(1, one_step, Layout(), None, *reference.data(EVEN_SAMPLES), MICRO_BATCH)[0].loss
+    for losses, told in ranks(layout.world_size, _finer, layout):
+        assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[0] == "context"
 
 
 def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -137,9 +137,10 @@ def _reference_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     return {"cross-entropy": reference.mean_over_time, "tet": tet, "mse": mse}[name]
 
 
-def truth(variant: Variant) -> reference.ReferenceStep:
-    """One step of SpikingJelly's network."""
-    return reference.step(build(variant.dropout, variant.drop_path), *data(), SIZES, _reference_loss(variant.loss))
+def truth(variant: Variant, sizes: Sequence[int] = tuple(SIZES)) -> reference.ReferenceStep:
+    """One step of SpikingJelly's network, on micro-batches of these sizes."""
+    model, loss = build(variant.dropout, variant.drop_path), _reference_loss(variant.loss)
+    return reference.step(model, *data(), list(sizes), loss)
 
 
 def _with_drop_path(model: ModelDescription, p: float) -> ModelDescription:
@@ -159,6 +160,7 @@ def one_step(
     weights: dict[str, Tensor],
     dtype: torch.dtype = torch.float64,
     backend: str = "auto",
+    micro_batch_size: int = SIZES[0],
 ) -> RankStep:
     """One of our steps, on every rank of an initialised world."""
     state = join(layout)
@@ -174,12 +176,12 @@ def one_step(
         model = describe(config, NEURON)
         if variant.drop_path:
             model = _with_drop_path(model, variant.drop_path)
-        context = BuildContext(state.tensor, dtype, dtype, backend, SEED, data=state.data, weight=state.weight)
+        context = layout.build_context(state, dtype, backend, SEED)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
         plan = gathering(plan, model, bounds, context, layout)
         engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
         load_globals_into(engine.tensors, vgg_from_spikingjelly(weights, POOLS), state.world.handle)
-        return record_step(engine, state, *data(dtype), SIZES[0])
+        return record_step(engine, state, *data(dtype), micro_batch_size)
     finally:
         destroy_model_parallel()

@@ -72,7 +72,9 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     validate(config, world)
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    state = initialize_model_parallel(tensor, pipeline, weight_parallel_size=parallel.weight_parallel_size)
+    finer = {"weight_parallel_size": parallel.weight_parallel_size}
+    finer["context_parallel_size"] = parallel.context_parallel_size
+    state = initialize_model_parallel(tensor, pipeline, **finer)
     try:
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run = TrainingRun(config, state, callbacks=callbacks)

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "always": (1, {"recompute": "always"}),
     "except-last": (1, {"recompute": "except-last", "pipeline_schedule": "gpipe"}),
     "dp2": (2, {}),
+    "cp2": (2, {"context_parallel_size": 2}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2-always": (2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}),
@@ -49,14 +50,20 @@ def predicted_and_counted(
     micro_batches: int = 3,
     micro_batch: int = MICRO_BATCH,
     precision: str = "fp32",
+    bptt_steps: int | None = None,
 ) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps. What is moved to the host's memory does not count."""
     layout = ParallelConfig(**parallel)
-    state = initialize_model_parallel(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
+    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    state = initialize_model_parallel(*sizes, context_parallel_size=layout.context_parallel_size)
     try:
         samples = micro_batch * micro_batches * state.data.size
         training = TrainingConfig(
-            micro_batch_size=micro_batch, global_batch_size=samples, train_iters=9, precision=precision
+            micro_batch_size=micro_batch,
+            global_batch_size=samples,
+            train_iters=9,
+            precision=precision,
+            bptt_steps=bptt_steps,
         )
         config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
         with Engine(config, length=Length(9)) as engine:
@@ -79,7 +86,7 @@ def _counted(engine: Engine, samples: int) -> int:
     model = engine.distributed.model
     images = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
-    micro_batches = engine.batches.inputs(engine.batches.share(images, labels, samples, 0))
+    micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, samples, 0))
     engine.distributed.forward_backward(micro_batches, samples)
     gc.collect()
     peaks = []
@@ -98,6 +105,13 @@ def test_within_five_percent(ranks, name: str, layout: str) -> None:
     size, parallel = LAYOUTS[layout]
     found = ranks(size, predicted_and_counted, MODELS[name], parallel)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("spikformer", 2), ("vgg", 1)])
+def test_windows_of_time_steps(ranks, name: str, steps: int) -> None:
+    """Neurons go on from one to the next."""
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 3, MICRO_BATCH, "fp32", steps)
+    assert predicted == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"use_distributed_optimizer": True}])
@@ -134,6 +148,15 @@ def test_what_is_moved_to_the_hosts_memory_is_predicted(ranks) -> None:
     flags = {"recompute": "always", "offload_activations": True, "pipeline_schedule": "1f1b"}
     for predicted, moved in ranks(2, _moved, {**flags, "pipeline_model_parallel_size": 2}):
         assert predicted == moved > 0
+
+
+def test_what_is_moved_is_gone_from_the_device(ranks) -> None:
+    flags: dict[str, Any] = {"recompute": "always", "pipeline_schedule": "gpipe"}
+    ((kept, counted),) = ranks(1, predicted_and_counted, MODELS["spikformer"], flags, 12)
+    moved = {**flags, "offload_activations": True}
+    ((less, counted_less),) = ranks(1, predicted_and_counted, MODELS["spikformer"], moved, 12)
+    assert less == pytest.approx(counted_less, rel=0.05) and less < 0.9 * kept
+    assert counted - counted_less == pytest.approx(kept - less, rel=0.1)
 
 
 @pytest.mark.parametrize("name", MODELS)

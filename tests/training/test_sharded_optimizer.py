@@ -64,6 +64,7 @@ def trained(cache: str, *flags: str) -> None:
         ),
         pytest.param(2, "--optimizer own", marks=pytest.mark.matrix),
         pytest.param(2, "--recompute always", marks=pytest.mark.matrix),
+        pytest.param(4, "--neuron plif --context-parallel-size 2", marks=pytest.mark.matrix),
         pytest.param(4, "--pipeline-model-parallel-size 2 --pipeline-schedule zbv", marks=pytest.mark.matrix),
     ],
     ids=lambda value: value if isinstance(value, str) else f"of-{value}",

@@ -60,8 +60,10 @@ def _alone(backend: str, x: Tensor, spec: NeuronSpec, w: Tensor | None) -> list[
 def _behind_a_norm(backend: str, x: Tensor, spec: NeuronSpec, w: Tensor | None) -> list[Tensor]:
     x, weight = x.detach().requires_grad_(), torch.linspace(0.5, 2, x.shape[2]).to(x).requires_grad_()
     bias = torch.linspace(0, 1, x.shape[2]).to(x).requires_grad_()
-    spikes, *means = norm_pool_neuron(x, weight, bias, spec=spec, training=True, w=w, pool=True, backend=backend)
-    return [spikes, *means, *_gradients(spikes, [x, weight, bias] if w is None else [x, weight, bias, w])]
+    spikes, mean, variance, _ = norm_pool_neuron(
+        x, weight, bias, spec=spec, training=True, w=w, pool=True, backend=backend
+    )
+    return [spikes, mean, variance, *_gradients(spikes, [x, weight, bias] if w is None else [x, weight, bias, w])]
 
 
 def _gradients(spikes: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:

@@ -79,7 +79,7 @@ def _own_figures(flags: LayoutBenchmark, row: Row, measured: Measurements) -> Fi
     peaks = [max(memory.peak - memory.baseline, 0.0) for memory in measured.memory]
     return {
         "row": row.name,
-        "layout": {"data": row.data, "tensor": row.tensor, "pipeline": row.pipeline, "ranks": row.ranks},
+        "layout": {axis: getattr(row, axis) for axis in ("data", "tensor", "pipeline", "context", "ranks")},
         "threads": row.threads,
         "samples": samples,
         "samples_per_replica": samples / row.data,

@@ -63,9 +63,10 @@ class LayoutBenchmark(Flags):
 
     rows: tuple[str, ...] = ()
     """spikingjelly, spikingjelly-compiled (under torch.compile), on a GPU also spikingjelly-torch, -triton or -cuda
-    (with its neurons of that name), megasnn (one rank), or layouts like dp2, tp2, pp2, dp2tp2, where :MICRO_BATCHES and
-    then @THREADS or @all may follow; by default spikingjelly megasnn dp2 tp2 pp2 megasnn@all spikingjelly@all, and on a
-    GPU spikingjelly megasnn."""
+    (with its neurons of that name), megasnn (one rank), or layouts like dp2, tp2, pp2, dp2tp2, cp2 and cp2tp2 (ranks
+    share each micro-batch by samples) or cp2rows (by rows), where :MICRO_BATCHES and then @THREADS or @all may follow;
+    by default spikingjelly megasnn dp2 tp2 pp2 cp2 cp2rows megasnn@all spikingjelly@all, and on a GPU spikingjelly
+    megasnn."""
     threads_all: int | None = None
     """Threads that @all stands for; by default all cores."""
     rounds: int = 3
@@ -150,5 +151,11 @@ class LayoutBenchmark(Flags):
                 wrong.append(
                     f"row {row.name}: {samples} samples cannot be cut into {pieces} micro-batches; "
                     f"raise --global-batch-size {self.global_batch_size} or lower --micro-batches"
+                )
+            size = self.micro_batch_size(row)
+            if row.cut == "samples" and min(size, samples % size or size) < row.context:
+                wrong.append(
+                    f"row {row.name}: {samples} samples in micro-batches of {size} leave one that {row.context} ranks "
+                    f"cannot share; change --global-batch-size {self.global_batch_size}"
                 )
         return wrong

@@ -9,7 +9,8 @@ import torch
 
 from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.statistics import statistics
-from megasnn.parallel_state import BACKENDS, destroy_model_parallel, initialize_model_parallel
+from megasnn.comm.world import BACKENDS
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
 from tools.benchmark.layouts_figures import Memory, Preparation, Turn
 from tools.benchmark.layouts_flags import LayoutBenchmark
@@ -66,6 +67,8 @@ class LayoutRank:
             flags.fp32_products,
             tensor_model_parallel_size=row.tensor,
             pipeline_model_parallel_size=row.pipeline,
+            context_parallel_size=row.context,
+            context_parallel_cut=row.cut if row.context > 1 else "auto",
             pipeline_schedule=flags.pipeline_schedule,
         )
 
@@ -73,7 +76,7 @@ class LayoutRank:
         task, row = self._task, self._row
         if task.ranks > 1:
             join_ranks(task.store, task.rank, task.ranks, BACKENDS[self._device.type])
-        initialize_model_parallel(row.tensor, row.pipeline, self._device)
+        initialize_model_parallel(row.tensor, row.pipeline, self._device, context_parallel_size=row.context)
 
     def _steps(self, count: int) -> Turn:
         turn = Turn([self._now()], [], [])

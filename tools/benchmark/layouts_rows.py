@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megasnn.grid import ContextCut
+
 SPIKINGJELLY, MEGASNN = "spikingjelly", "megasnn"
 COMPILED = f"{SPIKINGJELLY}-compiled"
 SPIKINGJELLY_NEURONS = "SJ_LIF_CUDA_IMPLEMENTATION"
 WITH_NEURONS = {f"{SPIKINGJELLY}-{name}": name for name in ("torch", "triton", "cuda")}
-CPU_ROWS = (SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all")
+CPU_ROWS = (SPIKINGJELLY, MEGASNN, "dp2", "tp2", "pp2", "cp2", "cp2rows", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all")
 GPU_ROWS = (SPIKINGJELLY, MEGASNN)
 
 _LIBRARY = "|".join([SPIKINGJELLY, COMPILED, *WITH_NEURONS, MEGASNN])
-_NAME = re.compile(rf"({_LIBRARY}|(?:(?:dp|tp|pp)[1-9]\d*)+)(?::([1-9]\d*))?(?:@(all|[1-9]\d*))?")
-_AXIS = re.compile(r"(dp|tp|pp)(\d+)")
+_NAME = re.compile(rf"({_LIBRARY}|(?:(?:dp|tp|pp)[1-9]\d*|cp[1-9]\d*(?:rows)?)+)(?::([1-9]\d*))?(?:@(all|[1-9]\d*))?")
+_AXIS = re.compile(r"(dp|tp|pp|cp)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,10 @@ class Row:
     """
     Attributes:
         name: as on the command line: "spikingjelly", "spikingjelly-triton" and so on with the neurons of that name,
-            "spikingjelly-compiled" with the model under torch.compile, "megasnn" (one rank), "dp2", "tp2pp2", ...;
-            behind it ":8" for the micro-batches of a replica and "@2" or "@all" for the threads of a rank, otherwise 1.
-        data, tensor, pipeline: ranks along each axis.
+            "spikingjelly-compiled" with the model under torch.compile, "megasnn" (one rank), "dp2", "tp2pp2", "cp2" for
+            ranks that share each micro-batch by samples, "cp2rows" for those that do by rows of pixels, ...; behind it
+            ":8" for the micro-batches of a replica and "@2" or "@all" for the threads of a rank, otherwise 1.
+        data, tensor, pipeline, context: ranks along each axis.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Row:
     pipeline: int = 1
     micro_batches: int = 1
     threads: int = 1
+    context: int = 1
+    cut: ContextCut = "samples"
 
     @property
     def library(self) -> str:
@@ -55,7 +60,7 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline * self.context
 
 
 def parse_row(name: str, pipeline_micro_batches: int, all_threads: int) -> Row:
@@ -70,8 +75,8 @@ def parse_row(name: str, pipeline_micro_batches: int, all_threads: int) -> Row:
     if match is None:
         raise ValueError(
             f"--rows: {name!r} is no row; rows are {', '.join([SPIKINGJELLY, COMPILED, *WITH_NEURONS])}, {MEGASNN} "
-            "(one rank) or a layout like dp2, tp2, pp2, dp2tp2, each with :MICRO_BATCHES and then @THREADS or @all "
-            "behind it, where there is more than one"
+            "(one rank) or a layout like dp2, tp2, pp2, cp2, cp2rows, dp2tp2, each with :MICRO_BATCHES and then "
+            "@THREADS or @all behind it, where there is more than one"
         )
     layout, micro_batches, threads = match.groups()
     axes = _AXIS.findall(layout)
@@ -80,6 +85,8 @@ def parse_row(name: str, pipeline_micro_batches: int, all_threads: int) -> Row:
         raise ValueError(f"--rows: {name!r} gives an axis twice")
     if layout.startswith(SPIKINGJELLY) and micro_batches:
         raise ValueError(f"--rows: {name!r}: SpikingJelly takes the whole batch in one go")
-    data, tensor, pipeline = (sizes.get(axis, 1) for axis in ("dp", "tp", "pp"))
+    data, tensor, pipeline, context = (sizes.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
+    cut: ContextCut = "rows" if "rows" in layout else "samples"
     pieces = int(micro_batches or (pipeline_micro_batches if pipeline > 1 else 1))
-    return Row(name, data, tensor, pipeline, pieces, all_threads if threads == "all" else int(threads or 1))
+    of_rank = all_threads if threads == "all" else int(threads or 1)
+    return Row(name, data, tensor, pipeline, pieces, of_rank, context, cut)

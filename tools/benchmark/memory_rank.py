@@ -12,7 +12,8 @@ from spikingjelly.activation_based import memopt
 from spikingjelly.activation_based.examples.memopt.models import VGGBlock
 from spikingjelly.activation_based.model.spikformer import SpikformerBlock
 
-from megasnn.parallel_state import BACKENDS, initialize_model_parallel
+from megasnn.comm.world import BACKENDS
+from megasnn.parallel_state import initialize_model_parallel
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.training.memory import step_peak
 from tools.benchmark.models import Dimensions

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megasnn.comm.statistics import statistics
+from megasnn.comm.world import BACKENDS
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
-from megasnn.parallel_state import BACKENDS, initialize_model_parallel
+from megasnn.parallel_state import initialize_model_parallel
 from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.order import PipelineRequest

@@ -39,9 +39,8 @@ def statistics(x: Tensor) -> Tensor:
 
 def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
     data = _pixels(x)
-    inputs, samples, *space, channels = data.shape
-    if unit.pool:
-        space = [pieces(side, 2) for side in space]
+    inputs, samples, *sides, channels = data.shape
+    space = unit.space_of_spikes(sides)
     out = empty_array((unit.time_steps, samples, *space, channels), data.dtype)
     flat = out.reshape(unit.time_steps, -1)
     p = constants_of(unit.spec, data.dtype, w, learn=False)
@@ -50,7 +49,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
     bits = empty_array((flat.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
     coefficients = _coefficients(norm, unit.eps, length, data.dtype)
     if unit.pool:
-        run(pool.fire_pooled, samples * space[0], data, coefficients, flat, bits, p)
+        run(pool.fire_pooled, samples * space[0], data, unit.above, coefficients, flat, bits, p)
     else:
         run(loops.fire_block, pieces(flat.shape[1], length), data.reshape(inputs, -1), coefficients, flat, bits, p)
     spikes = _tensor(out, x)
@@ -78,7 +77,7 @@ def backward_sums(
     coefficients = _coefficients(norm, unit.eps, length, data.dtype)
     if unit.pool:
         sums = np.empty((data.shape[1], 3, channels))
-        run(pool.pooled_backward, len(sums), data, flat, coefficients, g, sums, p)
+        run(pool.pooled_backward, len(sums), data, unit.above, flat, coefficients, g, sums, p)
     else:
         sums = np.empty((pieces(flat.shape[1], width * _ROWS), 3, channels))
         rows = data.reshape(inputs, -1), flat, coefficients, g.reshape(inputs, -1)

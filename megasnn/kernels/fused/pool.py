@@ -48,8 +48,9 @@ def take_larger(values, best):
 
 
 @part
-def pool_row(image, row, scale, shift, columns, y):
-    """`y [Wo * C]`: one row of the maxima of the normalised `image [H, W, C]` over 3x3 windows at stride 2.
+def pool_row(image, middle, scale, shift, columns, y):
+    """`y [Wo * C]`: one row of the maxima of the normalised `image [H, W, C]` over 3x3 windows at stride 2, which have
+    that row of the image in the middle.
 
     `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
     """
@@ -57,7 +58,7 @@ def pool_row(image, row, scale, shift, columns, y):
     even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
     odd_size = (width // 2) * channels
     y[:] = -np.inf
-    for line in range(max(2 * row - 1, 0), min(2 * row + 2, height)):
+    for line in range(max(middle - 1, 0), min(middle + 2, height)):
         split_columns(image[line], columns[0], columns[1])
         scale_and_shift(even, scale, shift, even)
         scale_and_shift(odd[:odd_size], scale, shift, odd)
@@ -83,13 +84,13 @@ def contest(x, number, scale, shift, winner, tap):
 
 
 @part
-def pool_row_winners(image, row, scale, shift, columns, winner, tap):
+def pool_row_winners(image, middle, scale, shift, columns, winner, tap):
     """Input value and place (0 to 8) of each maximum of `pool_row`; begins in the centre, which is inside the image."""
     height, width, channels = image.shape
     even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
     size = winner.size
     for offset in (0, -1, 1):
-        line = 2 * row + offset
+        line = middle + offset
         if line < 0 or line >= height:
             continue
         split_columns(image[line], columns[0], columns[1])
@@ -122,17 +123,17 @@ def route_more(g, tap, number, target):
 
 
 @part
-def pool_row_backward(g, tap, row, columns, g_image):
-    """Adds the gradients `g [Wo * C]` of one output row to the inputs that won.
+def pool_row_backward(g, tap, middle, columns, g_image):
+    """Adds the gradients `g [Wo * C]` of one output row, whose windows have that middle, to the inputs that won.
 
     Rows go in ascending order; an input row that is reached for the first time is cleared first.
     """
     height, width, channels = g_image.shape
     even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
-    for line in range(max(2 * row - 1, 0), min(2 * row + 2, height)):
-        if line >= 2 * row:
+    for line in range(max(middle - 1, 0), min(middle + 2, height)):
+        if line >= middle or line == 0:
             g_image[line, :, :] = 0
-        first = np.int32(3 * (line - 2 * row + 1))
+        first = np.int32(3 * (line - middle + 1))
         route(g, tap, first + 1, even)
         route(g, tap, first + 2, odd)
         route_more(g[channels:], tap[channels:], first, odd)
@@ -140,28 +141,28 @@ def pool_row_backward(g, tap, row, columns, g_image):
 
 
 @kernel
-def fire_pooled(x, norm, spikes, bits, p, first, last):
+def fire_pooled(x, above, norm, spikes, bits, p, first, last):
     """`x [X, N, H, W, C]`, `norm [3, Wo * C]`, `spikes [T, N * Ho * Wo * C]`, `bits` as in `row.fire`.
 
-    A unit of work is one output row of one sample.
+    A unit of work is one output row of one sample. `above`: the row of the input that is the first windows' middle.
     """
-    inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] + 1) // 2
+    inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] - above + 1) // 2
     y, columns = np.empty((inputs, width), x.dtype), np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
     for unit in range(first, last):
         sample, row = unit // rows, unit % rows
         for t in range(inputs):
-            pool_row(x[t, sample], row, norm[0], norm[1], columns, y[t])
+            pool_row(x[t, sample], 2 * row + above, norm[0], norm[1], columns, y[t])
         fire(y, 0, None, None, None, spikes, unit * width, width, bits, p)
 
 
 @kernel
-def pooled_backward(x, g_spikes, norm, g_y, sums, p, first, last):
-    """As `unit.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`.
+def pooled_backward(x, above, g_spikes, norm, g_y, sums, p, first, last):
+    """As `unit.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`; `above` as above.
 
     A unit of work is one sample, because the windows of neighbouring output rows share inputs.
     """
     inputs, channels = x.shape[0], x.shape[4]
-    width, rows = norm.shape[1], (x.shape[2] + 1) // 2
+    width, rows = norm.shape[1], (x.shape[2] - above + 1) // 2
     scratch, g_pooled = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((inputs, width), x.dtype)
     winner, tap = np.empty((inputs, width), x.dtype), np.empty((inputs, width), np.int32)
     columns = np.empty((2, width // channels, channels), x.dtype)
@@ -170,10 +171,10 @@ def pooled_backward(x, g_spikes, norm, g_y, sums, p, first, last):
         wide[:] = 0
         for row in range(rows):
             for t in range(inputs):
-                pool_row_winners(x[t, sample], row, norm[0], norm[1], columns, winner[t], tap[t])
+                pool_row_winners(x[t, sample], 2 * row + above, norm[0], norm[1], columns, winner[t], tap[t])
             low = (sample * rows + row) * width
             back(winner, 0, norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
             for t in range(inputs):
-                pool_row_backward(g_pooled[t], tap[t], row, columns, g_y[t, sample])
+                pool_row_backward(g_pooled[t], tap[t], 2 * row + above, columns, g_y[t, sample])
         for k in range(3):
             fold(wide[k], channels, sums[sample, k])

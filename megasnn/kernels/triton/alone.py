@@ -31,7 +31,7 @@ class _Neuron(torch.autograd.Function):
         block, size = THREADS * lanes(x.dtype), data[0].numel()
         launch(
             fire_kernel, -(-size // block),
-            data, None, first, factor(w, number), spikes, None, last, size, size, size, 0, 0,
+            data, None, first, factor(w, number), spikes, None, last, size, size, size, 0, 0, 0,
             T=len(x), REPEATED=False, POOL=False, N=numbers(spec), D=NUMBERS[number],
             AT_ONCE=len(x), BLOCK=block,
         )  # fmt: skip

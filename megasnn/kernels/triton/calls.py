@@ -45,7 +45,7 @@ def statistics(x: Tensor) -> Tensor:
 
 
 def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
-    sizes, number = _sizes(x.shape, unit.pool), compute_type(x.dtype)
+    sizes, number = _sizes(x.shape, unit), compute_type(x.dtype)
     spikes = x.new_empty((unit.time_steps, *sizes.step))
     whole_bytes = packed and sizes.size % 8 == 0
     bits = x.new_empty((unit.time_steps * sizes.size // 8,), dtype=torch.uint8) if whole_bytes else None
@@ -53,7 +53,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
     launch(
         fire_kernel, -(-sizes.size // block),
         x, _coefficients(x, norm, unit.eps), None, factor(w, number), spikes, bits, None,
-        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width,
+        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, unit.above,
         T=unit.time_steps, REPEATED=repeated, POOL=unit.pool, N=numbers(unit.spec), D=NUMBERS[number],
         AT_ONCE=1 if unit.pool and not repeated else unit.time_steps, BLOCK=block,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
 def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    sizes, number = _sizes(x.shape, unit.pool), compute_type(x.dtype)
+    sizes, number = _sizes(x.shape, unit), compute_type(x.dtype)
     coefficients = _coefficients(x, norm, unit.eps)
     g_pooled = x.new_empty((len(x), sizes.size)) if unit.pool else None
     taps = None if g_pooled is None else torch.empty_like(g_pooled, dtype=torch.uint8)
@@ -73,7 +73,8 @@ def backward_sums(
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
         x, g_spikes, coefficients, factor(w, number), g_pooled, taps, partial,
-        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, cut.row, cut.programs, cut.tiles,
+        sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, unit.above,
+        cut.row, cut.programs, cut.tiles,
         T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps, POOL=unit.pool,
         LEARN=learn, N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
@@ -91,7 +92,7 @@ def input_gradient(
     count: int,
     carried: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    sizes, number = _sizes(x.shape, unit.pool), compute_type(x.dtype)
+    sizes, number = _sizes(x.shape, unit), compute_type(x.dtype)
     coefficients = _coefficients(x, norm, unit.eps, sums, count)
     g_x = torch.empty_like(x)  # as dense as x, and in its order
     if carried is not None:
@@ -100,7 +101,7 @@ def input_gradient(
         launch(
             pooled_gradient_kernel, len(x) * blocks,
             x, *carried, g_x, coefficients,
-            sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width,
+            sizes.size, sizes.in_size, blocks, sizes.channels, sizes.height, sizes.width, unit.above,
             BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
         )  # fmt: skip
         return g_x
@@ -132,10 +133,10 @@ class _Sizes(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _sizes(shape: torch.Size, pool: bool) -> _Sizes:
+def _sizes(shape: torch.Size, unit: Unit) -> _Sizes:
     samples, channels, *space = shape[1:]
-    height, width = space if pool else (0, 0)
-    step = (samples, *((side + 1) // 2 if pool else side for side in space), channels)
+    height, width = space if unit.pool else (0, 0)
+    step = (samples, *unit.space_of_spikes(space), channels)
     return _Sizes(math.prod(step), math.prod(shape[1:]), channels, height, width, step)
 
 

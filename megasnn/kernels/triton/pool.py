@@ -17,15 +17,18 @@ from megasnn.kernels.triton.steps import norm_backward, of_channel
 
 
 @triton.jit
-def pooled(x, place, inside, scale, shift, channels, height, width, D: tl.constexpr):
+def pooled(x, place, inside, scale, shift, channels, height, width, above, D: tl.constexpr):
     """The largest normalised value of each window of a time step, the input value it comes from, and where that is.
 
     The first of equal ones, and a NaN before any number, as in PyTorch.
+
+    Args:
+        above: the row of the input that is the first windows' middle.
     """
-    out_height, out_width = (height + 1) // 2, (width + 1) // 2
+    out_height, out_width = (height - above + 1) // 2, (width + 1) // 2
     channel, pixel = place % channels, place // channels
     column, line = 2 * (pixel % out_width) - 1, pixel // out_width
-    row, sample = 2 * (line % out_height) - 1, line // out_height
+    row, sample = 2 * (line % out_height) - 1 + above, line // out_height
     start = ((sample * height + row) * width + column) * channels + channel
     best = tl.where(inside, tl.full((), float("-inf"), D), tl.full((), 0.0, D))
     winner = tl.zeros(place.shape, D)
@@ -43,7 +46,7 @@ def pooled(x, place, inside, scale, shift, channels, height, width, D: tl.conste
 
 
 @triton.jit
-def gradient_of_windows(g, tap, place, inside, channels, height, width, D: tl.constexpr):
+def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D: tl.constexpr):
     """Gathers, for places in an input time step, the gradients of the windows that each has won.
 
     A pixel of an even row lies in the middle of one row of windows, one of an odd row below the middle of one and
@@ -51,18 +54,19 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, D: tl.co
 
     Args:
         g, tap: of the windows of that time step.
+        above: the row of the input that is the first windows' middle.
     """
-    out_height, out_width = (height + 1) // 2, (width + 1) // 2
+    out_height, out_width = (height - above + 1) // 2, (width + 1) // 2
     channel, pixel = place % channels, place // channels
     column, line = pixel % width, pixel // width
-    row, sample = line % height, line // height
+    row, sample = line % height - above, line // height
     total = tl.zeros(place.shape, D)
     for i in tl.static_range(2):
         for j in tl.static_range(2):
-            window_row, window_column = row // 2 + i, column // 2 + j
-            there = inside & (window_row < out_height) & (window_column < out_width)
+            window_row, window_column = (row + 2) // 2 - 1 + i, column // 2 + j  # a row may be -1
+            there = inside & (window_row >= 0) & (window_row < out_height) & (window_column < out_width)
             if i == 1:
-                there = there & (row % 2 == 1)
+                there = there & ((row + 2) % 2 == 1)
             if j == 1:
                 there = there & (column % 2 == 1)
             window = ((sample * out_height + window_row) * out_width + window_column) * channels + channel
@@ -74,7 +78,7 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, D: tl.co
 
 @operator("x g_pooled taps norm", "g_x")
 @triton.jit
-def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, channels, height, width,
+def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, channels, height, width, above,
                            BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The gradient of the norm's input from that of the pooled values, `[X, size]`, and the places that have won."""
     step = (tl.program_id(0) // blocks).to(tl.int64)
@@ -85,7 +89,7 @@ def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, 
         mean = of_channel(norm, 2, place, inside, channels)
         mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
     g_pooled, taps = g_pooled + step * size, taps + step * size
-    g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, D)
+    g = gradient_of_windows(g_pooled, taps, place, inside, channels, height, width, above, D)
     value = tl.load(x + step * in_size + place, mask=inside, other=0).to(D)
     g = norm_backward(g, value, scale, mean, mean_g, mean_gx)
     tl.store(g_x + step * in_size + place, g.to(g_x.dtype.element_ty), mask=inside)

@@ -129,7 +129,7 @@ def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels
 @operator("x g_spikes norm q", "g_pooled taps partial")
 @triton.jit
 def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
-                         size, in_size, channels, height, width, row, programs, tiles,
+                         size, in_size, channels, height, width, above, row, programs, tiles,
                          T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr,
                          LEARN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
                          COLUMNS: tl.constexpr):  # fmt: skip
@@ -157,7 +157,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
         if POOL:
             x_t, g_t, taps_t = x, given, taps + done
             for _step in range(1 if REPEATED else T):
-                _best, winner, tap = pooled(x_t, done + place, inside, scale, shift, channels, height, width, D)
+                _best, winner, tap = pooled(x_t, done + place, inside, scale, shift, channels, height, width, above, D)
                 tl.store(g_t + place, winner.to(g_pooled.dtype.element_ty), mask=inside)
                 tl.store(taps_t + place, tap.to(tl.uint8), mask=inside)
                 x_t, g_t, taps_t = x_t + in_size, g_t + size, taps_t + size

@@ -25,7 +25,7 @@ from megasnn.kernels.triton.steps import (
 
 @operator("x norm v_first q", "spikes bits v_last")
 @triton.jit
-def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width,
+def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.codec` does it, or None.
@@ -44,7 +44,7 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
         for t in tl.static_range(AT_ONCE):
             if t == 0 or not REPEATED:
                 if POOL:
-                    y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, D)
+                    y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, above, D)
                 else:
                     y = fed(x, place, inside, scale, shift, D)
                 x += in_size

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from megasnn.layers import (
     ConvNormNeuron,
+    MaxPool,
+    MeanOverSpace,
     NeuronConvNorm,
     ParallelBatchNorm,
     ParallelConv,
@@ -19,7 +21,7 @@ from megasnn.layers import (
     ParallelNeuron,
     SpikeDrivenAttention,
 )
-from megasnn.layers.unit import PooledUnit, Residual, max_pool
+from megasnn.layers.unit import PooledUnit, Residual
 from megasnn.models.layer import Layer, layer
 from megasnn.models.spike_driven.dimensions import STEM_STAGES, SpikeDrivenTransformer
 
@@ -47,11 +49,10 @@ class Potential(nn.Module):
     def __init__(self, inputs: int, outputs: int, pools: bool) -> None:
         super().__init__()
         self.conv, self.norm = ParallelConv(inputs, outputs, 3, padding=1, bias=True), ParallelBatchNorm(outputs)
-        self.pools = pools
+        self.pool = MaxPool() if pools else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        return max_pool(y) if self.pools else y
+        return self.pool(self.norm(self.conv(x)))
 
 
 class MLP(nn.Module):
@@ -74,7 +75,7 @@ class Head(nn.Module):
 
     def __init__(self, dim: int, num_classes: int) -> None:
         super().__init__()
-        self.neuron, self.linear = ParallelNeuron(), ParallelLinear(dim, num_classes)
+        self.mean, self.neuron, self.linear = MeanOverSpace(), ParallelNeuron(), ParallelLinear(dim, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.neuron(x.flatten(3).mean(-1)))
+        return self.linear(self.neuron(self.mean(x)))

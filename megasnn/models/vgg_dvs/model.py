@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from megasnn.kernels.pooling import average_pool
-from megasnn.layers import ConvNormNeuron, KeyedLayer, ParallelDropout, ParallelLinear
+from megasnn.layers import ConvNormNeuron, KeyedLayer, ParallelDropout, ParallelLinear, WholeImages
 from megasnn.layers.conv import Style
 from megasnn.layers.initialisers import kaiming_normal
 from megasnn.models.layer import Layer, layer
@@ -58,8 +58,9 @@ class Classifier(KeyedLayer):
     def __init__(self, features: int, num_classes: int, pool: int, dropout: float) -> None:
         super().__init__()
         self.pool, self.dropout = pool, ParallelDropout(dropout, "classifier.dropout")
-        self.linear = ParallelLinear(features, num_classes)
+        self.linear, self.whole_images = ParallelLinear(features, num_classes), WholeImages()
 
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
-        pooled = average_pool(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
+        x = self.whole_images(x)
+        pooled = self.whole_images.used(average_pool(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2]))
         return self.linear(self.dropout(pooled.flatten(2), samples))

@@ -1,0 +1,45 @@
+"""Which layers can be computed where ranks share a micro-batch, by its samples or by rows of its images.
+
+A module says what it mixes by attributes of its class: `mixes_samples = True` where a sample's output depends on other
+samples, `mixes_rows = False` where a row of the output depends on the same row of the input alone. MegaSNN's layers
+exchange what they need.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import nn
+
+from megasnn.layers.context import BuildContext
+from megasnn.layers.neuron import NeuronLayer
+
+_CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+ELEMENTWISE = {torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, operator.add, operator.mul, operator.sub}
+
+
+def refuse_unshareable(module: nn.Module, context: BuildContext) -> None:
+    """Raises ValueError for a layer, or a module in it, that mixes what ranks share out, or does not say that it does
+    not."""
+    if context.context.size == 1:
+        return
+    for path, each in module.named_modules():
+        what = f"{path} ({type(each).__name__})" if path else type(each).__name__
+        asked = f"--context-parallel-size {context.context.size}"
+        if context.cut == "samples" and getattr(each, "mixes_samples", False):
+            raise ValueError(f"{what} mixes samples (mixes_samples): it cannot be computed with {asked} by samples")
+        if context.cut == "rows" and mixes_rows(each):
+            raise ValueError(
+                f"{what} mixes rows of images, or does not say that it computes each by itself (mixes_rows = False in "
+                f"its class): it cannot be computed with {asked} by rows; use --context-parallel-cut samples"
+            )
+
+
+def mixes_rows(module: nn.Module) -> bool:
+    """Whether a module, without those in it, needs rows that other ranks may have and does not get them itself."""
+    said = getattr(module, "mixes_rows", None)
+    if said is not None:
+        return bool(said)
+    ours = type(module).__module__.startswith("megasnn.")
+    return not (ours or isinstance(module, (*_CONTAINERS, NeuronLayer)))

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Trains a small Spikformer on scikit-learn's handwritten digits with context parallel 2: two ranks, on two GPUs or on
+# the CPU, share every micro-batch by its samples, and norms take their statistics over all of it. Arguments are passed
+# on and win over the recipe:
+#
+#     bash scripts/pretrain_spikformer_cp2.sh --train-iters 50 --lr 2e-3
+set -euo pipefail
+SCRIPT=${BASH_SOURCE[0]}
+source "$(dirname "$SCRIPT")/_launch.sh"
+
+on_ranks 2
+train "$(new_run spikformer_cp2)" spikformer/digits --context-parallel-size 2 --save-interval 50 "$@"

@@ -1,0 +1,196 @@
+"""Ranks that share every micro-batch by samples compute what one rank computes: in float64, to 1e-9 relative, with all
+spikes; and what they tell each other inside of layers are statistics of norms.
+
+The suite takes each axis, schedule and option with each other once; `pytest -m matrix` takes all layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from megasnn.comm.statistics import Traffic, statistics
+from megasnn.kernels import NeuronSpec
+from megasnn.layers.holding import calls_of
+from megasnn.models.model import Model
+from megasnn.parallel_state import destroy_model_parallel
+from tests.models.networks import Bundles, Tied, UNet
+from tests.models.steps import assert_equal
+from tests.models.steps import one_step as step_of_model
+from tests.parity import spikingjelly_reference as reference
+from tests.parity import test_clipping as clipping
+from tests.parity import test_layouts as spikformer
+from tests.parity import test_vgg as vgg
+from tests.parity import vgg as vgg_ranks
+from tests.parity.networks import CASES as NETWORKS_OF_OTHERS
+from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, one_step, record_step
+from tests.parity.test_layouts import TOLERANCE, error, name_of
+from tests.parity.zoo import CASES as ZOO
+
+SAMPLES = sum(spikformer.SIZES)
+SIZES = {2: (3, 3, 3, 2), 4: (6, 5)}
+"""Of micro-batches, by the number of ranks that share each: none has equally many samples of all of them."""
+
+EVERY = [
+    Layout(data, tensor, pipeline, schedule, context=context)
+    for context, data, tensor, pipeline in product((2, 4), (1, 2), (1, 2), (1, 2))
+    if context * data * tensor * pipeline <= 8
+    for schedule in (("1f1b", "zbv") if pipeline > 1 else ("1f1b",))
+]
+CHOSEN = [
+    Layout(context=2),
+    Layout(2, 1, 2, "zbv", context=2),
+    Layout(1, 2, 2, "1f1b", context=2),
+    Layout(1, 2, 1, context=4),
+]
+OF_VGG = [Layout(2, 2, 1, context=2), Layout(1, 1, 2, "zbv", context=4)]
+
+
+def _on(chosen: list[Layout]) -> Any:
+    every = [*chosen, *(pytest.param(each, marks=pytest.mark.matrix) for each in EVERY if each not in chosen)]
+    return pytest.mark.parametrize("layout", every, ids=name_of)
+
+
+@cache
+def truth(context: int) -> reference.ReferenceStep:
+    return reference.step(reference.build(), *reference.data(SAMPLES), list(SIZES[context]))
+
+
+def spikformer_steps(ranks, layout: Layout, spec: NeuronSpec | None = None) -> list[RankStep]:
+    arguments = (
+        layout, None if spec else truth(layout.context).state_before, *reference.data(SAMPLES),
+        SIZES[layout.context][0], torch.float64, "auto", spec,
+    )  # fmt: skip
+    return ranks(layout.world_size, one_step, *arguments)
+
+
+@_on(CHOSEN)
+def test_spikformer(ranks, layout: Layout) -> None:
+    spikformer.assert_equal_to_reference(spikformer_steps(ranks, layout), truth(layout.context))
+
+
+@_on(OF_VGG)
+def test_vgg_with_dropout(ranks, layout: Layout) -> None:
+    sizes = SIZES[layout.context]
+    expected = vgg_ranks.truth(vgg.DROPOUT, sizes)
+    arguments = layout, vgg.DROPOUT, expected.state_before, torch.float64, "auto", sizes[0]
+    vgg.assert_equal_to_reference(ranks(layout.world_size, vgg_ranks.one_step, *arguments), expected)
+
+
+MORE = {
+    "plif": (Layout(1, 2, 2, "zbv", context=2), NeuronSpec(kind="plif")),
+    "recompute": (Layout(2, 1, 2, "1f1b", weight=2, context=2, recompute="always"), NeuronSpec()),
+    "scatters": (Layout(2, 1, 2, "zbv", weight=2, context=2, scatters=True), NeuronSpec(kind="plif")),
+}
+
+
+@pytest.mark.parametrize("name", ["plif", "recompute", pytest.param("scatters", marks=pytest.mark.matrix)])
+def test_with_other_parts(ranks, name: str) -> None:
+    """Learned time constants, forwards that are computed again, weights that replicas share."""
+    require_equal_to_one(ranks, *MORE[name])
+
+
+def require_equal_to_one(ranks, layout: Layout, spec: NeuronSpec) -> None:
+    """Against a step of one rank."""
+    found, (one,) = spikformer_steps(ranks, layout, spec), _one(ranks, spec)
+    assert all(step.loss == pytest.approx(one.loss, rel=TOLERANCE) for step in found)
+    assert all(step.norm == pytest.approx(one.norm, rel=TOLERANCE) for step in found)
+    assert sum(step.spikes for step in found) == one.spikes
+    for what in ("gradients", "buffers"):
+        expected, ours = assemble([one], what), assemble(found, what)
+        assert expected.keys() == ours.keys()
+        for each, value in expected.items():
+            assert error(ours[each], value) < TOLERANCE, each
+
+
+def _one(ranks, spec: NeuronSpec) -> list[RankStep]:
+    arguments = None, *reference.data(SAMPLES), SIZES[2][0], torch.float64, "auto", spec
+    return ranks(1, one_step, Layout(), *arguments)
+
+
+THREE_STEPS = [
+    ("adamw", Layout(1, 2, 2, "zbv", context=2), True),
+    ("lamb", Layout(2, 1, 1, context=2), True),
+    ("lamb", Layout(4, 1, 1, weight=2, context=2), True),
+    ("adamw", Layout(2, 2, 1, weight=2, context=2), False),
+    ("sgd", Layout(context=2), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "rows_have_owners"),
+    [
+        pytest.param(
+            *each, marks=() if number < 2 else pytest.mark.matrix, id=f"{each[0]}-{name_of(each[1])}-{each[2]}"
+        )
+        for number, each in enumerate(THREE_STEPS)
+    ],
+)
+def test_three_clipped_steps(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
+    """Also where rows have owners, of which there are as many as ranks hold the same."""
+    clipping._require_equal(ranks, optimizer, layout, rows_have_owners)
+
+
+NETWORKS: dict[str, Model] = {
+    **{name: case.model for name, case in (ZOO | NETWORKS_OF_OTHERS).items()},
+    "unet": UNet(),
+    "bundles": Bundles(),
+    "tied": Tied(),
+}
+IN_SUITE = {
+    "bundles": Layout(context=2),
+    "qkformer": Layout(1, 1, 2, "zbv", context=2),
+    "tied": Layout(1, 1, 2, context=2),
+}
+
+
+def _networks() -> Iterator[Any]:
+    for name, model in NETWORKS.items():
+        layout = IN_SUITE.get(name, Layout(1, 2 if name in ZOO else 1, 1, context=2))
+        marks = () if name in IN_SUITE else pytest.mark.matrix
+        yield pytest.param(model, layout, id=f"{name}-{name_of(layout)}", marks=marks)
+
+
+@pytest.mark.parametrize(("model", "layout"), [*_networks()])
+def test_other_models(ranks, model: Model, layout: Layout) -> None:
+    arguments = torch.float64, 3
+    assert_equal(
+        ranks(layout.world_size, step_of_model, model, layout, *arguments),
+        ranks(1, step_of_model, model, Layout(), *arguments),
+    )
+
+
+def traffic_of_a_step(layout: Layout) -> tuple[dict[tuple[str, str, str], Traffic], int, int]:
+    """What this rank received in a step, by group, operation and direction; and channels and calls of its norms."""
+    state = join(layout)
+    try:
+        engine = build_engine(state, layout.schedule, torch.float32, layout=layout)
+        images, labels = reference.data(SAMPLES, torch.float32)
+        with statistics.counting():
+            statistics.reset()
+            record_step(engine, state, images, labels, SIZES[layout.context][0])
+            found = dict(statistics.read())
+            statistics.reset()
+        calls = sum(calls_of(norm) for norm in engine.norms)
+        channels = sum(calls_of(norm) * norm.running_mean.numel() for norm in engine.norms)
+        return found, channels, calls
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("layout", [Layout(context=2), pytest.param(Layout(context=4), marks=pytest.mark.matrix)])
+def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout) -> None:
+    """To the byte: mean, variance and a count forward, three sums backward, in double precision."""
+    for found, channels, calls in ranks(layout.world_size, traffic_of_a_step, layout):
+        others, micro_batches = layout.context - 1, len(SIZES[layout.context])
+        of_context = {key[1:]: (each.calls, each.bytes) for key, each in found.items() if key[0] == "context"}
+        assert of_context == {
+            ("all_gather", "forward"): (micro_batches * calls, micro_batches * others * 8 * (2 * channels + calls)),
+            ("all_gather", "backward"): (micro_batches * calls, micro_batches * others * 8 * 3 * channels),
+        }
+        assert {key[0] for key in found} == {"context", "copies", "world"}, "gradients, and what a step came to"
