@@ -18,14 +18,13 @@ from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
 from megasnn.engine.checkpoints import Checkpoints
+from megasnn.engine.configuration import configuration, require_alike
+from megasnn.engine.joining import joined
 from megasnn.engine.setup import (
     built,
-    configuration,
     described_model,
-    joined,
     mixing_of,
     parameter_names,
-    require_alike,
     require_kernels,
     window_count,
 )

@@ -15,7 +15,10 @@ from torch import nn
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import NeuronLayer
 
-_CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_ELEMENTWISE_MODULES = (
+    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
+)
 ELEMENTWISE = {torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, operator.add, operator.mul, operator.sub}
 
 
@@ -42,4 +45,4 @@ def mixes_rows(module: nn.Module) -> bool:
     if said is not None:
         return bool(said)
     ours = type(module).__module__.startswith("megasnn.")
-    return not (ours or isinstance(module, (*_CONTAINERS, NeuronLayer)))
+    return not (ours or type(module) in (*_CONTAINERS, *_ELEMENTWISE_MODULES) or isinstance(module, NeuronLayer))
