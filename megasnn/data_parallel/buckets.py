@@ -204,8 +204,12 @@ class BucketedDataParallel:
         """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: the end
         of one, while the next is on its way."""
         rows = [each for bucket in self._buckets for each in (bucket.kept, bucket.owned) if each is not None]
-        ends = [each.travelling_bytes + each.arrived_bytes for each in rows]
-        return max(map(sum, zip(ends, [*(each.travelling_bytes for each in rows[1:]), 0], strict=True)), default=0)
+        travelling = [each.travelling_bytes for each in rows]
+        nexts = [*travelling[1:], 0]
+        return max(
+            (now + each.arrived_bytes + later for each, now, later in zip(rows, travelling, nexts, strict=False)),
+            default=0,
+        )
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing

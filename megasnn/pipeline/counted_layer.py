@@ -46,7 +46,7 @@ class CountedLayer:
         layer.forget()
         # What is left of this goes while something else is counted: torch warns of memory that it did not see taken.
         with AllocationCounter(device).counting():
-            y = self._layer.output_of(inputs, samples)
+            y = layer.output_of(inputs, samples)
             self._learning = [_without_values(each) for each in entries_of(y).values() if each.requires_grad]
             self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
             self._layer.taken_gradients()
