@@ -193,15 +193,21 @@ class Exchange:
 
 
 def start_exchange(
-    outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group, direction: str
+    outgoing: Tensor,
+    to_ranks: Sequence[int],
+    from_ranks: Sequence[int],
+    group: Group,
+    direction: str,
+    incoming: Tensor | None = None,
 ) -> Exchange:
     """Starts sending each other rank of a group its part of a tensor `[n]`.
 
     Args:
         to_ranks, from_ranks: how many values go to each rank, and come from it. What is for this rank is none of them.
+        incoming: where to put what comes, which it fits; None: in memory of its own.
     """
     given, taken = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
-    incoming = outgoing.new_empty(sum(taken))
+    incoming = outgoing.new_empty(sum(taken)) if incoming is None else incoming
     statistics.record(group.name, "all_to_all", direction, incoming.nbytes)
     work = dist.all_to_all_single(incoming, outgoing, taken, given, group=group.handle, async_op=True)
     return Exchange(work, incoming, taken)

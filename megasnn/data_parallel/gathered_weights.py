@@ -3,6 +3,10 @@
 A parameter stays the same object for its layer, of its full shape, but its memory comes and goes: all parameters of a
 unit are places in one piece of memory, which is resized to nothing when they are freed. What autograd has saved of them
 is a place in the same memory, and finds the values there when they are gathered again.
+
+Ranks send each other rows, which are copied to their places when the unit is first used. On their way they are in
+buffers that are made once and used again: as many as gathers are on their way at once, each as large as the largest
+one needs.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +27,7 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.sharded_tensors import ShardedTensor
 
+AT_ONCE = 2  # gathers on their way: of the unit that computes next, and of the one behind it
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
 
 
@@ -43,7 +49,8 @@ class GatheredWeights:
         self.scatter, self._group, self._cast_weights = scatter, group, cast_weights
         self.multiplied: set[Tensor] = set()
         self._units: dict[int, list[_Together]] = {}
-        self._on_their_way: dict[int, list[Exchange]] = {}
+        self._on_their_way: dict[int, _Gather] = {}
+        self._buffers: list[Tensor] = []  # that nothing is on its way in
         self._live: set[int] = set()
         self._kept: dict[Tensor, nn.Parameter] = {}
 
@@ -53,14 +60,10 @@ class GatheredWeights:
         Raises:
             ValueError: rows do not follow each other in memory.
         """
-        by_type: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
         multiplied = _multiplied(layers)
         self.multiplied.update(multiplied)
-        for parameter in dict.fromkeys(each for layer in layers for each in layer.parameters()):
-            travels_in = multiplied.get(parameter, parameter.dtype)
-            by_type.setdefault((parameter.dtype, travels_in), []).append(parameter)
         self._units[unit] = []
-        for (_, travels_in), parameters in by_type.items():
+        for (_, travels_in), parameters in _by_type(layers, multiplied).items():
             together = _Together(parameters, travels_in, self._group)
             self._units[unit].append(together)
             self._kept |= zip(parameters, together.rows, strict=True)
@@ -79,8 +82,24 @@ class GatheredWeights:
         return replace(entry, tensor=self._kept[entry.tensor], shard=entry.shard.by_rows("weight"))
 
     def gather(self, unit: int) -> None:
-        """Starts gathering a unit's weights. Collective over the group."""
-        self._on_their_way[unit] = [each.start() for each in self._units[unit]]
+        """Starts gathering a unit's weights. Collective over the group.
+
+        Waits for those that are longest on their way, where these have all the buffers.
+        """
+        if len(self._on_their_way) == AT_ONCE:
+            self.ready(next(iter(self._on_their_way)))
+        if not self._buffers:
+            self._make_buffer()
+        buffer, exchanges, start = self._buffers.pop(), list[Exchange](), 0
+        for together in self._units[unit]:
+            exchanges.append(together.start(buffer[start : start + together.buffer_bytes]))
+            start += together.buffer_bytes
+        self._on_their_way[unit] = _Gather(exchanges, buffer)
+
+    def _make_buffer(self) -> None:
+        most = max(sum(together.buffer_bytes for together in unit) for unit in self._units.values())
+        device = next(iter(self._kept.values())).device
+        self._buffers.append(torch.empty(most, dtype=torch.uint8, device=device))
 
     def ready(self, unit: int) -> None:
         """Waits until a unit's weights are here, where they are on their way.
@@ -88,9 +107,10 @@ class GatheredWeights:
         Raises:
             ValueError: nobody has gathered them.
         """
-        if (exchanges := self._on_their_way.pop(unit, None)) is not None:
-            for together, exchange in zip(self._units[unit], exchanges, strict=True):
+        if (gather := self._on_their_way.pop(unit, None)) is not None:
+            for together, exchange in zip(self._units[unit], gather.exchanges, strict=True):
                 together.finish(exchange)
+            self._buffers.append(gather.buffer)
             self._live.add(unit)
         elif unit not in self._live and self._units.get(unit):
             raise ValueError(f"the weights of unit {unit} are used, and were not gathered")
@@ -103,12 +123,20 @@ class GatheredWeights:
             together.free()
 
 
+class _Gather(NamedTuple):
+    """A unit's weights on their way."""
+
+    exchanges: list[Exchange]
+    buffer: Tensor
+
+
 class _Together:
     """Parameters of a unit that are of one type and travel in one type.
 
     Attributes:
         rows: this rank's, of each parameter.
         values: of each parameter, in the type that they travel in; without memory until they are gathered.
+        buffer_bytes: what is sent and what comes take on their way.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], travels_in: torch.dtype, group: Group) -> None:
@@ -124,6 +152,7 @@ class _Together:
         places_here = [_like(each, here, start) for each, start in zip(parameters, starts, strict=False)]
         self._of_ranks = by_owner(places_here, group)
         self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
+        self.buffer_bytes = _buffer_bytes(parameters, travels_in, group)
         mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
@@ -137,11 +166,15 @@ class _Together:
             parameter.data = values if values.dtype == parameter.dtype else _without_memory(parameter)
         self.free()
 
-    def start(self) -> Exchange:
-        others, outgoing = self._group.size - 1, self._mine.to(self.values[0].dtype)
-        outgoing = outgoing.repeat(others) if others > 1 else outgoing
-        counts = [len(self._mine)] * self._group.size
-        return start_exchange(outgoing, counts, self._counts, self._group, "step")
+    def start(self, buffer: Tensor) -> Exchange:
+        own, dtype = len(self._mine), self.values[0].dtype
+        coming = sum(self._counts) - own
+        outgoing, incoming = self._mine, buffer[: coming * dtype.itemsize].view(dtype)
+        if copies := _copies(self._mine.dtype, dtype, self._group.size):
+            start = _aligned(coming * dtype.itemsize)
+            outgoing = buffer[start : start + copies * own * dtype.itemsize].view(dtype)
+            outgoing.view(copies, own).copy_(self._mine)
+        return start_exchange(outgoing, [own] * self._group.size, self._counts, self._group, "step", incoming)
 
     def finish(self, exchange: Exchange) -> None:
         parts = exchange.wait()
@@ -185,9 +218,46 @@ def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
     }
 
 
+def _by_type(
+    layers: Sequence[nn.Module], multiplied: Mapping[Tensor, torch.dtype]
+) -> dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]]:
+    """Parameters, each once, by their type and the one that they travel in."""
+    by_type: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in dict.fromkeys(each for layer in layers for each in layer.parameters()):
+        travels_in = multiplied.get(parameter, parameter.dtype)
+        by_type.setdefault((parameter.dtype, travels_in), []).append(parameter)
+    return by_type
+
+
+def _copies(dtype: torch.dtype, travels_in: torch.dtype, ranks: int) -> int:
+    """How often a rank's rows are copied to be sent: one for each of the others, none where they can go as they are.
+
+    An all-gather would need none, but reaches a tenth of an all-to-all's speed on Gloo, and wants equally many rows.
+    """
+    return 0 if ranks == 2 and dtype == travels_in else ranks - 1
+
+
+def _buffer_bytes(parameters: Sequence[Tensor], travels_in: torch.dtype, group: Group) -> int:
+    """What is sent and what comes take on their way, on the rank where that is most."""
+    counts = [sum(part.numel() for part in parts) for parts in by_owner(parameters, group)]
+    copies = _copies(parameters[0].dtype, travels_in, group.size)
+    return max(
+        _aligned((sum(counts) - own) * travels_in.itemsize) + _aligned(copies * own * travels_in.itemsize)
+        for own in counts
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def gathered_bytes(layers: Sequence[nn.Module]) -> int:
     """What the gathered weights of a unit take. Its layers may be on the meta device."""
-    multiplied, total = _multiplied(layers), 0
-    for parameter in dict.fromkeys(each for layer in layers for each in layer.parameters()):
-        total += -(-parameter.numel() * multiplied.get(parameter, parameter.dtype).itemsize // ALIGNMENT) * ALIGNMENT
-    return total
+    by_type = _by_type(layers, _multiplied(layers))
+    return sum(_aligned(each.numel() * to.itemsize) for (_, to), together in by_type.items() for each in together)
+
+
+def travelling_bytes(layers: Sequence[nn.Module], group: Group) -> int:
+    """What a buffer takes that the weights of a unit can be gathered in. Its layers may be on the meta device."""
+    by_type = _by_type(layers, _multiplied(layers))
+    return sum(_buffer_bytes(together, travels_in, group) for (_, travels_in), together in by_type.items())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megasnn.data_parallel.gathered_weights import gathered_bytes
+from megasnn.data_parallel.gathered_weights import AT_ONCE, gathered_bytes, travelling_bytes
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.schedule import Schedule
+from megasnn.schedule.memory import weights_held
 from megasnn.schedule.weights import SharedWeights
 
 
@@ -28,6 +30,7 @@ def shared_weights(
     """
     layers = model.build(context)
     unit_bytes = tuple(gathered_bytes([layers[number] for number in unit]) for unit in units)
+    travelling = tuple(travelling_bytes([layers[number] for number in unit], context.weight) for unit in units)
     largest = max(range(len(units)), key=unit_bytes.__getitem__)
     if limit is not None and limit < unit_bytes[largest]:
         name, least = model.layers[units[largest].start].name, (unit_bytes[largest] // 1000 + 1) / 1000
@@ -37,4 +40,10 @@ def shared_weights(
         )
     most = None if limit is None else int(min(limit, sum(unit_bytes)))
     scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
-    return SharedWeights(unit_bytes, most, scattered=scattered)
+    return SharedWeights(unit_bytes, most, scattered=scattered, travelling=travelling)
+
+
+def gathered_and_buffers(weights: SharedWeights, schedule: Schedule, rank: int) -> tuple[int, int]:
+    """The most bytes of gathered weights that a pipeline rank holds, and what the buffers take in which they come."""
+    units = [weights.travelling[unit] for unit in schedule.chunks_of(rank) if weights.unit_bytes[unit]]
+    return max(weights_held(schedule, rank, weights.unit_bytes)), max(units, default=0) * min(AT_ONCE, len(units))

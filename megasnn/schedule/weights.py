@@ -25,12 +25,14 @@ class SharedWeights:
         unit_bytes: what the gathered weights of each unit take; 0: it has none.
         limit, ahead: see `insert_gathers`.
         scattered: the units whose gradients are scattered after every micro-batch.
+        travelling: the bytes of a buffer that each unit can be gathered in.
     """
 
     unit_bytes: tuple[int, ...]
     limit: int | None = None
     ahead: int = 1
     scattered: frozenset[int] = frozenset()
+    travelling: tuple[int, ...] = ()
 
     def insert(self, schedule: Schedule) -> Schedule:
         """The schedule with gathers, frees and scatters, proved right. Raises ValueError for a limit too small."""

@@ -17,7 +17,7 @@ from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.schedule.memory import weights_held
+from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
 from megasnn.telemetry.reporter import Reporter
@@ -32,7 +32,7 @@ class MemoryForecast:
     Attributes:
         program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
         weights: parameters and buffers, and their average where one is kept; where replicas share weights, this rank's
-            rows, and the most that is gathered. gradients: their buckets, and the sums of
+            rows, the most that is gathered, and the buffers that it comes in. gradients: their buckets, and the sums of
             the rows that the rank owns where rows have owners.
         optimizer: its state.
         kept: the most that forwards leave for backward.
@@ -91,7 +91,7 @@ def forecast_memory(
     averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered = 0 if shared is None else max(weights_held(schedule, state.pipeline.rank, shared.unit_bytes))
+    gathered = 0 if shared is None else sum(gathered_and_buffers(shared, schedule, state.pipeline.rank))
     gradients = distributed.data_parallel.held_bytes
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it

@@ -19,7 +19,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse, validate
 from megasnn.config.training import Length
 from megasnn.data_parallel import BucketedDataParallel
-from megasnn.data_parallel.gathered_weights import GatheredWeights
+from megasnn.data_parallel.gathered_weights import AT_ONCE, GatheredWeights
 from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
 from megasnn.models.layer import layer
@@ -29,8 +29,10 @@ from megasnn.optim import held_state_bytes
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.schedule import Kind, plan_schedule
 from megasnn.schedule.weights import SharedWeights
+from megasnn.telemetry.allocations import AllocationCounter
 from tests.models.networks import CLASSES, between
 from tests.training.runs import TINY, same, saved, train, without_trial
 from tests.training.test_replicas import WEIGHT, train_with_flip
@@ -220,6 +222,94 @@ def test_what_a_step_receives_and_a_rank_holds(ranks, size: int, flags: tuple[st
         assert 0 < each.live <= each.limit < each.parameters and not each.left
         share = size if SHARDED in flags else shared
         assert each.state <= 2 * (each.parameters / share + 2 * (each.allowed - each.parameters / shared)) + 4000
+
+
+@dataclass
+class Buffers:
+    """What gathers take, in bytes.
+
+    Attributes:
+        to_start, to_arrive: what starting each takes, and waiting for it beside the unit's places, in the second step.
+        kept, planned: all buffers behind it, and what was foretold. same: whether they are those of the first step.
+        on_their_way: gathers at once, the most.
+    """
+
+    to_start: list[int]
+    to_arrive: list[int]
+    kept: int
+    planned: int
+    same: bool
+    on_their_way: int
+
+
+def buffers(*flags: str) -> Buffers:
+    with engine("--neuron", "plif", *flags) as made:
+        weights, shared = made.distributed._weights, made.plan.schedules.weights
+        assert weights is not None and shared is not None
+        to_start, to_arrive, on_their_way = list[int](), list[int](), list[int]()
+        gather, ready = GatheredWeights.gather, GatheredWeights.ready
+
+        def gathering(self: GatheredWeights, unit: int) -> None:
+            counter = AllocationCounter(made.state.device)
+            with counter.counting():
+                gather(self, unit)
+            to_start.append(counter.peak)
+            on_their_way.append(len(self._on_their_way))
+
+        def arriving(self: GatheredWeights, unit: int) -> None:
+            comes, counter = unit in self._on_their_way, AllocationCounter(made.state.device)
+            with counter.counting():
+                ready(self, unit)
+            to_arrive.append(counter.peak - comes * sum(each._bytes for each in self._units[unit]))
+
+        def places() -> set[int]:
+            return {each.data_ptr() for each in weights._buffers}
+
+        made.train_step(*samples(made, 8))
+        first = places()
+        with mock.patch.object(GatheredWeights, "gather", gathering):
+            with mock.patch.object(GatheredWeights, "ready", arriving):
+                made.train_step(*samples(made, 8))
+        schedule = made.plan.schedules.training(4 // made.state.data.size)
+        _, planned = gathered_and_buffers(shared, schedule, made.state.pipeline.rank)
+        kept = sum(each.nbytes for each in weights._buffers)
+        return Buffers(to_start, to_arrive, kept, planned, first == places(), max(on_their_way))
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [(2, BY_TWO), (4, BY_FOUR), (2, (*BY_TWO, "--precision", "bf16")), (4, (*BY_TWO, *PP2))],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_gathers_use_the_same_buffers_in_every_step(ranks, size: int, flags: tuple[str, ...]) -> None:
+    for found in ranks(size, buffers, *flags):
+        assert found.to_start and not any(found.to_start) and not any(found.to_arrive)
+        assert found.same and 0 < found.kept == found.planned
+        assert found.on_their_way <= AT_ONCE
+
+
+def gathered_early(*flags: str) -> tuple[int, bool]:
+    """How many buffers there are when all units are gathered and none is used, and whether all values are right."""
+    with engine(*flags) as made, torch.no_grad():
+        weights = made.distributed._weights
+        assert weights is not None
+        units = [unit for unit, parts in weights._units.items() if parts]
+        found: list[list[Tensor]] = []
+        for early in (False, True):
+            for unit in units:
+                weights.gather(unit)
+                if not early:
+                    weights.ready(unit)
+            for unit in units:
+                weights.ready(unit)
+            found.append([each.clone() for unit in units for part in weights._units[unit] for each in part.values])
+            for unit in units:
+                weights.free(unit)
+        return len(weights._buffers), all(map(torch.equal, *found))
+
+
+def test_more_gathers_than_buffers_wait_for_the_first(ranks) -> None:
+    assert ranks(2, gathered_early, *BY_TWO) == [(AT_ONCE, True)] * 2
 
 
 def spoiled() -> tuple[bool, str, bool]:
