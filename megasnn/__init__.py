@@ -29,7 +29,9 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
     from megasnn.layers import KeyedLayer as KeyedLayer
+    from megasnn.layers import MaxPool as MaxPool
     from megasnn.layers import MeanLinear as MeanLinear
+    from megasnn.layers import MeanOverSpace as MeanOverSpace
     from megasnn.layers import NeuronConvNorm as NeuronConvNorm
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv
@@ -48,6 +50,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import TemporalEffectiveBatchNorm as TemporalEffectiveBatchNorm
     from megasnn.layers import ThresholdDependentBatchNorm as ThresholdDependentBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
+    from megasnn.layers import WholeImages as WholeImages
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
     from megasnn.models.layer import layer as layer
@@ -60,8 +63,8 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.parallel_state import initialize_model_parallel as initialize_model_parallel
     from megasnn.pipeline.chunk import PipelineChunk as PipelineChunk
     from megasnn.pretraining import pretrain as pretrain
+    from megasnn.sharded_tensors import ShardedTensor as ShardedTensor
     from megasnn.sharding import Shard as Shard
-    from megasnn.sharding import ShardedTensor as ShardedTensor
     from megasnn.telemetry.callback import Callback as Callback
 
 __version__ = "0.1.0"

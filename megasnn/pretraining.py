@@ -71,8 +71,15 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
     from megasnn.models.problems import building_problems
 
-    neuron, tensor_parallel = config.neuron, config.parallel.tensor_model_parallel_size
-    problems = building_problems(config.model, neuron.spec, tensor_parallel, neuron.neuron_backend)
+    neuron, parallel = config.neuron, config.parallel
+    problems = building_problems(
+        config.model,
+        neuron.spec,
+        parallel.tensor_model_parallel_size,
+        neuron.neuron_backend,
+        parallel.context_parallel_size,
+        parallel.context_cut(config.training.micro_batch_size),
+    )
     if problems:
         raise ConfigError(problems)
 

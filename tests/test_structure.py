@@ -19,7 +19,7 @@ LAYERS = [
     ["cache"],
     ["kernels"],
     ["config", "sharding", "events"],
-    ["comm"],
+    ["comm", "sharded_tensors"],
     ["checkpoint"],
     ["process"],
     ["data"],

@@ -11,7 +11,7 @@ from megasnn.checkpoint.description import BESIDE
 from megasnn.checkpoint.saving import Group, agree, written_here
 from megasnn.checkpoint.snapshot import Snapshot
 from megasnn.comm.agreement import gather, is_first, rank_in
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 P = ParamSpec("P")
 T = TypeVar("T")

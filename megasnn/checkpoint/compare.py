@@ -10,7 +10,7 @@ import torch
 
 from megasnn.checkpoint.description import Metadata, TensorFacts
 from megasnn.files.described import in_message
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 
 def other_model(saved: str | None, now: str) -> str:

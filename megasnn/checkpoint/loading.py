@@ -26,7 +26,7 @@ from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
 from megasnn.comm.agreement import all_do, first_decides, gather
 from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")

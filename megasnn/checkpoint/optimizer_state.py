@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.description import PREFIX, TensorFacts
 from megasnn.files.problems import CheckpointError
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
 _MOST_STEPS = 2**53  # beyond that a float64 does not count

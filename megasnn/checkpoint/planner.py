@@ -28,7 +28,8 @@ from megasnn.checkpoint.pieces import COPY, SavedPiece, SavedTensor, covers_once
 from megasnn.checkpoint.raw import bytes_of
 from megasnn.checkpoint.torch_frame import torch_frame
 from megasnn.files.problems import CheckpointError
-from megasnn.sharding import Piece, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Piece
 
 
 def copy_name(entry: ShardedTensor) -> str:

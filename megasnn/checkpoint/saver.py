@@ -18,7 +18,7 @@ from megasnn.checkpoint.folder import Retention, prune
 from megasnn.checkpoint.saving import AtOnce, Group, Progress, Writing, kind_of, with_optimizer, write_checkpoint
 from megasnn.comm.agreement import all_do, is_first
 from megasnn.files.problems import CheckpointError
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
 _PATIENCE = datetime.timedelta(days=7)

@@ -26,7 +26,7 @@ from megasnn.checkpoint.piece_file import write_pieces_file
 from megasnn.checkpoint.planner import content_of, parts_of, pieces_in_memory, pieces_of
 from megasnn.comm.agreement import all_do, first_decides, first_gathers, is_first, rank_in
 from megasnn.files.problems import CheckpointError, problem_list
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
@@ -73,7 +73,7 @@ def save_checkpoint(
     """Writes `<folder>/iter_<iteration>` and makes it the latest; an older one of this iteration is replaced.
 
     Args:
-        tensors: this rank's parameters and buffers (`megasnn.sharding.sharded_tensors`).
+        tensors: this rank's parameters and buffers (`megasnn.sharded_tensors.sharded_tensors`).
         optimizer: whose state is saved; None for weights only.
         extra, config, layout: JSON-able. `config` is what defines the model and must be equal when it is
             loaded; `layout` is for the reader only. Those of the group's first rank are written.

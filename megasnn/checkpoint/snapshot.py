@@ -15,7 +15,8 @@ from torch import Tensor
 from megasnn.checkpoint.piece_file import Span
 from megasnn.checkpoint.torch_frame import torch_frame
 from megasnn.checkpoint.writer_process import WriterProcess
-from megasnn.sharding import Piece, Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Piece, Shard
 
 COPYING_THREADS = min(4, os.cpu_count() or 1)
 _ALIGNMENT = 64  # bytes

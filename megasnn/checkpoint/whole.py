@@ -20,7 +20,8 @@ from megasnn.checkpoint.pieces import DCP_METADATA, PIECES, by_file, file_checks
 from megasnn.checkpoint.saving import PathLike, save_checkpoint
 from megasnn.comm.agreement import gather
 from megasnn.files.problems import raise_problems
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Shard
 
 
 def load_global_tensors(

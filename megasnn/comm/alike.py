@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasnn.again import once
 from megasnn.comm.codec import Content
-from megasnn.comm.collectives import all_gather_into, all_reduce_sum
+from megasnn.comm.collectives import all_gather_into, all_reduce_sum, start_exchange
 from megasnn.comm.group import Group
 from megasnn.comm.rows import RowMove, move_rows
 from megasnn.comm.statistics import statistics
@@ -23,6 +23,12 @@ from megasnn.comm.statistics import statistics
 def alike(x: Tensor, group: Group) -> Tensor:
     """What is the same on every rank. Backward: the gradient of the first rank, on all of them."""
     return x if group.size == 1 else _Alike.apply(x, group)
+
+
+def alike_images(x: Tensor, needed: tuple[range, ...], group: Group) -> Tensor:
+    """Images `[T, N, C, H, W]` that are the same on every rank, which each needs the gradient of in some rows only.
+    Backward: the gradient of the first rank in these rows; zeros in others."""
+    return x if group.size == 1 else _AlikeImages.apply(x, needed, group)
 
 
 def sum_alike(x: Tensor, group: Group) -> Tensor:
@@ -85,6 +91,33 @@ class _Alike(torch.autograd.Function):
         statistics.record(group.name, "broadcast", "backward", grad.nbytes * (group.rank > 0))
         dist.broadcast(grad, group.ranks[0], group=group.handle)
         return grad, None
+
+
+class _AlikeImages(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, needed: tuple[range, ...], group: Group) -> Tensor:
+        ctx.needed, ctx.group = needed, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        group, is_first = ctx.group, ctx.group.rank == 0
+        sizes = [0, *(grad[:, :, :, : len(rows)].numel() for rows in ctx.needed[1:])]
+        outgoing = [grad[:, :, :, rows.start : rows.stop].reshape(-1) for rows in ctx.needed[1:]]
+        exchange = start_exchange(
+            torch.cat(outgoing) if is_first else grad.new_empty(0),
+            sizes if is_first else [0] * group.size,
+            [sizes[group.rank], *[0] * (group.size - 1)],
+            group,
+            "backward",
+        )
+        of_first, *_ = exchange.wait()
+        if is_first:
+            return grad, None, None
+        own, rows = torch.zeros_like(grad), ctx.needed[group.rank]
+        part = own[:, :, :, rows.start : rows.stop]
+        part.copy_(of_first.view(part.shape))
+        return own, None, None
 
 
 class _Sum(torch.autograd.Function):

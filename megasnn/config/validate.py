@@ -17,6 +17,7 @@ from megasnn.kernels import BACKENDS
 from megasnn.losses import LOSSES
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.precisions import PRECISIONS
+from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.refine import NEVER
 
 
@@ -236,5 +237,12 @@ def _arithmetic_problems(config: PretrainConfig) -> list[str]:
         wrong.append(
             "--deterministic with --pipeline-gradient-dtype bf16: results depend on where the model is cut, which is "
             "measured; give --pipeline-model-parallel-layout"
+        )
+    schedule, scatters = parallel.pipeline_schedule, parallel.weight_gradients == "scattered"
+    if training.deterministic and scatters and parallel.pipeline_model_parallel_size > 1 and looks_at_costs(schedule):
+        wrong.append(
+            f"--deterministic with --weight-gradients scattered and --pipeline-schedule {schedule}: which gradients "
+            "are sent together depends on the order, which follows from measured times; use a schedule with a fixed "
+            "order (1f1b), or --weight-gradients once"
         )
     return wrong

@@ -20,7 +20,8 @@ from megasnn.convert.safetensors_file import SafetensorsSource
 from megasnn.convert.source import DerivedSource, Facts, StoredBox, TensorInfo, TensorSource
 from megasnn.convert.torch_file import TorchFileSource
 from megasnn.models.dialects import dialect_of, is_ours
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Shard
 
 
 class CheckpointSource(TensorSource):

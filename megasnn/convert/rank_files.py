@@ -18,7 +18,8 @@ from megasnn.convert.new_file import new_checkpoint
 from megasnn.convert.opening import in_our_names
 from megasnn.convert.source import TensorSource
 from megasnn.convert.target import LaidOut, Target, lay_out, saved_model
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Shard
 from megasnn.telemetry.progress import byte_bar
 
 

@@ -27,7 +27,8 @@ from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
-from megasnn.sharding import Shard, ShardedTensor, sharded_tensors
+from megasnn.sharded_tensors import ShardedTensor, sharded_tensors
+from megasnn.sharding import Shard
 
 
 @dataclass(frozen=True)

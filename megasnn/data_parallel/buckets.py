@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from megasnn.comm.group import Group
 from megasnn.data_parallel.bucket import Bucket, ScatteredBucket
 from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 
@@ -47,6 +46,9 @@ class BucketedDataParallel:
         weights: where parameters are kept by rows.
         scattered: whether gradients go to those who keep the rows whenever `scatter` is called, rather than when they
             are complete.
+
+    Attributes:
+        without_gradient: the parameters to which no backward has added anything yet, in any step.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class BucketedDataParallel:
             for parameter in each.parameters:
                 self._bucket_of[parameter] = each
                 parameter.register_post_accumulate_grad_hook(count)
+        self.without_gradient = set(self._bucket_of)
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
@@ -113,13 +116,15 @@ class BucketedDataParallel:
         Raises:
             ValueError: more were added than the dry run has shown.
         """
+        self.without_gradient.discard(parameter)
         if self._scattered:
             return
         due = self._bucket_of[parameter].due
         if parameter not in due:
             raise ValueError(
-                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run: "
-                "let every forward call it as often"
+                f"a layer with a weight of shape {list(parameter.shape)} was called more often than in the dry run, or "
+                "its weight is used by the module around it as well: let every forward call the layer as often, and "
+                "use its weight by calling it alone"
             )
         due[parameter] -= 1
         if due[parameter] == 0:
@@ -196,11 +201,15 @@ class BucketedDataParallel:
 
     @property
     def exchanged_bytes(self) -> int:
-        """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: one sum
-        is over when the next one is, and rows travel two at a time."""
-        summing = [rows.summing_bytes for each in self._buckets for rows in (each.kept, each.owned) if rows is not None]
-        sharing = [each.owned.sharing_bytes for each in self._buckets if each.owned is not None]
-        return max([0, *summing, *map(sum, pairwise([0, *sharing]))])
+        """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: the end
+        of one, while the next is on its way."""
+        rows = [each for bucket in self._buckets for each in (bucket.kept, bucket.owned) if each is not None]
+        travelling = [each.travelling_bytes for each in rows]
+        nexts = [*travelling[1:], 0]
+        return max(
+            (now + each.arrived_bytes + later for each, now, later in zip(rows, travelling, nexts, strict=False)),
+            default=0,
+        )
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing

@@ -86,16 +86,15 @@ class OwnedRows:
         return start_exchange(outgoing, self._counts, mine, self._data, direction)
 
     @property
-    def summing_bytes(self) -> int:
-        """What `start_sum` and its end take: what is sent, what comes, this rank's own part, and the sum."""
+    def travelling_bytes(self) -> int:
+        """What is sent and what comes, while gradients travel, or rows."""
         mine = self._counts[self._data.rank]
-        return self.sum.itemsize * (sum(self._counts) - mine + (self._data.size + 1) * mine)
+        return self.sum.itemsize * (sum(self._counts) - mine + (self._data.size - 1) * mine)
 
     @property
-    def sharing_bytes(self) -> int:
-        """What `start_sharing` and its end take: what is sent, and what comes, which is put together once more."""
-        others = sum(part.nbytes for part in self._of_others)
-        return sum(part.nbytes for part in self._values[self._data.rank]) * (self._data.size - 1) + 2 * others
+    def arrived_bytes(self) -> int:
+        """What the end of that takes beside: this rank's own part and the sum, or the rows of all others in one."""
+        return max(2 * self.sum.nbytes, sum(part.nbytes for part in self._of_others))
 
     def start_sharing(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from megasnn.comm.group import Group
 from megasnn.data_parallel.checksum import checksum, in_memory_order
 from megasnn.grid import Axis
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 Key = tuple[str, tuple[tuple[Axis, int], ...]]
 NAMED = 10  # tensors that an error lists

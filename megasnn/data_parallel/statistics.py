@@ -43,7 +43,8 @@ def merge_running_statistics(
     Raises:
         ValueError: a norm was called otherwise than in the dry run.
     """
-    tracked = [norm for norm in norms if norm.running_mean is not None and (norm.pending or data.size > 1)]
+    expected = [norm for norm in norms if norm.pending or data.size > 1 and calls_of(norm)]
+    tracked = [norm for norm in expected if norm.running_mean is not None]
     if not tracked:
         return
     table = _gathered(_local_table(tracked, most_micro_batches), data)
@@ -72,7 +73,8 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
     Raises ValueError for a norm that forwards have not called as often as the dry run.
     """
     calls = [norm.pending[call :: calls_of(norm)] for norm in norms for call in range(calls_of(norm))]
-    if len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
+    unexpected = any(norm.pending for norm in norms if not calls_of(norm))
+    if unexpected or len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
         raise ValueError(
             f"batch norms recorded {[len(norm.pending) for norm in norms]} statistics, and by the dry run a forward "
             f"calls them {[calls_of(norm) for norm in norms]} times: let every forward call each of them as often"

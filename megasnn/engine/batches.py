@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.comm.agreement import gather
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch, MicroBatch
+from megasnn.engine.batch_problems import NO_PAIR, image_problem, label_problem, value_problem
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count
-from megasnn.losses import LOSSES
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.sharding import own_rows
@@ -60,12 +60,14 @@ class Batches:
         Raises:
             ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
         """
-        problem = _image_problem(images, self._config, self._takes_images)
+        problem = image_problem(images, self._config, self._takes_images)
         samples = len(images) if problem is None else 0  # type: ignore[arg-type]
         if problem is None and not predicts:
-            problem = _label_problem(labels, samples, self._config, self._takes_labels, trains)
+            problem = label_problem(labels, samples, self._config, self._takes_labels, trains)
         if problem is None and trains:
             problem = self._share_problem(samples) or _gradient_problem()
+        if problem is None and not trains and self._takes_images:
+            problem = value_problem(images)  # type: ignore[arg-type]
         self._agree(samples, problem)
         return samples
 
@@ -237,67 +239,4 @@ def _gradient_problem() -> str | None:
 
 def _as_pair(given: object) -> tuple[object, object]:
     """Images and labels of what an iterable to be evaluated has given; what is none of that is refused as labels."""
-    return (given[0], given[1]) if isinstance(given, (tuple, list)) and len(given) == 2 else (given, _NO_PAIR)
-
-
-_NO_PAIR = object()
-
-
-def _image_problem(images: object, config: PretrainConfig, is_used: bool) -> str | None:
-    """What is wrong with a batch of images; only their number counts where they are not used."""
-    if not _is_dense(images) or images.ndim == 0 or len(images) == 0:
-        return f"images must be a tensor [N, ...] of one sample or more, got {_described(images)}"
-    wanted = config.model.input_shape
-    if is_used and tuple(images.shape[1:]) != wanted:
-        sizes = ", ".join(map(str, wanted))
-        return f"images must be [N, {sizes}], as the model's input_shape says, got {list(images.shape)}"
-    if is_used and images.is_meta:
-        return "images have no values, on the meta device; this rank has the first stage"
-    if is_used and not images.is_floating_point():
-        return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
-    return None
-
-
-def _label_problem(labels: object, samples: int, config: PretrainConfig, is_used: bool, trains: bool) -> str | None:
-    """What is wrong with the labels of a batch of images; only their number counts where they are not used."""
-    classes, loss = config.model.num_classes, config.training.loss
-    if labels is _NO_PAIR:
-        return "give images and labels, or an iterable of such pairs, each of which must be a tensor"
-    if not _is_dense(labels) or labels.ndim == 0 or len(labels) != samples:
-        return f"labels must be a tensor with one for each of the {samples} images, got {_described(labels)}"
-    if not is_used:
-        return None
-    if labels.is_meta:
-        return "labels have no values, on the meta device; this rank has the last stage"
-    takes_soft = trains and LOSSES[loss].mixes and not config.data.mixes
-    if labels.is_floating_point() and labels.ndim > 1 and takes_soft:
-        if tuple(labels.shape) != (samples, classes):
-            return f"soft labels must be [{samples}, {classes}], got {list(labels.shape)}"
-        return None if bool(((labels >= 0) & (labels <= 1)).all()) else "soft labels must be from 0 to 1, and not nan"
-    if labels.shape != (samples,) or labels.dtype not in _WHOLE_NUMBERS:
-        soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
-        return f"labels must be class indices [{samples}] of an integer type{soft}, got {_described(labels)}"
-    lowest, highest = int(labels.long().min()), int(labels.long().max())
-    if not 0 <= lowest <= highest < classes:
-        return f"labels are from {lowest} to {highest}; with num_classes {classes} they must be from 0 to {classes - 1}"
-    return None
-
-
-_WHOLE_NUMBERS = (
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
-
-
-def _is_dense(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor with a place in memory for each value: not a sparse, nested or mkldnn one."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
-
-
-def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if value.is_nested:
-        return "a nested tensor"
-    layout = "" if value.layout is torch.strided else f", which is not dense ({value.layout})"
-    return f"{list(value.shape)} of {value.dtype}{layout}"
+    return (given[0], given[1]) if isinstance(given, (tuple, list)) and len(given) == 2 else (given, NO_PAIR)

@@ -22,7 +22,8 @@ from megasnn.optim import state_kinds
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.random import GENERATOR
-from megasnn.sharding import Piece, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Piece
 
 
 class Checkpoints:

@@ -35,7 +35,7 @@ from megasnn.pipeline.executor import MicroBatchInput, OutputConsumer, PipelineE
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan, plan_schedule
-from megasnn.sharding import ShardedTensor, parameter_count
+from megasnn.sharded_tensors import ShardedTensor, parameter_count
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
 """(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""

@@ -18,18 +18,18 @@ from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
 from megasnn.engine.checkpoints import Checkpoints
+from megasnn.engine.configuration import configuration, require_alike
+from megasnn.engine.joining import joined
 from megasnn.engine.setup import (
     built,
-    configuration,
     described_model,
-    joined,
     mixing_of,
     parameter_names,
-    require_alike,
     require_kernels,
     window_count,
 )
 from megasnn.engine.steps import Steps
+from megasnn.engine.without_gradient import notice_of
 from megasnn.models.model import Model
 from megasnn.optim import require_course, require_matches
 from megasnn.pipeline.plan import PipelinePlan
@@ -138,7 +138,8 @@ class Engine:
     # --- training
 
     def train_step(self, images: Tensor, labels: Tensor) -> StepResult:
-        """One optimizer step on a global batch, which is the same on every rank.
+        """One optimizer step on a global batch, which is the same on every rank. The first one warns of parameters that
+        got no gradient.
 
         Args:
             images: `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, floating-point.
@@ -154,7 +155,11 @@ class Engine:
         """
         self._require_open()
         samples = self.batches.checked(images, labels, trains=True)
-        return self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
+        is_first = self.steps.without_gradient is None
+        result = self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
+        if is_first and self.steps.without_gradient and self.state.rank == 0:
+            warnings.warn(notice_of(self.steps.without_gradient), stacklevel=2)
+        return result
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""

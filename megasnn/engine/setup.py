@@ -1,32 +1,24 @@
-"""From the configuration to the grid of ranks, a model's neuron, its types, and its cut into chunks."""
+"""From the configuration to what is built: the model of a window, its types, its cut into chunks, its graphs."""
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megasnn.augment.mixing import Mixing
 from megasnn.batching import micro_batches_of
-from megasnn.comm.agreement import gather
-from megasnn.comm.group import Group
-from megasnn.comm.world import start_process_group
-from megasnn.config import ConfigError, PretrainConfig, validate
-from megasnn.config.keywords import with_keywords
+from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.serialise import to_dict, wrong_types
+from megasnn.config.serialise import to_dict
 from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import no_graphs
-from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.split_products import choose_products
 from megasnn.grid import ContextCut
@@ -36,16 +28,9 @@ from megasnn.layers.cast_weights import CastWeights
 from megasnn.losses import LOSSES
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.model import Model, run_config
-from megasnn.models.problems import building_problems
-from megasnn.models.table import MODELS
 from megasnn.optim import is_frozen
 from megasnn.parallel_state import (
     ParallelState,
-    destroy_model_parallel,
-    get_parallel_state,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
 )
 from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
@@ -57,8 +42,6 @@ from megasnn.precisions import PRECISIONS
 from megasnn.process.fault import placed
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
-
-_ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 
 
 def window_count(config: PretrainConfig) -> int:
@@ -299,129 +282,3 @@ def _surroundings(
     sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
     flags = json.dumps([parts[each] for each in ("model", "neuron", "training", "parallel")])
     return flags, made, *code, *map(str, sizes)
-
-
-def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> PretrainConfig:
-    """The whole configuration of a model's training, validated; one that is given stays as it is.
-
-    Raises:
-        ConfigError: flags that do not go together, or a model that cannot be built.
-        ValueError: flags beside a whole configuration, or what is no model.
-    """
-    if isinstance(model, PretrainConfig):
-        if flags:
-            raise ValueError(f"{', '.join(flags)} beside a whole configuration: put them into that")
-        return model
-    if not isinstance(model, Model):
-        made = ""
-        if isinstance(model, type) and issubclass(model, Model):
-            made = f": {model.__name__}(...)"
-        elif isinstance(model, str) and model in MODELS:
-            made = f": megasnn.MODELS[{model!r}](...)"
-        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{made}")
-    if wrong := wrong_types(model):
-        raise ConfigError(wrong)
-    config = with_keywords(run_config(type(model))(model=model), flags)
-    if config.training.iterations is None:
-        if config.optimizer.lr_decay_style != "constant":
-            raise ConfigError(["give train_iters: the learning rate decays until then; or lr_decay_style='constant'"])
-        config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
-    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    validate(config, ranks)
-    neuron, tensor_parallel = config.neuron, config.parallel.tensor_model_parallel_size
-    problems = building_problems(config.model, neuron.spec, tensor_parallel, neuron.neuron_backend)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def require_alike(config: PretrainConfig, world: Group) -> None:
-    """Raises ValueError on every rank where one is given another model or other flags than the first. Collective."""
-    flags = {f"{part}.{name}": value for part, values in to_dict(config).items() for name, value in values.items()}
-    first, *others = gather(world.handle, {"model": config.model.name, **flags})
-    for rank, given in enumerate(others, start=1):
-        names = [name for name in {**first, **given} if first.get(name) != given.get(name)]
-        if names:
-            raise ValueError(
-                f"every rank is to be given the same model and flags, but those of rank {rank} differ from rank 0's: "
-                f"{', '.join(names)}"
-            )
-
-
-class _Membership:
-    """The Engines on a grid that the first of them has made; the last one to leave frees it.
-
-    Args:
-        joined_here: whether the ranks have joined each other for the first Engine.
-    Attributes:
-        count: how many Engines there are; 0 once the grid is gone, which others may destroy, too.
-    """
-
-    def __init__(self, state: ParallelState, joined_here: bool) -> None:
-        self.count, self._joined_here = 1, joined_here
-        state.at_end.callback(self._end)
-
-    def leave(self) -> None:
-        if self.count > 1:
-            self.count -= 1
-        elif self.count == 1:
-            destroy_model_parallel()
-            if self._joined_here:
-                dist.destroy_process_group()
-
-    def _end(self) -> None:
-        global _membership
-        self.count, _membership = 0, None
-
-
-_membership: _Membership | None = None
-"""Of the grid that there is; None where there is none, or somebody else has made it."""
-
-
-def joined(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
-    """The grid of ranks, and torch set up for its arithmetic; and what leaves the grid and takes the settings back.
-
-    Raises:
-        ValueError: the grid that is there has other sizes; the arithmetic is not that of this device, or of an Engine
-            that is open.
-    """
-    state, leave = _on_grid(config.parallel)
-    with ExitStack() as undo:
-        undo.callback(leave)
-        take_back = tell_torch(config.training, state.device)
-        state.at_end.callback(take_back)  # who destroys the grid ends the Engines on it
-        undo.callback(take_back)
-        leave = undo.pop_all().close
-    return with_sums_in_rank_order(state) if config.training.deterministic else state, leave
-
-
-def _on_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callable[[], None]]:
-    """The grid of ranks that is there, or one that is made of the ranks that torchrun has started; and what leaves it,
-    and frees one that was made here when no other Engine is on it.
-
-    Raises:
-        ValueError: the grid that is there has other sizes.
-    """
-    global _membership
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    weight, context = parallel.weight_parallel_size, parallel.context_parallel_size
-    if model_parallel_is_initialized():
-        state = get_parallel_state()
-        grid = state.grid
-        if (grid.tensor, grid.pipeline, grid.weight, grid.context) != (tensor, pipeline, weight, context):
-            also = f", with --weight-parallel-size {weight}," if (weight, grid.weight) != (1, 1) else ""
-            also += f", with --context-parallel-size {context}," if (context, grid.context) != (1, 1) else ""
-            raise ValueError(
-                f"--tensor-model-parallel-size {tensor} and --pipeline-model-parallel-size {pipeline}{also} are asked "
-                f"for, but there are ranks laid out as {state.grid}: close the Engine that made them"
-            )
-        if _membership is None:
-            return state, lambda: None
-        _membership.count += 1
-        return state, _membership.leave
-    was_joined = dist.is_initialized()
-    with placed("while joining the other ranks"):
-        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    state = initialize_model_parallel(tensor, pipeline, device, weight, context)
-    _membership = _Membership(state, dist.is_initialized() and not was_joined)
-    return state, _membership.leave

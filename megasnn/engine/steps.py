@@ -17,6 +17,7 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.not_finite import first_place
 from megasnn.engine.setup import window_count
+from megasnn.engine.without_gradient import names_without_gradient
 from megasnn.grid import HOLDING_AXES
 from megasnn.optim import WeightAverage, build_optimizer, learning_rate
 from megasnn.pipeline.executor import MicroBatchInput
@@ -35,6 +36,8 @@ class Steps:
         optimizer: of the parameters that this rank owns. average: of what it owns; None without `ema_decay`.
         timers: of the phases of a step.
         iteration, consumed_samples: optimizer steps done, and training samples used.
+        without_gradient: names of the trained parameters that the first step on this object gave no gradient; None
+            before that.
     """
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, length: Length) -> None:
@@ -46,6 +49,7 @@ class Steps:
         self.average = None if decay is None else WeightAverage(distributed.owned, decay)
         self.timers = Timers(self._state.device)
         self.iteration = self.consumed_samples = 0
+        self.without_gradient: list[str] | None = None
         self._is_updating = False
         self._failure: str | None = None
 
@@ -57,6 +61,8 @@ class Steps:
         with self._guarded():
             with self.timers("forward_backward"):
                 loss = self.distributed.forward_backward(micro_batches, samples)
+            if self.without_gradient is None:
+                self.without_gradient = names_without_gradient(self.distributed)
         with self._changing_weights():
             with self.timers("optimizer"):
                 norm, rate, finite = self.update(loss, samples)

@@ -13,7 +13,8 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import count_call
 from megasnn.layers.initialisers import ones, zeros
 from megasnn.layers.shared_norm import shared_batch_norm
-from megasnn.sharding import Initialiser, declare_buffer, declare_parameter
+from megasnn.sharded_tensors import declare_buffer, declare_parameter
+from megasnn.sharding import Initialiser
 
 
 class ParallelBatchNorm(nn.Module):

@@ -35,7 +35,8 @@ from megasnn.layers.convolve import Convolve, ConvPlan, images_kernel
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.rows import Rows, Windows, rows_of
-from megasnn.sharding import Initialiser, declare_parameter
+from megasnn.sharded_tensors import declare_parameter
+from megasnn.sharding import Initialiser
 
 Style = Literal["column", "row"]
 Size = int | Sequence[int]

@@ -82,9 +82,15 @@ def count_call(module: nn.Module) -> int:
 
 
 def calls_of(module: nn.Module) -> int:
-    """How often a forward of the model calls a layer, by the dry run; once where there was none."""
+    """How often a forward of the model calls a layer, by the dry run, which may be never; once where there was none."""
     number: int = vars(module).get("_calls", 1)
     return number
+
+
+def note_never_called(layer: nn.Module) -> None:
+    """To be called behind the dry run of a layer: what was not called in it is not expected to be in training."""
+    for module in layer.modules():
+        vars(module).setdefault("_calls", 0)
 
 
 def once(module: nn.Module, why: str) -> None:

@@ -26,7 +26,8 @@ from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.layers.whole_images import MeanOverSpace
-from megasnn.sharding import Initialiser, declare_parameter
+from megasnn.sharded_tensors import declare_parameter
+from megasnn.sharding import Initialiser
 
 
 class ParallelLinear(nn.Module):

@@ -15,7 +15,8 @@ from megasnn.kernels.reference import REDUCED
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.initialisers import constant, ones, zeros
-from megasnn.sharding import Initialiser, declare_parameter
+from megasnn.sharded_tensors import declare_parameter
+from megasnn.sharding import Initialiser
 
 
 class ThresholdDependentBatchNorm(ParallelBatchNorm):

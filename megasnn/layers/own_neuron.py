@@ -11,7 +11,8 @@ from megasnn.kernels.reference import REDUCED, surrogate_function
 from megasnn.kernels.spec import SURROGATES
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.sharding import Initialiser, declare_parameter
+from megasnn.sharded_tensors import declare_parameter
+from megasnn.sharding import Initialiser
 
 State = dict[str, Tensor]
 
@@ -37,8 +38,8 @@ class SpikingNeuron(NeuronLayer):
                 return {"v": h * (1 - spikes.detach()), "a": 0.9 * state["a"] + spikes}
 
     Neurons are cut by channel over the tensor parallel ranks, and their parameters with them; what is computed may
-    depend on a neuron's own channel only. Every call starts anew, or with --bptt-steps goes on from the state that the
-    window before left.
+    depend on a neuron's own channel only, and on its own row of the image, or the class has `mixes_rows = True`. Every
+    call starts anew, or with --bptt-steps goes on from the state that the window before left.
 
     Args:
         channels: the global number.

@@ -15,7 +15,13 @@ from torch import nn
 from megasnn.layers.context import BuildContext
 from megasnn.layers.neuron import NeuronLayer
 
-_CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+SURROGATES = "spikingjelly.activation_based.surrogate"
+"""Where the classes of its surrogate functions are, which neurons of one's own have in them."""
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_ELEMENTWISE_MODULES = (
+    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
+)
 ELEMENTWISE = {torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, operator.add, operator.mul, operator.sub}
 
 
@@ -41,5 +47,5 @@ def mixes_rows(module: nn.Module) -> bool:
     said = getattr(module, "mixes_rows", None)
     if said is not None:
         return bool(said)
-    ours = type(module).__module__.startswith("megasnn.")
-    return not (ours or isinstance(module, (*_CONTAINERS, NeuronLayer)))
+    ours = type(module).__module__.startswith(("megasnn.", SURROGATES))
+    return not (ours or type(module) in (*_CONTAINERS, *_ELEMENTWISE_MODULES) or isinstance(module, NeuronLayer))

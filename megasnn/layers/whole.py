@@ -32,7 +32,7 @@ from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values, take_numbers
 from megasnn.layers.plain import folds, is_channelwise, is_stateful, refuse_attached, refuse_what_differs
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
-from megasnn.sharding import describe_tensor
+from megasnn.sharded_tensors import describe_tensor
 
 
 def make_whole(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megasnn.comm.alike import alike, sum_alike
+from megasnn.comm.alike import alike_images, sum_alike
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of
@@ -32,9 +32,13 @@ class WholeImages(nn.Module):
             return x
         return self._rows.gather(x, self._height, self._content)
 
-    def used(self, x: Tensor) -> Tensor:
-        """What was computed from the images, of any shape."""
-        return x if self._rows is None or x.is_meta else alike(x, self._rows.group)
+    def used(self, x: Tensor, pool: int = 1) -> Tensor:
+        """What was computed from the images: they themselves, or pooled over squares of so many pixels."""
+        if self._rows is None or x.is_meta:
+            return x
+        owned = self._rows.shared(self._height)
+        needed = tuple(range(rows.start // pool, min(-(-rows.stop // pool), x.shape[3])) for rows in owned)
+        return alike_images(x, needed, self._rows.group)
 
 
 class MeanOverSpace(nn.Module):

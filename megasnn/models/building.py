@@ -19,7 +19,7 @@ from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.holding import Holding, content_of
+from megasnn.layers.holding import Holding, content_of, note_never_called
 from megasnn.layers.own_values import tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import refuse_unshareable
@@ -37,7 +37,7 @@ from megasnn.models.description import (
 from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.sharding import copied_tensors, sharded_tensors
+from megasnn.sharded_tensors import copied_tensors, sharded_tensors
 
 MOST_LAYERS = 4_000
 """A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
@@ -256,6 +256,7 @@ def dry_run(
             except Exception as error:
                 where = f"{name}, given {shapes_text(*inputs)}"
                 raise ValueError(f"{where}: {explained(error, layer, len(inputs))}") from error
+            note_never_called(layer)
             outputs.append(output)
     return outputs
 

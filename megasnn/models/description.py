@@ -81,7 +81,7 @@ class ModelDescription:
     Attributes:
         layers: from input to logits.
         build: makes all layers for a rank, with parameters on the meta device: without memory. A rank gives memory to
-            those of its own chunks only (`megasnn.sharding.materialise`).
+            those of its own chunks only (`megasnn.sharded_tensors.materialise`).
         time_steps: T.
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.

@@ -14,6 +14,7 @@ from torch import Tensor
 from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
 from megasnn.config.checks import flag
+from megasnn.grid import ContextCut
 from megasnn.kernels import SURROGATES, NeuronSpec
 from megasnn.kernels.backends import BACKENDS
 from megasnn.layers import BuildContext, ParallelNeuron
@@ -22,13 +23,22 @@ from megasnn.models.description import ModelDescription
 
 
 def building_problems(
-    model: ModelConfig, neuron: NeuronSpec, tensor_parallel: int, neuron_backend: str = "auto"
+    model: ModelConfig,
+    neuron: NeuronSpec,
+    tensor_parallel: int,
+    neuron_backend: str = "auto",
+    context_parallel: int = 1,
+    cut: ContextCut = "samples",
 ) -> list[str]:
-    """Why a model cannot be built for the first of so many tensor parallel ranks; flags of neurons that it ignores."""
+    """Why a model cannot be built for the first of so many tensor parallel ranks, or shared by so many context parallel
+    ranks; flags of neurons that it ignores."""
     try:
         described = describe(model, neuron)
     except ValueError as error:
         return [f"{model.name}: {error}"]
+    cannot_share = _problem_of_sharing(described, context_parallel, cut)
+    if cannot_share is not None:
+        return [f"{model.name}: {cannot_share}"]
     problem = _problem_of_cut(described, tensor_parallel)
     if problem is not None:
         flags = _flags_that_cut(model, neuron, tensor_parallel, problem)
@@ -38,8 +48,19 @@ def building_problems(
 
 def _problem_of_cut(described: ModelDescription, tensor_parallel: int) -> str | None:
     """Why layers that one rank can have cannot be built for the first of so many tensor parallel ranks."""
+    return _problem_of(described, BuildContext(tensor=Group("tensor", tuple(range(tensor_parallel)))))
+
+
+def _problem_of_sharing(described: ModelDescription, context_parallel: int, cut: ContextCut) -> str | None:
+    """Why ranks cannot share what these layers take: a layer mixes it, or there is too little."""
+    if context_parallel == 1:
+        return None
+    return _problem_of(described, BuildContext(context=Group("context", tuple(range(context_parallel))), cut=cut))
+
+
+def _problem_of(described: ModelDescription, context: BuildContext) -> str | None:
     try:
-        described.build(BuildContext(tensor=Group("tensor", tuple(range(tensor_parallel)))))
+        described.build(context)
     except ValueError as error:
         return str(error)
     return None

@@ -20,7 +20,7 @@ from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.building import built, dry_run
 from megasnn.models.description import DRY_SAMPLES, LayerDescription, ModelDescription
 from megasnn.models.layer import Layer
-from megasnn.sharding import parameter_count, sharded_tensors
+from megasnn.sharded_tensors import parameter_count, sharded_tensors
 
 _HOLDS = {Content.SPIKES: "bits", Content.COUNTS: "counts", Content.DENSE: "dense"}
 

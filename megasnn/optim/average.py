@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megasnn.checkpoint.description import AVERAGE
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 
 class WeightAverage:

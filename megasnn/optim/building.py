@@ -14,7 +14,7 @@ from megasnn.grid import Axis
 from megasnn.optim.groups import parameter_groups
 from megasnn.optim.norms import ShardedNorms
 from megasnn.optimizers import OPTIMIZERS
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 
 def build_optimizer(

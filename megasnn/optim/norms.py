@@ -12,7 +12,7 @@ from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
 from megasnn.grid import HOLDING_AXES, SUMMED_AXES, Axis, Place
 from megasnn.optim.squares import Squares
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in SUMMED_AXES)
 

@@ -11,7 +11,7 @@ from megasnn.comm.collectives import start_exchange
 from megasnn.comm.group import Group
 from megasnn.grid import SUMMED_AXES
 from megasnn.kernels.layout import flat_in_memory
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 
 class Squares:

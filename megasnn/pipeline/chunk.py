@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.comm.codec import Content
+from megasnn.comm.group import alone
 from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
@@ -32,7 +33,8 @@ from megasnn.models.description import (
 )
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.sharding import ShardedTensor, copied_tensors, materialise, own_rows, sharded_tensors
+from megasnn.sharded_tensors import ShardedTensor, copied_tensors, materialise, sharded_tensors
+from megasnn.sharding import own_rows
 from megasnn.telemetry.ranges import named
 
 
@@ -89,8 +91,7 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        carrying = NeuronLayer, ParallelDropout
-        self._carrying = [each for each in self.layers.modules() if isinstance(each, carrying) and each.carries]
+        self._carrying = carrying_layers(self.layers)
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._context = model.input_shape, context
@@ -173,11 +174,11 @@ class PipelineChunk(nn.Module):
         if entry.ndim != len(shape):
             return False
         allowed = {DRY_SAMPLES, samples}
-        rows = self._context.context.size if self._context.cut == "rows" else 1
+        rows = self._context.context if self._context.cut == "rows" else alone("context")
         for dim, (found, side) in enumerate(zip(entry.shape, shape, strict=True)):
             if dim == 0 and side == 1:
                 continue
-            if dim == 3 and side >= rows and found == len(own_rows(side, rows, self._context.context.rank)):
+            if dim == 3 and side >= rows.size and found == len(own_rows(side, rows.size, rows.rank)):
                 continue
             parts = {1, self._context.tensor.size} if dim == 2 else {1}
             if not any(DRY_SAMPLES * part * found == times * side for part in parts for times in allowed):
@@ -202,7 +203,7 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Of its tensors those that another one owns; see `megasnn.sharding.tie`."""
+        """Of its tensors those that another one owns; see `megasnn.sharded_tensors.tie`."""
         return list(copied_tensors(self.named_layers()))
 
     def __len__(self) -> int:
@@ -213,6 +214,12 @@ class PipelineChunk(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.layers)
+
+
+def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
+    """Those in a module that keep something from one forward to the next."""
+    found = (each for each in module.modules() if isinstance(each, (NeuronLayer, ParallelDropout)))
+    return [each for each in found if each.carries]
 
 
 def _step(model: ModelDescription, number: int) -> _Step:

@@ -20,7 +20,7 @@ from megasnn.telemetry.allocations import AllocationCounter
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Bytes, as in LayerCost."""
+    """What a layer keeps and needs for a micro-batch, in bytes; the fields are those of LayerCost."""
 
     held: int
     working: tuple[int, int, int]
@@ -32,7 +32,7 @@ class LayerMemory:
 
 
 class CountedLayer:
-    """Runs a layer for a few samples.
+    """A layer that runs for a few samples, so that its memory can be counted.
 
     Args:
         inputs: of the layer.
@@ -43,14 +43,22 @@ class CountedLayer:
 
     def __init__(self, layer: MeasuredLayer, inputs: Sequence[Bundle], samples: range, device: torch.device) -> None:
         self._layer, self._inputs, self._samples, self._device = layer, inputs, samples, device
-        y = self._layer.output_of(inputs, samples)
-        self._learning = [_without_values(each) for each in entries_of(y).values() if each.requires_grad]
-        self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
-        self._layer.taken_gradients()
-        self.output = map_entries(_copied, y)
+        layer.forget()
+        # What is left of this goes while something else is counted: torch warns of memory that it did not see taken.
+        with AllocationCounter(device).counting():
+            y = layer.output_of(inputs, samples)
+            self._learning = [_without_values(each) for each in entries_of(y).values() if each.requires_grad]
+            self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
+            self._layer.taken_gradients()
+            self.output = map_entries(_copied, y)
 
     def memory(self, repeats: bool) -> LayerMemory:
-        """Args: repeats: whether that of a forward that is computed again is wanted, too; otherwise it is 0."""
+        """What forward and backward take.
+
+        Args:
+            repeats: whether that of a forward that is computed again is wanted, too; otherwise it is 0.
+        """
+        self._layer.forget()
         held, forward, whole = self._whole_backward()
         inputs, deferred, weights = self._parts_of_backward()
         found, again = self._again() if repeats else (0, 0)
@@ -85,7 +93,7 @@ class CountedLayer:
     def _again(self) -> tuple[int, int]:
         """What a forward keeps for the second one beside its input, and what that needs."""
         findings: Findings = deque()
-        with first_forward(findings):
+        with AllocationCounter(self._device).counting(), first_forward(findings):
             self._layer.output_of(self._inputs, self._samples)
         parts = [part for each in findings for part in (each if isinstance(each, list) else [each])]
         found = sum(part.nbytes for part in parts)

@@ -41,6 +41,8 @@ def backward_of(ys: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> C
 
 
 class _Exit(torch.autograd.Function):
+    """The end of a chunk's graph: a zero, whose backward asks for the gradients of the outputs."""
+
     @staticmethod
     def forward(ctx: Any, take: Callable[[], Sequence[Tensor]], *ys: Tensor) -> Tensor:
         ctx.take = take

@@ -7,8 +7,10 @@ from torch import Tensor
 
 
 class HostMemory:
-    """Of one device. On a GPU the memory is pinned, and a stream of its own moves, so that neither host nor device
-    waits; on a CPU it is another buffer.
+    """Moves tensors of one device to its host's memory and back.
+
+    On a GPU the memory is pinned, and a stream of its own copies, so that neither host nor device waits; on a CPU a
+    tensor is copied to another place of the same memory.
 
     Attributes:
         held: bytes that are there now. peak: the most that were.

@@ -23,10 +23,11 @@ from megasnn.layers.only_graph import only_graph
 from megasnn.layers.weight_gradients import Task, WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription
+from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.costs import LayerCost
 from megasnn.pipeline.edges import Entry
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 
 ROUNDS = 3
 
@@ -91,7 +92,7 @@ class MeasuredLayer:
     ) -> None:
         self.number, self.takes, self._description = number, takes, description
         self._samples, self._weight_gradients = samples, weight_gradients
-        self._layer = layer
+        self._layer, self._carrying = layer, carrying_layers(layer)
         materialise([(description.name, layer)], device, seed=0)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._output: Bundle | None = None
@@ -118,6 +119,11 @@ class MeasuredLayer:
         """Runs the layer."""
         inputs = self._entered(inputs)
         return apply_layer(self._layer, inputs[0], samples, *inputs[1:])
+
+    def forget(self) -> None:
+        """Lets neurons forget the state that the last run left, before one of another number of samples."""
+        for each in self._carrying:
+            each.forget()
 
     def deferred(self) -> AbstractContextManager[list[Task]]:
         """Inside, the second part of a backward is left in the list."""

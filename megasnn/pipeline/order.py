@@ -125,17 +125,29 @@ def decide_order(
     if request.schedule != AUTO or stages == 1 or (request.memory_budget is None and weights_of is None):
         bounds = cut.bounds_of(first.placement)
         return Order(bounds, _executed(first, request, bounds, costs, weights_of), named)
+    orders = _orders(request, stages, first, counts, cut)
+    return replace(_fastest(orders, request, cut, costs, weights_of, weight_ranks), named=named)
 
-    def orders() -> Iterator[tuple[str, float, SchedulePlan]]:
-        best = forecast(first.of_chunks(usual), cut.costs_of(first.placement))
-        yield best.name, best.makespan, first
-        of_counts = ((count, forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, (count,)))
-                     for count in counts)  # fmt: skip
-        others = [(each, count) for count, found in of_counts for each in found if each.name != best.name]
-        for each, count in sorted(others, key=lambda pair: pair[0].makespan):
-            yield each.name, each.makespan, _planned(request, stages, each.name, count, cut)
 
-    return replace(_fastest(orders(), request, cut, costs, weights_of, weight_ranks), named=named)
+def _orders(
+    request: PipelineRequest, stages: int, first: SchedulePlan, counts: Sequence[int], cut: Cut
+) -> Iterator[tuple[str, float, SchedulePlan]]:
+    """The one that was searched for, and the named ones that are another, with their seconds alone, the fastest first.
+
+    Args:
+        counts: the chunks that each rank may have.
+    """
+    usual = request.micro_batches[0]
+    best = forecast(first.of_chunks(usual), cut.costs_of(first.placement))
+    yield best.name, best.makespan, first
+    others = [
+        (each.makespan, each.name, count)
+        for count in counts
+        for each in forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, (count,))
+        if each.name != best.name
+    ]
+    for alone, name, count in sorted(others):
+        yield name, alone, _planned(request, stages, name, count, cut)
 
 
 def _fastest(
@@ -149,12 +161,12 @@ def _fastest(
     """Of orders with their seconds alone, the fastest first, the one that takes least with all that comes to it."""
     best, least, refusals = None, float("inf"), list[ValueError]()
     looked_at: list[Compared] = []
-    end = time.monotonic() + SECONDS
+    end, counts = time.monotonic() + SECONDS, len(set(request.micro_batches))
     for name, alone, plan in orders:
-        if alone >= least:
+        if alone >= least or (best is not None and time.monotonic() > end):
             break
         bounds, whole = cut.bounds_of(plan.placement), None
-        seconds = max(_LEAST_SECONDS, _EACH * (end - time.monotonic()))
+        seconds = max(_LEAST_SECONDS, _EACH * (end - time.monotonic()) / counts)
         try:
             schedules = _executed(plan, request, bounds, costs, weights_of, seconds)
             whole = simulate(

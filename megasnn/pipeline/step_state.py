@@ -24,14 +24,18 @@ Key = tuple[int, int]
 
 @dataclass
 class StepState:
-    """
-    Of what a chunk hands on, tensors that require a gradient are given one: `gradients` are of those, and `learning` is
-    their number.
+    """Inputs, outputs, graphs and gradients of one step, by chunk and micro-batch; each goes when it is used up.
 
     Attributes:
-        anchor: makes a chunk's input part of a graph.
-        backwards: those of what has been forward; None where there is nothing to learn.
-        repeated: the forwards that are computed again. kept: what they do it from.
+        micro_batches: images and labels. anchor: makes a chunk's input part of a graph.
+        repeated: the forwards that are computed again. kept: what these are computed from.
+        inputs: of chunks whose forward is to come. outputs: what is to be sent to the next chunk.
+        learning: how many of the tensors that a chunk hands on require a gradient.
+        backwards: of chunks whose forward is done; None where there is nothing to learn.
+        gradients: of those tensors of a chunk's output, for its backward.
+        awaited: of the inputs that require a gradient, without values, until that is there.
+        weight_gradients: what backwards of input gradients have left.
+        losses: of micro-batches, without graph.
     """
 
     micro_batches: Sequence[MicroBatchInput]
@@ -43,6 +47,7 @@ class StepState:
     outputs: dict[Key, list[Tensor]] = field(default_factory=dict)
     backwards: dict[Key, Callable[[], None] | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
+    awaited: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
     weight_gradients: dict[Key, list[Task]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -68,6 +73,7 @@ class StepState:
         def deliver(gradients: Sequence[Tensor]) -> None:
             self.gradients[chunk - 1, micro_batch] = gradients
 
+        self.awaited[key] = [torch.empty_like(xs[index], device="meta") for index in learning]
         entered = Entry.apply(self.anchor, deliver, *(xs[index].detach() for index in learning))
         for index, x in zip(learning, entered, strict=True):
             xs[index] = remember_bits(x, bits_of(xs[index]))
@@ -85,6 +91,9 @@ class StepState:
             self.gradients.pop(key, None)
         else:
             backward()
+        awaited, before = self.awaited.pop(key, ()), (key[0] - 1, key[1])
+        if awaited and before not in self.gradients:  # nothing with a derivative has led to its inputs
+            self.gradients[before] = [torch.zeros_like(each, device=self.anchor.device) for each in awaited]
 
 
 def handed_on(y: Sequence[Tensor]) -> list[Tensor]:

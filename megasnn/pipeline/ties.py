@@ -24,7 +24,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 
 
 @dataclass

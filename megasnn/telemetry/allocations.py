@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections.abc import Iterator
@@ -33,7 +34,10 @@ class AllocationCounter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, what is taken and given back counts. Not to be nested, nor used within a trace of torch.profiler."""
+        """Inside, what is taken and given back counts. Not to be nested, nor used within a trace of torch.profiler.
+
+        Python frees no circles meanwhile: what is in them may have been taken before, which torch warns of.
+        """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
@@ -42,6 +46,8 @@ class AllocationCounter:
             self.held += torch.cuda.memory_allocated(self._device) - before
             return
         config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        frees_circles = gc.isenabled()
+        gc.disable()
         _enable_profiler_legacy(config)
         _counting.append(self)
         try:
@@ -49,6 +55,8 @@ class AllocationCounter:
         finally:
             _counting.remove(self)
             events = _disable_profiler_legacy()
+            if frees_circles:
+                gc.enable()
         self.peak = self.held
         for event in chain.from_iterable(events):
             if event.kind() == "memory_alloc":

@@ -14,6 +14,7 @@ from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.engine.setup import parameter_names
+from megasnn.engine.without_gradient import notice_of
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
 from megasnn.optim import require_matches
@@ -173,6 +174,8 @@ class TrainingRun:
         if not (self.engine.batches.read_alike(training=True) and self.state.context.rank):  # counted on another rank
             self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
+            if self.engine.steps.without_gradient:
+                self.reporter.line(notice_of(self.engine.steps.without_gradient))
             self._require_state_as_needed()
             self.saves.prepare()
             self._prepared = True

@@ -18,7 +18,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.shared_weights import gathered_and_buffers
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
 from megasnn.telemetry.reporter import Reporter
 

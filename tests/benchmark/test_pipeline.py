@@ -45,10 +45,10 @@ def test_what_cannot_be_run_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    small = "--models spikformer_ti --micro-batches 2 --micro-batch-size 1 --rounds 1 --schedules 1f1b zbv".split()
+    small = "--models spikformer_ti --micro-batches 2 --micro-batch-size 1 --rounds 1 --schedules zbv".split()
     assert main(["--pipeline", *small, "--output", str(tmp_path / "log.jsonl")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["row"].removeprefix("pipeline ") for line in lines] == ["one batch", "one rank", "1f1b", "zbv"]
+    assert [line["row"].removeprefix("pipeline ") for line in lines] == ["one batch", "one rank", "zbv"]
     for line in lines[2:]:
         assert 0 < line["forward_bytes_ratio"] <= 1 / 3.9
         assert line["ratio_to_simulated"]["median"] > 0.2 and len(line["simulated_peak_mb"]) == 2

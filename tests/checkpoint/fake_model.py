@@ -15,16 +15,8 @@ from torch import Tensor, nn
 from megasnn.checkpoint.optimizer_state import describe
 from megasnn.grid import Grid, Place
 from megasnn.random import keyed_generator
-from megasnn.sharding import (
-    Cut,
-    Initialiser,
-    Shard,
-    ShardedTensor,
-    declare_buffer,
-    declare_parameter,
-    materialise,
-    sharded_tensors,
-)
+from megasnn.sharded_tensors import ShardedTensor, declare_buffer, declare_parameter, materialise, sharded_tensors
+from megasnn.sharding import Cut, Initialiser, Shard
 
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}
 CPU = torch.device("cpu")

@@ -31,7 +31,8 @@ from megasnn.checkpoint.description import FileFacts
 from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.torch_frame import values_at
 from megasnn.grid import Coordinates, Grid, Place
-from megasnn.sharding import Cut, Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Cut, Shard
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
 

@@ -9,7 +9,7 @@ from megasnn.checkpoint import load_checkpoint, save_checkpoint
 from megasnn.checkpoint.description import TensorFacts
 from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.grid import Place
-from megasnn.sharding import sharded_tensors
+from megasnn.sharded_tensors import sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, Stem
 
 OPTIMIZERS = {

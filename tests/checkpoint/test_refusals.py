@@ -17,7 +17,8 @@ from megasnn.checkpoint import CheckpointError, NoCheckpointError, load_checkpoi
 from megasnn.checkpoint.description import TensorFacts, to_text
 from megasnn.checkpoint.folder import LATEST
 from megasnn.grid import Grid, Place
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Shard
 from tests.checkpoint.fake_model import CONFIG, STATES, Layout, Rank
 
 

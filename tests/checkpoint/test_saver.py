@@ -34,7 +34,7 @@ from megasnn.checkpoint.aside import Aside
 from megasnn.checkpoint.folder import LATEST, reading
 from megasnn.checkpoint.snapshot import _copy as copy
 from megasnn.checkpoint.writer_process import WriterProcess
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
 
 

@@ -18,7 +18,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.table import MODELS as TABLE
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.random import keyed_generator
-from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.sharded_tensors import ShardedTensor, materialise, sharded_tensors
 
 CPU = torch.device("cpu")
 MODELS: dict[str, Spikformer | VggDvs] = {

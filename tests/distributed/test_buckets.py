@@ -18,7 +18,8 @@ from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
 from megasnn.data_parallel import BucketedDataParallel, owned_rows
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Shard
 from tests.distributed.whole import everybody, random
 
 SHAPES = {"a": (5,), "b": (3, 4), "c": (7, 2), "d": (2, 2, 2), "e": ()}

@@ -10,7 +10,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelIF, ParallelLIF
 from megasnn.layers.unit import ConvNormNeuron
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 
 
 def sequence(channels: int = 8) -> torch.Tensor:

@@ -25,7 +25,7 @@ from megasnn.optim import (
 )
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.sharding import ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
 from tests.distributed.whole import assemble, build, context, nothing, parts, random
 
 NAMES = ("stem", "block", "head")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megasnn.comm.group import Group, Handle, alone
 from megasnn.layers import BuildContext
-from megasnn.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.sharded_tensors import ShardedTensor, materialise, sharded_tensors
 
 
 def everybody(name: str = "tensor") -> Group:

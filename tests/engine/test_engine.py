@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import megasnn
-from megasnn import Engine
+from megasnn import ConvNormNeuron, Engine, MeanLinear, Model, layer
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import ConfigError, DataConfig
 from megasnn.data import BatchLoader, open_datasets
+from megasnn.models.layer import Layer
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import model_parallel_is_initialized
 from megasnn.preprocess.sample import shards_of_sample
@@ -231,6 +232,34 @@ def test_batches_that_cannot_work_are_refused() -> None:
         engine.predict(x)
     with pytest.raises(ValueError, match="give an instance of a subclass of megasnn.Model"):
         Engine(Spikformer)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledUnit(Model):
+    """The first norm has its pooling and neurons behind it, which hide a nan."""
+
+    image_size: int = 8
+    in_channels: int = 1
+    time_steps: int = 2
+
+    def layers(self) -> Iterator[Layer]:
+        yield layer("first", ConvNormNeuron(1, 4, kernel_size=3, max_pool=True))
+        yield layer("head", MeanLinear(4, self.num_classes))
+
+
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+def test_a_nan_in_an_image_is_told(backend: str) -> None:
+    x, y = images(), torch.arange(10)
+    x[3, 0, 2, 5] = torch.nan
+    with Engine(PooledUnit(), **{**SIZES, "train_iters": 1}, neuron_backend=backend) as engine:
+        before = engine.state_dict()
+        result = engine.train_step(x, y)
+        assert result.not_finite and "not finite in forward, first in first.conv" in result.not_finite
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        for call in (lambda: engine.evaluate(x, y), lambda: engine.predict(x)):
+            with pytest.raises(ValueError, match=r"images hold 1 value\(s\) that are nan or infinite"):
+                call()
+        assert engine.evaluate(images(), y).samples == 10
 
 
 def test_images_and_labels_go_to_a_gpu_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def test_broken_images_are_skipped_and_counted_on_any_layout(tmp_path, broken, l
     assert [event.value for event in board.Scalars("8_data/skipped_validation_samples")] == [1]
 
 
+@pytest.mark.matrix
 def test_a_missing_shard_under_torchrun(tmp_path) -> None:
     flags = [*TINY, *PP2, "--data-path", str(tmp_path / "absent.tar")]
     ended = Torchrun(tmp_path, 2, "pretrain_spikformer.py", *flags).end(30)

@@ -26,7 +26,7 @@ from tests.training.runs import TINY, same, saved, train
 MOMENTS = int(os.environ.get("MEGASNN_KILLS", "4"))
 MORE = 12  # `pytest -m matrix`
 SEED = os.environ.get("MEGASNN_KILLS_SEED", "0")
-LAST = 8
+LAST = 6
 RUN = ("--eval-iters", "0", "--train-iters", str(LAST), "--save-interval", "1", "--log-interval", "1")
 
 

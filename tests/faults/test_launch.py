@@ -26,7 +26,7 @@ def under_torchrun(folder: Path) -> Torchrun:
     return Torchrun(folder, 2, "tests/faults/driver.py", "stall_in_step", "1", *TINY, *PP2)
 
 
-@pytest.mark.parametrize("start", [without_launcher, under_torchrun])
+@pytest.mark.parametrize("start", [without_launcher, pytest.param(under_torchrun, marks=pytest.mark.matrix)])
 def test_ranks_that_stall_are_killed(tmp_path, start) -> None:
     run = start(tmp_path)
     stalled = wait_for_pid(run.pid_file, lambda: True, run.output)

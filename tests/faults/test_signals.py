@@ -62,7 +62,7 @@ def test_the_run_is_saved_and_ends_well(tmp_path, number, rank, flags) -> None:
     assert resumed.status == [0] and f"continuing at iteration {reached}," in resumed.output[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
 def test_a_second_signal_ends_at_once(tmp_path, number) -> None:
     """In a step that does not end; a repetition within a second is the launcher's, and still the first one."""
     ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 1))

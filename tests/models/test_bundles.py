@@ -35,7 +35,7 @@ from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, plan_schedule
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 from tests.models.networks import CLASSES, Bundles, First, Random, Sum, UNet, Up, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble

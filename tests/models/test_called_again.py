@@ -18,7 +18,7 @@ from megasnn.layers.own_values import without_memory
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 from tests.models.steps import one_step
 from tests.parity.ranks import Layout
 from tools.benchmark.ranks import RankError

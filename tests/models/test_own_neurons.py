@@ -16,7 +16,7 @@ from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.pipeline.chunk import build_chunk
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 from tests.models.steps import LAYOUTS, assert_equal, one_step
 from tests.parity.ranks import Layout
 from tests.parity.test_layouts import name_of

@@ -29,7 +29,7 @@ from megasnn.models.building import describe
 from megasnn.models.layer import Computed, Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 from tests.models.networks import CLASSES, between
 from tests.models.steps import assert_equal, one_step
 from tests.parity.ranks import Layout

@@ -103,6 +103,18 @@ def test_a_size_that_no_flag_gives_names_the_layer() -> None:
     assert problem == "hidden: the layer behind a: out_channels 10 does not divide by --tensor-model-parallel-size 4"
 
 
+def test_what_ranks_cannot_share_is_refused_before_anything_is_built() -> None:
+    """By name, and with the sizes that would do."""
+    model = replace(SewResNet(), image_size=64)
+    (problem,) = building_problems(model, NeuronSpec(), 1, context_parallel=4, cut="rows")
+    assert problem == (
+        "sew_resnet: layer4.0, given [4, 2, 256, 4, 4]: in first.conv: there are 2 row(s) for 4 ranks: with "
+        "--context-parallel-cut rows, --context-parallel-size may be 2 at most here"
+    )
+    assert building_problems(model, NeuronSpec(), 1, context_parallel=2, cut="rows") == []
+    assert building_problems(model, NeuronSpec(), 1, context_parallel=4) == []
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deep(Model):
     depth: int = 10**12

@@ -26,7 +26,11 @@ from tests.parity.ranks import Layout
 from tests.parity.test_layouts import name_of
 
 WHOLE = replace(networks.CASES["rest"], counts=False)  # its votes do not divide by 8 ranks, which all have them
-LARGE = [(networks.CASES[name], Layout(1, 4, 2, "zbv")) for name in ("vgg", "residual")] + [(WHOLE, Layout(tensor=8))]
+LARGE = [
+    (networks.CASES["vgg"], Layout(1, 4, 2, "zbv")),
+    (WHOLE, Layout(tensor=8)),
+    pytest.param(networks.CASES["residual"], Layout(1, 4, 2, "zbv"), marks=pytest.mark.matrix),
+]
 """With more tensor parallel ranks than in tests/parity/test_networks.py."""
 
 

@@ -24,7 +24,7 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, guess_model
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pretraining import pretrain
-from megasnn.sharding import materialise, sharded_tensors
+from megasnn.sharded_tensors import materialise, sharded_tensors
 from tests.convert.saved import CPU
 
 

@@ -142,7 +142,11 @@ NETWORKS: dict[str, Model] = {
     "bundles": Bundles(),
     "tied": Tied(),
 }
-IN_SUITE = {"qkformer": Layout(1, 1, 2, "zbv", context=2), "tied": Layout(1, 1, 2, context=2)}
+IN_SUITE = {
+    "bundles": Layout(context=2),
+    "qkformer": Layout(1, 1, 2, "zbv", context=2),
+    "tied": Layout(1, 1, 2, context=2),
+}
 
 
 def _networks() -> Iterator[Any]:

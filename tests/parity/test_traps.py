@@ -160,7 +160,7 @@ def test_momentum_none_averages_over_steps(momentum: float | None) -> None:
     """Trap 8: momentum None silently lost."""
     from megasnn.comm.group import alone
     from megasnn.data_parallel import merge_running_statistics
-    from megasnn.sharding import materialise
+    from megasnn.sharded_tensors import materialise
 
     norm = ParallelBatchNorm(4, BuildContext(dtype=torch.float64), momentum=momentum)
     materialise([("norm", norm)], torch.device("cpu"), 0)

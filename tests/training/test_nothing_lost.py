@@ -17,7 +17,7 @@ from megasnn.engine.batches import Batches
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import MicroBatchInput
-from megasnn.sharding import materialise
+from megasnn.sharded_tensors import materialise
 from megasnn.training import saving
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine

@@ -14,7 +14,8 @@ from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optim import build_optimizer, is_frozen, require_matches
-from megasnn.sharding import Shard, ShardedTensor
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Shard
 from tests.training.runs import train, whole
 
 FROZEN = "patch_embed.stages.*,blocks.0.attention,*.fc2.norm.weight"

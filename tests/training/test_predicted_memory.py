@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import cycle, product
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,7 @@ def predicted_and_counted(
     micro_batches: int = 3,
     micro_batch: int = MICRO_BATCH,
     precision: str = "fp32",
+    bptt_steps: int | None = None,
 ) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps. What is moved to the host's memory does not count."""
     layout = ParallelConfig(**parallel)
@@ -58,7 +60,11 @@ def predicted_and_counted(
     try:
         samples = micro_batch * micro_batches * state.data.size
         training = TrainingConfig(
-            micro_batch_size=micro_batch, global_batch_size=samples, train_iters=9, precision=precision
+            micro_batch_size=micro_batch,
+            global_batch_size=samples,
+            train_iters=9,
+            precision=precision,
+            bptt_steps=bptt_steps,
         )
         config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
         with Engine(config, length=Length(9)) as engine:
@@ -79,9 +85,10 @@ def _counted(engine: Engine, samples: int) -> int:
     """The least of some steps, since what threads of the transport give back is not seen, behind one that has paid for
     what is taken once."""
     model = engine.distributed.model
-    images = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
+    shape = engine.config.model.input_shape  # of all windows
+    images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
-    micro_batches = engine.batches.inputs(engine.batches.share(images, labels, samples, 0))
+    micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, samples, 0))
     engine.distributed.forward_backward(micro_batches, samples)
     gc.collect()
     peaks = []
@@ -94,12 +101,24 @@ def _counted(engine: Engine, samples: int) -> int:
     return min(peaks)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+def cases() -> list[object]:
+    """The suite takes each layout with one of the models, in turn, and both of them on one rank."""
+    usual = {*zip(cycle(MODELS), LAYOUTS, strict=False), *product(MODELS, ("never", "always"))}
+    return [pytest.param(*case, marks=() if case in usual else pytest.mark.matrix) for case in product(MODELS, LAYOUTS)]
+
+
+@pytest.mark.parametrize(("name", "layout"), cases())
 def test_within_five_percent(ranks, name: str, layout: str) -> None:
     size, parallel = LAYOUTS[layout]
     found = ranks(size, predicted_and_counted, MODELS[name], parallel)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("spikformer", 2), ("vgg", 1)])
+def test_windows_of_time_steps(ranks, name: str, steps: int) -> None:
+    """Neurons go on from one to the next."""
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 3, MICRO_BATCH, "fp32", steps)
+    assert predicted == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"use_distributed_optimizer": True}])
@@ -136,6 +155,15 @@ def test_what_is_moved_to_the_hosts_memory_is_predicted(ranks) -> None:
     flags = {"recompute": "always", "offload_activations": True, "pipeline_schedule": "1f1b"}
     for predicted, moved in ranks(2, _moved, {**flags, "pipeline_model_parallel_size": 2}):
         assert predicted == moved > 0
+
+
+def test_what_is_moved_is_gone_from_the_device(ranks) -> None:
+    flags: dict[str, Any] = {"recompute": "always", "pipeline_schedule": "gpipe"}
+    ((kept, counted),) = ranks(1, predicted_and_counted, MODELS["spikformer"], flags, 12)
+    moved = {**flags, "offload_activations": True}
+    ((less, counted_less),) = ranks(1, predicted_and_counted, MODELS["spikformer"], moved, 12)
+    assert less == pytest.approx(counted_less, rel=0.05) and less < 0.9 * kept
+    assert counted - counted_less == pytest.approx(kept - less, rel=0.1)
 
 
 @pytest.mark.parametrize("name", MODELS)

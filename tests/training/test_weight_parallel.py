@@ -403,6 +403,10 @@ def test_no_more_is_told_than_a_stage_has(ranks, cache) -> None:
         ("--weight-parallel-size 2 --cuda-graphs on", "with --weight-parallel-size above 1 weights do not stay"),
         ("--weight-gradients scattered", "--weight-gradients scattered needs weights that are kept by rows"),
         ("--weight-memory-limit 3", "--weight-memory-limit 3 needs weights that are gathered"),
+        (
+            "--weight-parallel-size 2 --weight-gradients scattered --pipeline-model-parallel-size 2 --deterministic",
+            "--weight-gradients scattered and --pipeline-schedule auto: which gradients are sent together depends on",
+        ),
         ("--weight-parallel-size 2 --weight-memory-limit 0", "--weight-memory-limit must be greater than 0, got 0"),
         ("--weight-parallel-size 2 --weight-memory-limit inf", "must be greater than 0 and finite, got inf"),
     ],

@@ -21,7 +21,7 @@ from megasnn.layers.initialisers import zeros
 from megasnn.layers.weight_gradients import Leave
 from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.pipeline.costs import LayerCost
-from megasnn.sharding import declare_parameter
+from megasnn.sharded_tensors import declare_parameter
 
 CLASSES = 2
 FLOAT = 4  # bytes

@@ -1,0 +1,135 @@
+"""Which layers ranks may compute that share micro-batches: they say what they mix, and others are refused by name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.comm.group import Group
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelGroupNorm, ParallelLayerNorm, SpikingNeuron
+from megasnn.layers.own_neuron import State
+from megasnn.models.building import describe
+from megasnn.models.layer import layer
+from megasnn.models.model import Model
+from tests.models.networks import between
+from tests.models.steps import assert_equal, one_step
+from tests.parity.ranks import Layout, RankStep
+
+
+class Scaled(nn.Module):
+    """Says that it takes each row by itself."""
+
+    mixes_rows = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(4, 1, 1))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class Silent(Scaled):
+    """Says nothing."""
+
+    mixes_rows = None
+
+
+class WithUnit(nn.Module):
+    """Has a layer of ours in it, and says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit(x).flip(3)
+
+
+class Mixing(nn.Module):
+    """Takes the mean over the samples away."""
+
+    mixes_samples, mixes_rows = True, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Own(SpikingNeuron):
+    """Neurons of one's own."""
+
+    def start(self, x: Tensor) -> State:
+        return {"v": torch.zeros_like(x)}
+
+    def charge(self, x: Tensor, state: State) -> Tensor:
+        return state["v"] + x
+
+    def fire(self, h: Tensor, state: State) -> Tensor:
+        return self.spike(h - 0.3)
+
+    def reset(self, h: Tensor, spikes: Tensor, state: State) -> State:
+        return {"v": h * (1 - spikes.detach())}
+
+
+def model_of(*makers: Callable[[], nn.Module]) -> Model:
+    return between(lambda: [layer(f"middle.{n}", make()) for n, make in enumerate(makers)], image_size=6)
+
+
+def built(model: Model, cut: str) -> None:
+    """On a rank that shares micro-batches with another."""
+    describe(model).build(BuildContext(context=Group("context", (0, 1), 0), cut=cut))  # type: ignore[arg-type]
+
+
+SAYS_ROWS = r"cannot be computed with --context-parallel-size 2 by rows; use --context-parallel-cut samples"
+REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
+    "silent": ("rows", Silent, rf"middle.0: Silent mixes rows of images, or does not say .*{SAYS_ROWS}"),
+    "within": (
+        "rows",
+        lambda: nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 1, 1)),
+        rf"1 \(AvgPool2d\) mixes .*{SAYS_ROWS}",
+    ),
+    "around ours": ("rows", WithUnit, rf"WithUnit mixes .*{SAYS_ROWS}"),
+    "group norm": ("rows", lambda: ParallelGroupNorm(2, 4), rf"ParallelGroupNorm mixes .*{SAYS_ROWS}"),
+    "layer norm": ("rows", lambda: ParallelLayerNorm((4, 6, 6)), rf"ParallelLayerNorm mixes .*{SAYS_ROWS}"),
+    "samples": ("samples", Mixing, r"Mixing mixes samples .*cannot be computed with --context-parallel-size 2 by samp"),
+    "rows that are too few": (
+        "rows",
+        lambda: ConvNormNeuron(4, 4, 6, padding=0),
+        r"1 row\(s\) for 2 ranks: .*--context-parallel-size may be 1 at most",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shared_is_refused_by_name(name: str) -> None:
+    cut, make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        built(model_of(make), cut)
+    if "few" not in name:
+        built(model_of(make), "samples" if cut == "rows" else "rows")
+
+
+def test_functions_and_sums() -> None:
+    """Element by element they are fine; of others nobody knows."""
+    taken = partial(layer, takes=("stem", "stem"))
+    built(between(lambda: [taken("sum", operator.add)], image_size=6), "rows")
+    with pytest.raises(ValueError, match=rf"sum: Computed mixes rows .*{SAYS_ROWS}"):
+        built(between(lambda: [taken("sum", lambda x, y: x + y.flip(3))], image_size=6), "rows")
+
+
+def step_of_modules_that_say_it(layout: Layout) -> RankStep:
+    """Among them torch's own that take each element by itself, with a parameter, and neurons of one's own."""
+    return one_step(model_of(Scaled, nn.Tanh, lambda: nn.Sequential(nn.Identity(), Scaled()), lambda: Own(4)), layout)
+
+
+def test_modules_that_say_it_are_computed_on_rows(ranks) -> None:
+    cut = ranks(2, step_of_modules_that_say_it, Layout(context=2, cut="rows"))
+    assert_equal(cut, ranks(1, step_of_modules_that_say_it, Layout()))
