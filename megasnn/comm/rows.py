@@ -168,14 +168,21 @@ class _MoveRows(torch.autograd.Function):
             group,
             "backward",
         )
-        shape = (*images.shape[:2], len(move.owned[group.rank]), *images.shape[3:])
-        total = images.new_zeros(shape)
-        for run in of_others[group.rank]:
-            _rows(total, run.first, run.length).add_(_rows(images, run.place, run.length))
+        total = _own(images, of_others[group.rank], len(move.owned[group.rank]))
         parts = exchange.wait()
         for rank in _others(group):
             _add_squares(total, parts[rank], of_others[rank], pool)
         return total.movedim(-1, 2), None, None, None, None
+
+
+def _own(images: Tensor, runs: Sequence[Run], length: int) -> Tensor:
+    """What a rank's own rows, so many, get from the gradient of what it was given: a copy."""
+    if [(run.first, run.length) for run in runs] == [(0, length)]:  # nearly always
+        return _rows(images, runs[0].place, length).clone(memory_format=torch.contiguous_format)
+    total = images.new_zeros((*images.shape[:2], length, *images.shape[3:]))
+    for run in runs:
+        _rows(total, run.first, run.length).add_(_rows(images, run.place, run.length))
+    return total
 
 
 def _others(group: Group) -> list[int]:
