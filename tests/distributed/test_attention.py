@@ -19,7 +19,7 @@ def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tup
     """The result for random spikes, or for values that are all the same, and its gradient."""
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
     rows = (rows if every is None else torch.full_like(rows, every)).requires_grad_()
-    out = _Attend.apply(rows, None, FRAMES, HEADS)
+    out = _Attend.apply(rows, None, FRAMES, HEADS, None)
     (gradient,) = torch.autograd.grad(out, rows, random(*out.shape, seed=1, dtype=dtype))
     return out.detach(), gradient
 
@@ -62,5 +62,5 @@ def test_only_a_gpu_takes_bfloat16_for_that() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_on_a_gpu(dtype: torch.dtype, tokens: int) -> None:
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
-    expected = _Attend.apply(rows, None, FRAMES, HEADS)
-    assert torch.equal(_Attend.apply(rows.cuda(), None, FRAMES, HEADS).cpu(), expected)
+    expected = _Attend.apply(rows, None, FRAMES, HEADS, None)
+    assert torch.equal(_Attend.apply(rows.cuda(), None, FRAMES, HEADS, None).cpu(), expected)
