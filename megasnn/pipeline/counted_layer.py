@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasnn.again import Findings, first_forward, second_forward
+from megasnn.comm.statistics import statistics
 from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.models.description import INPUT
@@ -20,7 +22,8 @@ from megasnn.telemetry.allocations import AllocationCounter
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What a layer keeps and needs for a micro-batch, in bytes; the fields are those of LayerCost."""
+    """What a layer keeps and needs for a micro-batch, in bytes, and what ranks that share it exchange; the fields are
+    those of LayerCost."""
 
     held: int
     working: tuple[int, int, int]
@@ -29,6 +32,8 @@ class LayerMemory:
     output: int
     found: int
     working_again: int
+    collectives: int
+    exchanged: int
 
 
 class CountedLayer:
@@ -45,12 +50,15 @@ class CountedLayer:
         self._layer, self._inputs, self._samples, self._device = layer, inputs, samples, device
         layer.forget()
         # What is left of this goes while something else is counted: torch warns of memory that it did not see taken.
-        with AllocationCounter(device).counting():
+        before = statistics.total()
+        with AllocationCounter(device).counting(), statistics.counting():
             y = layer.output_of(inputs, samples)
             self._learning = [_without_values(each) for each in entries_of(y).values() if each.requires_grad]
             self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
             self._layer.taken_gradients()
             self.output = map_entries(_copied, y)
+        after = statistics.total()
+        self._traffic = after.calls - before.calls, after.bytes - before.bytes
 
     def memory(self, repeats: bool) -> LayerMemory:
         """What forward and backward take.
@@ -63,7 +71,7 @@ class CountedLayer:
         inputs, deferred, weights = self._parts_of_backward()
         found, again = self._again() if repeats else (0, 0)
         output = sum(each.nbytes for each in entries_of(self.output).values())
-        return LayerMemory(held, (forward, inputs, weights), whole, deferred, output, found, again)
+        return LayerMemory(held, (forward, inputs, weights), whole, deferred, output, found, again, *self._traffic)
 
     def _whole_backward(self) -> tuple[int, int, int]:
         """What forward keeps and needs, and what the whole backward needs."""
@@ -95,8 +103,7 @@ class CountedLayer:
         findings: Findings = deque()
         with AllocationCounter(self._device).counting(), first_forward(findings):
             self._layer.output_of(self._inputs, self._samples)
-        parts = [part for each in findings for part in (each if isinstance(each, list) else [each])]
-        found = sum(part.nbytes for part in parts)
+        found = sum(part.nbytes for part in _tensors_in(list(findings)))
         with self._layer.only_graph(), second_forward(findings):
             return found, self._forward()[1]
 
@@ -129,6 +136,15 @@ class CountedLayer:
 
     def _ones(self) -> list[Tensor]:
         return [torch.ones_like(each, device=self._device) for each in self._learning]
+
+
+def _tensors_in(found: Any) -> Iterator[Tensor]:
+    """Those in what a forward has found: in lists and tuples, beside numbers."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, (list, tuple)):
+        for each in found:
+            yield from _tensors_in(each)
 
 
 def _nothing() -> None:
