@@ -21,7 +21,6 @@ from megasnn.config.checks import ConfigError, above, at_least, flag
 from megasnn.config.cli import command_line
 from megasnn.config.names import name_in
 from megasnn.files.durable import write_whole
-from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import Analysis, read, write
 from megasnn.planner.apply import apply
@@ -37,7 +36,7 @@ UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1.0}
 
 @dataclass(frozen=True)
 class Options:
-    """Choose a layout for a model on given machines; all flags of a run (python -m megasnn MODEL --help) are taken too."""
+    """Choose a layout for a model on given machines; flags of a run (python -m megasnn MODEL --help) are taken too."""
 
     gpus: int = 1
     """Devices that there are: GPUs, or with --measure on a CPU processes."""

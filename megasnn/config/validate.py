@@ -49,9 +49,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
         raise ConfigError(problems)
 
 
-def layout_problems(
-    config: PretrainConfig, world_size: int, units: Callable[[], Sequence[str]] | None
-) -> list[str]:
+def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[], Sequence[str]] | None) -> list[str]:
     """What cannot be on so many ranks, of a configuration that one rank can have.
 
     Args:

@@ -19,7 +19,7 @@ from megasnn.engine.batch_problems import NO_PAIR, image_problem, label_problem,
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count
 from megasnn.pinned import without_waiting
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.sharding import own_rows
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
+from megasnn.bundle import Bundle, logits_of
 from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
-from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.device_checks import DeviceChecks
+from megasnn.engine.parts import executed_parts, gathered_weights, planned
 from megasnn.engine.verdict import Verdict
+from megasnn.engine.windows import Windows
 from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.holding import calls_of
@@ -31,10 +31,12 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
-from megasnn.pipeline.executor import MicroBatchInput, OutputConsumer, PipelineExecutor
+from megasnn.pipeline.executor import PipelineExecutor
+from megasnn.pipeline.interfaces import OutputConsumer
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.ties import Ties
-from megasnn.schedule import SchedulePlan, plan_schedule
+from megasnn.schedule import SchedulePlan
 from megasnn.sharded_tensors import ShardedTensor, parameter_count
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
@@ -95,11 +97,11 @@ class DistributedModel:
         rows_have_owners: bool = False,
         graphs: GraphOptions | None = None,
     ) -> None:
-        self._windows, self._earlier_windows = windows, list[Bundle]()
+        self._windows = Windows(windows)
         self.model, self.state, self.context, self.loss = model, state, context, loss
-        self.plan = _planned(schedule, state.pipeline.size, len(bounds))
+        self.plan = planned(schedule, state.pipeline.size, len(bounds))
         placement, units = self.plan.placement, self.plan.unit_bounds(bounds)
-        self._weights = _weights(self.plan, state, context)
+        self._weights = gathered_weights(self.plan, state, context)
         build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
         if self._weights is not None:
             build = partial(build, parts=units, keep=self._weights.keep)
@@ -116,19 +118,9 @@ class DistributedModel:
                     tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
-        # A chunk's gradients are complete when those of its first unit are.
-        first = [0, *accumulate(self.plan.units_of_chunks)]
-        executed = self.chunks
-        if self.plan.units is not None:
-            executed = {
-                unit: chunk.part(units, unit)
-                for index, chunk in self.chunks.items()
-                for unit in range(first[index], first[index + 1])
-            }
-        scattered = self.plan.weights is not None and bool(self.plan.weights.scattered)
-        parts = executed if scattered else {first[index]: chunk for index, chunk in self.chunks.items()}
+        executed, reduced = executed_parts(self.plan, self.chunks, units)
         self.data_parallel = BucketedDataParallel(
-            [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in parts.items()],
+            [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.copies,
             state.tensor,
             additions={
@@ -138,7 +130,7 @@ class DistributedModel:
             },
             rows_have_owners=rows_have_owners,
             weights=self._weights,
-            scattered=scattered,
+            scattered=self.plan.weights is not None and bool(self.plan.weights.scattered),
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
@@ -191,28 +183,17 @@ class DistributedModel:
         return len(self.plan.placement) - 1 in self.chunks
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
-        loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
+        loss = self.loss(output, labels) / (self._global_batch_size * self._windows.count)
         return loss if self.context.counts_logits else 0 * loss
 
     def _count_correct(self, output: Bundle, labels: Tensor) -> None:
-        whole = self._of_all_windows(output)
+        whole = self._windows.joined(output)
         if whole is not None:
             self._correct_here += count_correct(logits_of(whole), labels)
 
-    def _of_all_windows(self, output: Bundle) -> Bundle | None:
-        """The model's output for all time steps, with the last window of the samples; None before."""
-        if self._windows == 1:
-            return output
-        self._earlier_windows.append(output)
-        if len(self._earlier_windows) < self._windows:
-            return None
-        windows, self._earlier_windows = [entries_of(each) for each in self._earlier_windows], []
-        whole: Bundle = bundle_of({key: torch.cat([each[key] for each in windows]) for key in windows[0]})
-        return whole
-
     def _forget_windows(self) -> None:
         """Between steps: what windows left for the next ones goes."""
-        self._earlier_windows = []
+        self._windows.forget()
         for chunk in self.chunks.values():
             chunk.forget()
 
@@ -322,7 +303,7 @@ class DistributedModel:
         """Returns how much the checks of all ranks have found, `[1]`."""
 
         def consume_whole(output: Bundle, labels: Tensor) -> None:
-            whole = self._of_all_windows(output)
+            whole = self._windows.joined(output)
             if whole is not None:
                 consume(whole, labels)
 
@@ -367,30 +348,3 @@ class DistributedModel:
             chunk.train(training)
         for norm in self.norms:
             norm.recording = training
-
-
-def _weights(plan: SchedulePlan, state: ParallelState, context: BuildContext) -> GatheredWeights | None:
-    """What gathers weights that replicas keep by rows; None where they keep all.
-
-    Raises:
-        ValueError: the schedule gathers nothing, or the context does not know of it.
-    """
-    if state.weight.size == 1:
-        return None
-    if plan.weights is None or context.weight.size != state.weight.size:
-        raise ValueError(
-            f"weights are shared by {state.weight.size} ranks: give a schedule that gathers them "
-            "(SchedulePlan.sharing), and BuildContext(weight=...)"
-        )
-    return GatheredWeights(state.weight, state.scatter, context.cast_weights)
-
-
-def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:
-    """Raises ValueError for a number of chunks that the schedule does not have."""
-    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, stages, chunks // stages)
-    if len(plan.placement) != chunks or plan.stages != stages:
-        raise ValueError(
-            f"--pipeline-schedule {plan.name} has {len(plan.placement)} chunks on {plan.stages} pipeline rank(s), "
-            f"the model is cut into {chunks} for {stages}"
-        )
-    return plan

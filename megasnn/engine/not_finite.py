@@ -10,7 +10,7 @@ from torch import nn
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.non_finite import NonFinite, NonFiniteWatch, earliest, first_non_finite
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.step_state import MicroBatchInput
 
 
 def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:

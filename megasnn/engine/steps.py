@@ -20,7 +20,7 @@ from megasnn.engine.setup import window_count
 from megasnn.engine.without_gradient import names_without_gradient
 from megasnn.grid import HOLDING_AXES
 from megasnn.optim import WeightAverage, build_optimizer, learning_rate
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.telemetry.logline import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
 

@@ -217,7 +217,7 @@ def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerC
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
-    """The bytes of a layer for so many samples, from those counted for the first sizes: each more needs as much more."""
+    """The bytes of a layer for so many samples, from those counted for the first: each more needs as much more."""
     first, second = counted[0], counted[-1]
 
     def grown(few: int, more: int) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megasnn.again import Findings, first_forward, second_forward
-from megasnn.comm.statistics import statistics
 from megasnn.bundle import Bundle, entries_of, map_entries
+from megasnn.comm.statistics import statistics
 from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.models.description import INPUT
 from megasnn.pipeline.edges import backward_of

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasnn.again import first_forward, second_forward
-from megasnn.bundle import Bundle, map_entries
+from megasnn.bundle import map_entries
 from megasnn.device_checks import at
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.host_memory import HostMemory
+from megasnn.pipeline.interfaces import ActionObserver, GradientSync, LossFunction, OutputConsumer, WeightStore
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.step_state import StepState, handed_on
+from megasnn.pipeline.step_state import MicroBatchInput, StepState, handed_on
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS
 from megasnn.telemetry.ranges import is_traced, named
-from megasnn.telemetry.timers import DeviceClock, Mark
+from megasnn.telemetry.timers import DeviceClock
 
 
 class PipelineError(RuntimeError):
@@ -37,66 +37,6 @@ class PipelineError(RuntimeError):
     def __init__(self, place: str, cause: Exception) -> None:
         super().__init__(f"{place}: {type(cause).__name__}: {cause}")
         self.place = place
-
-
-@dataclass(frozen=True)
-class MicroBatchInput:
-    """What the executor needs of a micro-batch; images only where the first chunk is, labels where the last one is.
-
-    Attributes:
-        images: what the model's first layer takes, `[n, C, H, W]`, `[T, n, C, H, W]` or `[n, T, C, H, W]`.
-        labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
-        size: n, known on every stage.
-        samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
-        goes_on: whether this is a later window of the samples of the micro-batch before: neurons go on from the state
-            that it left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
-        is_padding: whether it only keeps this replica in step with others, in evaluation; nobody is told of its output.
-    """
-
-    images: Tensor | None
-    labels: Tensor | None
-    size: int
-    samples: range | None = None
-    goes_on: bool = False
-    is_padding: bool = False
-
-
-class GradientSync(Protocol):
-    """What the executor asks of data parallelism."""
-
-    def begin(self, chunk: int, first_part: bool = False) -> None:
-        """A backward of the chunk, or the first part of one, is about to add gradients, which are to be scattered."""
-
-    def scatter(self, chunk: int) -> None:
-        """The gradients that backwards have left for the chunk may go. Does not wait."""
-
-    def finish(self, chunk: int) -> None:
-        """The chunk's gradients of this step are complete. Does not wait for their reduction."""
-
-    def wait(self) -> None:
-        """Returns when all gradients are reduced."""
-
-
-class WeightStore(Protocol):
-    """What the executor asks of weights that are gathered when they are used. A unit is what it calls a chunk."""
-
-    def gather(self, unit: int) -> None:
-        """Starts gathering a unit's weights; does not wait."""
-
-    def ready(self, unit: int) -> None:
-        """Returns when a unit's weights are here. Raises ValueError where they were not gathered."""
-
-    def free(self, unit: int) -> None:
-        """The gathered weights go."""
-
-
-# (output of the model: logits [T, n, classes], or a bundle with them, labels) -> this micro-batch's share of the global
-# batch's mean loss, a scalar
-LossFunction = Callable[[Bundle, Tensor], Tensor]
-# (output without gradient, labels), once for each micro-batch
-OutputConsumer = Callable[[Bundle, Tensor], None]
-# (action, start, end) of every action, as marks of `PipelineExecutor.clock`
-ActionObserver = Callable[[Action, Mark, Mark], None]
 
 
 class PipelineExecutor:

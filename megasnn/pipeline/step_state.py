@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +14,30 @@ from megasnn.layers.weight_gradients import Task
 from megasnn.pipeline.edges import Entry, backward_of
 from megasnn.pipeline.kept_input import KeptInput
 
-if TYPE_CHECKING:
-    from megasnn.pipeline.executor import MicroBatchInput
-
 Key = tuple[int, int]
 """(chunk, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class MicroBatchInput:
+    """What the executor needs of a micro-batch; images only where the first chunk is, labels where the last one is.
+
+    Attributes:
+        images: what the model's first layer takes, `[n, C, H, W]`, `[T, n, C, H, W]` or `[n, T, C, H, W]`.
+        labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
+        size: n, known on every stage.
+        samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
+        goes_on: whether this is a later window of the samples of the micro-batch before: neurons go on from the state
+            that it left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
+        is_padding: whether it only keeps this replica in step with others, in evaluation; nobody is told of its output.
+    """
+
+    images: Tensor | None
+    labels: Tensor | None
+    size: int
+    samples: range | None = None
+    goes_on: bool = False
+    is_padding: bool = False
 
 
 @dataclass

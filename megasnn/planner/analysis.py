@@ -21,7 +21,7 @@ from megasnn.grid import ContextCut
 from megasnn.pipeline.costs import LayerCost
 from megasnn.planner.machines import Machine
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 SIZES = 1, 2  # samples of which memory is counted
 _ADVICE = "make it anew with `analyze`"
 

@@ -139,9 +139,7 @@ def _nearest(timed: Sequence[Timed], share: Share) -> Timed | None:
     return min(same or whole, key=distance, default=None)
 
 
-def _computed(
-    analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share
-) -> list[LayerSeconds]:
+def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share) -> list[LayerSeconds]:
     """By the machine's rates."""
     found = []
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):

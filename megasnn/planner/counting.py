@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
-from megasnn.layers import BuildContext
+from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
@@ -36,19 +36,17 @@ def counted(
     """What the first of so many ranks has and keeps, or why it cannot be."""
     refused = config.model.problems(tensor)
     neuron = config.neuron
-    refused = refused or building_problems(
-        config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut
-    )
+    refused = refused or building_problems(config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut)
     if refused:
         return Counted(tensor, context, cut, refused[0])
     with _pretended_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut)
-        of_sizes = [
+        one, two = (
             measure_memory(model, size, built_for, CPU, wires_of(config), repeats=True).layers for size in SIZES
-        ]
+        )
         layers = model.named_layers(built_for)
         tensors = tuple(tuple(_tensors_of(name, layer)) for name, layer in layers)
-    return Counted(tensor, context, cut, None, *of_sizes, tensors)
+    return Counted(tensor, context, cut, None, one, two, tensors)
 
 
 @contextmanager
@@ -82,22 +80,12 @@ def wires_of(config: PretrainConfig) -> WireOptions:
 
 
 def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:
-    travelling = _Travelling(layer)
+    multiplied = {
+        module.weight: module.compute_dtype.itemsize
+        for module in layer.modules()
+        if isinstance(module, (ParallelConv, ParallelLinear))
+    }
     for entry in sharded_tensors([(name, layer)]):
         shape, size = tuple(entry.tensor.shape), entry.tensor.itemsize
-        yield HeldTensor(entry.name, shape, size, entry.is_parameter, travelling(entry.tensor))
-
-
-class _Travelling:
-    """In how many bytes an element of a parameter travels where its rows are gathered."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-        self._products = {
-            module.weight: module.compute_dtype.itemsize
-            for module in layer.modules()
-            if hasattr(module, "compute_dtype") and hasattr(module, "weight")
-        }
-
-    def __call__(self, tensor: torch.Tensor) -> int:
-        return self._products.get(tensor, tensor.itemsize)
+        travels = multiplied.get(entry.tensor, size)
+        yield HeldTensor(entry.name, shape, size, entry.is_parameter, travels)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megasnn.config import ConfigError, PretrainConfig
-from megasnn.config.checks import flag
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import layout_problems
 from megasnn.grid import ContextCut, Grid
@@ -84,8 +83,8 @@ def plan(
 ) -> Plan:
     """Looks at all layouts by bounds, and simulates the best of them.
 
-    Sizes and number of micro-batches are those of the configuration: they define what is computed. Flags of layouts that
-    it gives are kept: only layouts with these are looked at.
+    Sizes and number of micro-batches are those of the configuration: they define what is computed. Flags of layouts
+    that it gives are kept: only layouts with these are looked at.
 
     Args:
         prefer: the fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches.
@@ -136,7 +135,9 @@ def _check(analysis: Analysis, config: PretrainConfig) -> None:
 
 def _layouts(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> Iterator[Layout | tuple[Layout, str]]:
     """Every layout, with the reason of those that cannot be."""
-    counts = sorted({cluster.ranks, *(1 << power for power in range(cluster.ranks.bit_length()) if 1 << power <= cluster.ranks)})
+    counts = sorted(
+        {cluster.ranks, *(1 << power for power in range(cluster.ranks.bit_length()) if 1 << power <= cluster.ranks)}
+    )
     tensors, cuts = analysis.possible("tensor"), ("samples", "rows")
     contexts: list[int] = sorted({1, *analysis.possible("samples")})
     layers = len(analysis.layers)

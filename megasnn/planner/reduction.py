@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from megasnn.schedule import Schedule, Simulation
 from megasnn.schedule.actions import FINISHING
 
-
 Pieces = Sequence[tuple[int, float]]
 """Gradients of a chunk in the order in which they are complete: bytes, and how far its last backward has come then."""
 

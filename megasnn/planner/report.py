@@ -96,7 +96,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
-    sizes = {axis: layout.grid.size(axis) for axis in AXES}
+    sizes: dict[str, Any] = {axis: layout.grid.size(axis) for axis in AXES}
     return {
         "ranks": layout.ranks,
         **sizes,

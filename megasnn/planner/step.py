@@ -21,7 +21,7 @@ from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.planner.reduction import reduction_ends
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES, least_held
 from megasnn.schedule.partition import placed_bounds
@@ -128,8 +128,8 @@ class Predictor:
     # --- bounds
 
     def least(self, layout: Layout) -> tuple[float, float]:
-        """Seconds and bytes that a step takes at least: work of a rank and the bubble in front of and behind it; states,
-        the fewest micro-batches that the schedule keeps, and the largest layer at work."""
+        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, the fewest
+        micro-batches that the schedule keeps, and the largest layer at work."""
         chunks = self._chunks(self.costs(layout), layout.placement)
         recomputes = layout.recompute != NEVER
         count = layout.micro_batches(self._config.training.micro_batches)

@@ -23,7 +23,8 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
-from megasnn.pipeline.executor import MicroBatchInput, PipelineExecutor
+from megasnn.pipeline.executor import PipelineExecutor
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, generate, validate
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers

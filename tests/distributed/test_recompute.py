@@ -28,13 +28,13 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.pipeline.kept_costs import code_of, kept_costs
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import plan_pipeline
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 

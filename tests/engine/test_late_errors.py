@@ -14,7 +14,8 @@ from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunk
-from megasnn.pipeline.executor import MicroBatchInput, PipelineError, PipelineExecutor
+from megasnn.pipeline.executor import PipelineError, PipelineExecutor
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.process.fault import in_full
 from megasnn.schedule import generate
 from megasnn.telemetry.timers import DeviceClock

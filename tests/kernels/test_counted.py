@@ -12,7 +12,7 @@ from megasnn import Engine
 from megasnn.layers.unit import ConvNormNeuron
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.step_state import MicroBatchInput
 from tests.fake_gpu import OUTSIDE, Counted, fake_gpu
 from tests.fake_graphs import GRAPH, counted_graphs
 from tests.kernels.triton_process import without_triton

@@ -29,10 +29,10 @@ from megasnn.models.model import Model
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunk
-from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, plan_schedule
 from megasnn.sharded_tensors import materialise

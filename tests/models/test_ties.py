@@ -26,7 +26,7 @@ from megasnn.models.model import Model
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.sharded_tensors import copied_tensors, materialise, parameter_count, sharded_tensors
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step

@@ -22,8 +22,9 @@ from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.capture import GraphOptions
-from megasnn.pipeline.executor import MicroBatchInput, PipelineError
+from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graphs import ChunkGraphs
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.watch import Watch

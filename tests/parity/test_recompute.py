@@ -24,7 +24,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import Kind, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.schedule.refine import RECOMPUTE

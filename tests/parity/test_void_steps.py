@@ -22,8 +22,9 @@ from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.executor import MicroBatchInput, PipelineError
+from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.telemetry.spikes import LayerSpikes

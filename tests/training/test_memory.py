@@ -29,8 +29,8 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.measured_layer import MeasuredLayer, MeasuredLayers
 from megasnn.pipeline.memory import NotMeasuredError, measure_memory
-from megasnn.pipeline.peaks import StepPeak, step_peaks
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.peaks import StepPeak, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.preprocess.sample import shards_of_sample
 from megasnn.schedule import generate, plan_schedule

@@ -16,7 +16,7 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.executor import MicroBatchInput
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.sharded_tensors import materialise
 from megasnn.training import saving
 from tests.parity import spikingjelly_reference as reference

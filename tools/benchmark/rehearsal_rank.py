@@ -14,11 +14,11 @@ from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
 from megasnn.parallel_state import initialize_model_parallel
 from megasnn.pipeline.costs import LinkCost, PipelineCosts, layers_per_chunk
-from megasnn.pipeline.executor import MicroBatchInput
 from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import plan_pipeline
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import Action
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.telemetry.timers import Mark
