@@ -53,15 +53,27 @@ def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
     pair = _pair(analysis)
     if share.cut == "rows":
         costs = [_by_rows(*each, share.context) for each in zip(costs, analysis.layers, strict=True)]
-    others = share.context - 1
+    whole = analysis.of(1, 1, "samples")
+    assert whole is not None, "analyze always asks for one rank"
     return [
-        replace(
-            cost,
-            exchanged=cost.exchanged + others * norms.exchanged // share.tensor,
-            collectives=cost.collectives + norms.collectives,
-        )
-        for cost, norms in zip(costs, pair.one, strict=True)
+        _with_norms(*each, share.context - 1, share.tensor) for each in zip(costs, pair.one, whole.one, strict=True)
     ]
+
+
+def _with_norms(cost: LayerCost, shared: LayerCost, alone: LayerCost, others: int, tensor: int) -> LayerCost:
+    """With what norms of a shared micro-batch keep and exchange, which does not depend on the number of samples.
+
+    Args:
+        shared, alone: with one other rank, and without. others: how many there are.
+    """
+    more = (shared.held - alone.held) // tensor
+    return replace(
+        cost,
+        held=cost.held + more,
+        found=cost.found + (shared.found - alone.found) // tensor,
+        exchanged=cost.exchanged + others * shared.exchanged // tensor,
+        collectives=cost.collectives + shared.collectives,
+    )
 
 
 def _pair(analysis: Analysis) -> Counted:

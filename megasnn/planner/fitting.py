@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -50,7 +51,14 @@ def fitted_machine(
 
 def name_of(device: torch.device) -> str:
     """Of the device, as costs files have it."""
-    return platform.processor() or platform.machine() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    told = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(told, platform.processor() or platform.machine())
 
 
 def rates(known: Analysis, timed: Sequence[Timed]) -> tuple[float, float]:
@@ -68,5 +76,5 @@ def rates(known: Analysis, timed: Sequence[Timed]) -> tuple[float, float]:
     weights = np.array(table)
     sizes = np.maximum(weights.max(axis=0), 1.0)
     found = nnls(weights / sizes, np.array(seconds))[0] / sizes
-    operations, moved = (1 / each if each > 0 else 0.0 for each in found)
+    operations, moved = (1 / float(each) if each > 0 else 0.0 for each in found)
     return operations, moved

@@ -49,7 +49,8 @@ class Plan:
 
     Attributes:
         layout: the one to take. predicted: its step.
-        bytes: that its largest rank needs, with what an allocator keeps.
+        bytes: that its largest rank needs, with what an allocator keeps. largest_micro_batch: samples of the largest
+            micro-batch that would fit.
         candidates: all that were looked at, the one that was taken first, then the others from the best one on.
         simulated: how many of them were simulated. seconds: that planning took.
         advice: what would help and is not the planner's to change. warnings: what makes the figures doubtful.
@@ -58,6 +59,7 @@ class Plan:
     layout: Layout
     predicted: Predicted
     bytes: float
+    largest_micro_batch: int
     cluster: Cluster
     prefer: Prefer
     micro_batches: int
@@ -102,6 +104,7 @@ def plan(
         layout=chosen.layout,
         predicted=predicted,
         bytes=chosen.bytes or 0.0,
+        largest_micro_batch=search.largest_micro_batch(chosen),
         cluster=cluster,
         prefer=prefer,
         micro_batches=chosen.layout.micro_batches(config.training.micro_batches),
@@ -215,12 +218,16 @@ class _Search:
         misfits = bool(self._misfit(each.bytes))
         if self._prefer == "speed":
             return (misfits, each.seconds, each.bytes, each.layout.ranks)
-        return (misfits, self._memory_of(each), each.seconds, each.layout.ranks)
+        if self._prefer == "capacity":
+            return (misfits, -self.largest_micro_batch(each), each.seconds, each.layout.ranks)
+        return (misfits, each.bytes, each.seconds, each.layout.ranks)
 
-    def _memory_of(self, each: Candidate) -> float:
-        """Bytes of the largest rank; for capacity, those that a larger micro-batch would have to be multiplied with."""
+    def largest_micro_batch(self, each: Candidate) -> int:
+        """Samples of the largest micro-batch that would fit, as far as bounds tell: states do not grow with it."""
         assert each.bytes is not None
-        return each.bytes
+        size, states = self._config.training.micro_batch_size, self._predictor.without_samples(each.layout)
+        growing = max(each.bytes - states, 1.0)
+        return max(0, int(size * (self._cluster.machine.memory - states) / growing))
 
     def best(
         self, looked_at: Sequence[Candidate], simulations: int, until: float
@@ -282,6 +289,11 @@ class _Search:
         if each.reason or each.seconds is None or each.bytes is None:
             return each
         how = "simulated" if each.simulated else "at least"
+        if self._prefer == "capacity":
+            mine, best = self.largest_micro_batch(each), self.largest_micro_batch(chosen)
+            if mine <= best and not each.simulated:
+                return replace(each, reason=f"micro-batches of {mine} samples fit at most, and of {best} in the other")
+            return replace(each, reason=f"micro-batches of {mine} samples fit, and of {best} in the other, or as fast")
         if self._prefer == "speed":
             assert chosen.seconds is not None
             if each.seconds >= chosen.seconds:

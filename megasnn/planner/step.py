@@ -128,8 +128,8 @@ class Predictor:
     # --- bounds
 
     def least(self, layout: Layout) -> tuple[float, float]:
-        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, the fewest
-        micro-batches that the schedule keeps, and the largest layer at work."""
+        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, and the
+        fewest micro-batches that the schedule keeps, when a backward begins."""
         chunks = self._chunks(self.costs(layout), layout.placement)
         recomputes = layout.recompute != NEVER
         count = layout.micro_batches(self._config.training.micro_batches)
@@ -145,19 +145,26 @@ class Predictor:
             ahead[rank] = min(ahead[rank], before)
             before += cost.forward + (0.0 if split else cost.backward)
         busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
-        kept = least_held(layout.schedule, layout.grid.pipeline, count, layout.chunks)
+        # In whole stages' micro-batches: of chunks that are not equally large, one is what is certain.
+        kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
         need = 0.0
         reduced = updated = 0
         for rank in range(layout.grid.pipeline):
             states = self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
             reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
             stash = held[rank] * (kept if rank == 0 else 1)
-            largest = max(chunks.working[chunk] for chunk in layout.chunks_of(rank))
-            mine = states.weights + states.gradients + states.optimizer + max(stash + largest, states.exchanged)
+            last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
+            mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
             need = max(need, mine + self._samples(layout, rank))
         time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
         time += self._sharing(layout, updated) + max(0.0, self._reduction(layout, reduced) - busy)
         return time, self.with_program(need)
+
+    def without_samples(self, layout: Layout) -> float:
+        """Bytes of the largest rank that do not depend on the size of micro-batches."""
+        ranks = range(layout.grid.pipeline)
+        states = [self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank)) for rank in ranks]
+        return self.with_program(max(each.weights + each.gradients + each.optimizer for each in states))
 
     def with_program(self, tensors: float) -> float:
         """Bytes of a rank whose tensors take so many."""
@@ -171,16 +178,14 @@ class Predictor:
             costs=tuple(costs.of_chunks(bounds, placement)),
             held=tuple(costs.held_bytes(bounds)),
             entering=tuple(sum(costs.entering_bytes([range(i, i + 1)])[0] for i in span) for span in bounds),
-            working=tuple(max((max(layers[i].working) for i in span), default=0) for span in bounds),
+            working=tuple(layers[span[-1]].working[1] if span else 0 for span in bounds),
             # The last layer of a chunk goes backward right behind its forward.
             again=tuple(sum(layers[i].again or layers[i].forward for i in span[:-1]) for span in bounds),
         )
 
     def _of_rank(self, layout: Layout, rank: int) -> tuple[range, ...]:
         bounds = self.bounds(layout)
-        in_units = layout.recompute != NEVER or layout.grid.weight > 1
-        spans = [bounds[chunk] for chunk in layout.chunks_of(rank)]
-        return tuple(range(i, i + 1) for span in spans for i in span) if in_units else tuple(spans)
+        return tuple(bounds[chunk] for chunk in layout.chunks_of(rank))
 
     def _states_of(self, grid: object, shards: bool, spans: tuple[range, ...]) -> States:
         layout = Layout(grid, shards_optimizer=shards)  # type: ignore[arg-type]
@@ -319,8 +324,8 @@ class Predictor:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Of each chunk: its costs, and bytes that it keeps of a micro-batch, also where forwards are computed again, and
-    works with; seconds of forwards that are computed again."""
+    """Of each chunk: its costs; bytes that it keeps of a micro-batch, also where forwards are computed again, and that
+    its last layer's backward works with; seconds of forwards that are computed again."""
 
     costs: tuple[ChunkCost, ...]
     held: tuple[int, ...]

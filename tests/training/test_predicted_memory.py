@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "cp2": (2, {"context_parallel_size": 2}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "cp2-always": (2, {"context_parallel_size": 2, "recompute": "always"}),
     "tp2-always": (2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}),
     "pp2-zb1p": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb1p"}),
