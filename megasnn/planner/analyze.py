@@ -44,7 +44,7 @@ def analyze(
     model = describe(config.model, config.neuron.spec)
     tensors, contexts = sorted({1, *tensor_sizes}), sorted({2, *context_sizes} - {1})
     is_first = int(os.environ.get("RANK", "0")) == 0
-    known = _counted(model, config, tensors, contexts) if is_first or not measure else None
+    known = counted_sizes(model, config, tensors, contexts) if is_first or not measure else None
     return measured(model, config, known) if measure else _there(known)
 
 
@@ -53,9 +53,10 @@ def _there(known: Analysis | None) -> Analysis:
     return known
 
 
-def _counted(
+def counted_sizes(
     model: ModelDescription, config: PretrainConfig, tensor_sizes: Sequence[int], context_sizes: Sequence[int]
 ) -> Analysis:
+    """All that needs no clock. No process group may be there: other ranks are pretended."""
     summaries = summarise(config.model, config.neuron.spec, model, 1)
     layers = tuple(_facts(model, number, each) for number, each in enumerate(summaries))
     sizes = [counted(model, config, tensor) for tensor in tensor_sizes]
