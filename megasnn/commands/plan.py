@@ -24,6 +24,7 @@ from megasnn.files.durable import write_whole
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import Analysis, read, write
 from megasnn.planner.apply import apply
+from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import AUTO, DEVICES, Machine, with_memory
 from megasnn.planner.plan import Plan, Prefer, plan
 from megasnn.planner.report import as_json, cuts, table
@@ -50,6 +51,8 @@ class Options:
     """The fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches."""
     spread: float = 0.0
     """By how much the speed of ranks differs, as a part of it: 0.02 is a standard deviation of 2 %."""
+    rates: Path | None = None
+    """The log.jsonl of a run of this model: its firing rates give synaptic operations and joules."""
     measure: bool = False
     """Measure the layers on this device, and under torchrun its links."""
     costs: Path | None = None
@@ -150,6 +153,8 @@ def _plan(options: Options, config: PretrainConfig, analysis: Analysis) -> None:
     found = plan(analysis, config, cluster, options.prefer)
     print(cuts(analysis))
     print(table(found))
+    if options.rates is not None:
+        print(energy(analysis, measured_rates(options.rates)))
     if options.output is not None:
         print(f"run it: {apply(found, config, options.output)}")
     if options.json is not None:

@@ -45,6 +45,12 @@ class Layout:
             return (0,) * self.chunks
         return SCHEDULES[self.schedule].placement(self.grid.pipeline, self.chunks)
 
+    @property
+    def parts(self) -> int:
+        """How much there is to it: what a rank shares with others besides the batch, and all that is no default."""
+        shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "data")
+        return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
+
     def chunks_of(self, rank: int) -> list[int]:
         """The chunks of a pipeline rank."""
         return [chunk for chunk, place in enumerate(self.placement) if place == rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -98,7 +99,9 @@ def plan(
     _check(analysis, config)
     search = _Search(analysis, config, cluster, prefer)
     looked_at = [search.looked_at(layout) for layout in _layouts(analysis, config, cluster)]
-    chosen, predicted, looked_at, simulated = search.best(looked_at, simulations, begin + seconds)
+    chosen, predicted, looked_at, simulated = search.best(
+        looked_at, simulations, max(begin + seconds, time.monotonic() + seconds / 4)
+    )
     rest = sorted((each for each in looked_at if each.layout != chosen.layout), key=search.rank)
     return Plan(
         layout=chosen.layout,
@@ -190,6 +193,11 @@ _OF_LAYOUTS = {
 }
 
 
+def _step_of(seconds: float) -> int:
+    """In steps of one per cent: of what is as fast, as far as the planner can tell, the simplest is taken."""
+    return round(100 * math.log(max(seconds, 1e-12)))
+
+
 class _Search:
     """Candidates, and which of them is the best."""
 
@@ -217,10 +225,10 @@ class _Search:
             return (2,)
         misfits = bool(self._misfit(each.bytes))
         if self._prefer == "speed":
-            return (misfits, each.seconds, each.bytes, each.layout.ranks)
+            return (misfits, _step_of(each.seconds), each.layout.parts, each.seconds, each.bytes)
         if self._prefer == "capacity":
-            return (misfits, -self.largest_micro_batch(each), each.seconds, each.layout.ranks)
-        return (misfits, each.bytes, each.seconds, each.layout.ranks)
+            return (misfits, -self.largest_micro_batch(each), _step_of(each.seconds), each.layout.parts, each.seconds)
+        return (misfits, each.bytes, each.seconds, each.layout.parts)
 
     def largest_micro_batch(self, each: Candidate) -> int:
         """Samples of the largest micro-batch that would fit, as far as bounds tell: states do not grow with it."""
@@ -296,6 +304,8 @@ class _Search:
             return replace(each, reason=f"micro-batches of {mine} samples fit, and of {best} in the other, or as fast")
         if self._prefer == "speed":
             assert chosen.seconds is not None
+            if _step_of(each.seconds) == _step_of(chosen.seconds) and each.layout.parts >= chosen.layout.parts:
+                return replace(each, reason=f"{how} as long, within 1 %, and no simpler")
             if each.seconds >= chosen.seconds:
                 return replace(each, reason=f"slower: {how} {each.seconds / chosen.seconds:.2f} times its step")
         else:

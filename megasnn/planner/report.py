@@ -9,6 +9,7 @@ from typing import Any
 from megasnn.grid import AXES
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.planner.analysis import Analysis
+from megasnn.planner.energy import joules_of_step
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import Candidate, Plan
 
@@ -49,6 +50,8 @@ def table(plan: Plan) -> str:
         + (f", layers of each chunk {layers_per_chunk(plan.bounds)}" if layout.grid.pipeline > 1 else ""),
         f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated",
     ]
+    watts = f"{cluster.machine.watts:g} W a device"
+    lines.append(f"  {joules_of_step(plan):.4g} J a step at {watts}")
     lines += [f"advice: {each}" for each in plan.advice] + [f"WARNING: {each}" for each in plan.warnings]
     rows = [("layout", "step, ms", "GB", "", "why not"), *map(_row, plan.candidates[:SHOWN])]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -77,6 +80,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "cluster": asdict(plan.cluster),
         "step": {**asdict(plan.predicted.time), "total": plan.predicted.time.total, "idle": plan.predicted.idle},
         "bytes": plan.bytes,
+        "joules": joules_of_step(plan),
+        "largest_micro_batch": plan.largest_micro_batch,
         "memory_mb": [{**asdict(each), "total": each.total} for each in plan.predicted.memory],
         "simulated": plan.simulated,
         "planning_seconds": plan.seconds,

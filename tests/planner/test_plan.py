@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from megasnn.commands.plan import main
 from megasnn.config import ConfigError
 from megasnn.config.validate import validate
 from megasnn.files.described import DescriptionError
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import read, write
 from megasnn.planner.apply import apply, configuration
+from megasnn.planner.energy import energy, measured_rates
+from megasnn.planner.pictures import draw, fastest
 from megasnn.planner.plan import Plan, PlanError, Prefer, plan
 from megasnn.planner.report import as_json, cuts, table
 from megasnn.planner.step import Predictor
@@ -154,3 +157,50 @@ def test_the_command(tmp_path: Path) -> None:
     )
     of_file = from_flags(MODELS["spikformer"], ["--config", str(tmp_path / "flags.json")])
     assert of_file == configuration(found, config())
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """Simulated candidates of each number of devices are filled circles; the timeline has the winner's actions."""
+    found = planned()
+    timeline, against = draw(found, tmp_path / "plan.svg")
+    assert "<title>0F0</title>" in timeline.read_text() and str(found.layout) in timeline.read_text()
+    best = fastest(found)
+    assert list(best) == [1, 2, 4, 8] and best[found.layout.ranks] == found.candidates[0]
+    assert against.read_text().count("<circle") == len(best)
+
+
+def test_energy(tmp_path: Path) -> None:
+    layers = analysis().layers
+    names = [f"{layer.name}.neuron" for layer in layers[:-1]]
+    log = tmp_path / "log.jsonl"
+    rates = {name: {"firing_rate": 0.25, "silent": 0.0, "saturated": 0.0} for name in names}
+    log.write_text(json.dumps({"kind": "start"}) + "\n" + json.dumps({"kind": "iteration", "layers": rates}) + "\n")
+    found = energy(analysis(), measured_rates(log))
+    spiking = sum(layer.operations for layer in layers if layer.spikes)
+    assert found.synaptic == pytest.approx(0.25 * spiking) and 0 < spiking < found.dense
+    assert found.multiply_adds == found.dense - spiking
+    assert found.joules == pytest.approx(found.multiply_adds * 4.6e-12 + found.synaptic * 0.9e-12) < found.dense_joules
+    with pytest.raises(ValueError, match="no firing rates of spikformer"):
+        energy(analysis(), {"other": 0.5})
+    log.write_text("{}\n")
+    with pytest.raises(ValueError, match="no line has firing rates"):
+        measured_rates(log)
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs, flags = tmp_path / "costs.json", tmp_path / "flags.json"
+    write(analysis(), costs)
+    model = "spikformer --embed-dim 32 --depth 1 --num-heads 2 --image-size 16 --time-steps 2".split()
+    sizes = "--micro-batch-size 4 --global-batch-size 16 --gpus 4 --device-name cpu-core".split()
+    files = ["--costs", str(costs), "--output", str(flags), "--json", str(tmp_path / "plan.json")]
+    main([*model, *sizes, *files, "--memory=2GB", "--picture", str(tmp_path / "plan.png")])
+    said = capsys.readouterr().out
+    assert "plan for 4 x cpu-core" in said and "of 2.00 GB" in said and f"--config {flags}" in said
+    assert json.loads((tmp_path / "plan.json").read_text())["candidates"][0]["reason"] == ""
+    assert (tmp_path / "plan.png").exists() and (tmp_path / "plan-ranks.svg").exists()
+    with pytest.raises(ValueError, match="--memory 'much' is no size"):
+        main([*model, "--memory", "much"])
+    with pytest.raises(ValueError, match="name a model first: spikformer"):
+        main(["--gpus", "2"])
+    with pytest.raises(ConfigError, match="--gpus must be at least 1, got 0"):
+        main([*model, "--gpus", "0"])
