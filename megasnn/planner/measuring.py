@@ -41,6 +41,7 @@ def measured(
         known: on the first rank.
     """
     keep_free_memory()  # as an Engine does
+    joined_before = dist.is_initialized()
     device = start_process_group(config.parallel.backend, config.parallel.device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     world = dist.group.WORLD if ranks > 1 else None
@@ -64,7 +65,7 @@ def measured(
         return replace(known, timed=tuple(timed), machine=machine)
 
     found = first_decides(world, put_together)
-    if ranks > 1:
+    if ranks > 1 and not joined_before:
         dist.destroy_process_group()
     return found
 

@@ -40,7 +40,9 @@ class PlansRank:
         model = describe(config.model, config.neuron.spec)
         known = counted_sizes(model, config, [1, 2], [2]) if self._task.rank == 0 else None
         self._join(self._task.ranks)
-        return measured(model, config, known)
+        found = measured(model, config, known)
+        self._leave()
+        return found
 
     def steps(self, config: PretrainConfig, ranks: int, count: int, counts_memory: bool) -> Taken | None:
         """Builds the model on the first ranks, takes two steps to warm up and then so many; None on the others."""
