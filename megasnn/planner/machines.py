@@ -69,7 +69,10 @@ class Device:
     watts: float
 
     def machine(self, name: str, precision: str) -> Machine:
-        """What it is taken to reach with `--precision`."""
+        """What it is taken to reach with `--precision`. Raises ValueError for one that it has not."""
+        if precision not in self.operations:
+            known = ", ".join(self.operations)
+            raise ValueError(f"--precision {precision}: {self.summary} is known for {known}; take another device")
         reached = REACHED[self.kind]
         moved = self.bandwidth * reached.moved
         slow = LinkCost(2.5 * self.latency, 1 / (reached.links * self.between))

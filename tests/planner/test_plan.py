@@ -18,6 +18,7 @@ from megasnn.models.table import MODELS
 from megasnn.planner.analysis import read, write
 from megasnn.planner.apply import apply, configuration
 from megasnn.planner.energy import energy, measured_rates
+from megasnn.planner.machines import DEVICES
 from megasnn.planner.pictures import draw, fastest
 from megasnn.planner.plan import Plan, PlanError, Prefer, plan
 from megasnn.planner.report import as_json, cuts, table
@@ -142,6 +143,8 @@ def test_refusals(tmp_path: Path) -> None:
     with_budget = replace(config(), parallel=replace(config().parallel, memory_budget=10.0))
     with pytest.raises(ConfigError, match="--memory-budget is decided by the plan"):
         plan(analysis(), with_budget, cluster())
+    with pytest.raises(ValueError, match="--precision bf16: one core of a server, .* is known for fp32, fp64"):
+        DEVICES["cpu-core"].machine("cpu-core", "bf16")
     file = tmp_path / "costs.json"
     file.write_text('{"format": 2}')
     with pytest.raises(DescriptionError, match=r"costs.json: .*; make it anew with `analyze`"):
