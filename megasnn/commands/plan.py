@@ -24,11 +24,12 @@ from megasnn.files.durable import write_whole
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import Analysis, read, write
 from megasnn.planner.apply import apply
+from megasnn.planner.cluster import Cluster
 from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import AUTO, DEVICES, Machine, with_memory
-from megasnn.planner.plan import Plan, Prefer, plan
+from megasnn.planner.plan import Plan, plan
 from megasnn.planner.report import as_json, cuts, table
-from megasnn.planner.step import Cluster
+from megasnn.planner.search import Prefer
 from megasnn.pretraining import configuration
 from megasnn.process.terminal import keep_going
 

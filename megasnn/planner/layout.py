@@ -9,7 +9,7 @@ from functools import cached_property
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.grid import AXES, Axis, ContextCut, Grid
+from megasnn.grid import AXES, ContextCut, Grid
 from megasnn.schedule.named import SCHEDULES, possible_chunks
 from megasnn.schedule.partition import layout_text
 from megasnn.schedule.refine import NEVER
@@ -116,16 +116,6 @@ def schedules(stages: int) -> Iterator[tuple[str, int]]:
     for name, named in SCHEDULES.items():
         most = MOST_CHUNKS if named.any_chunks else named.chunks
         yield from ((name, count) for count in range(named.chunks, most + 1) if possible_chunks(name, count))
-
-
-def is_within_node(grid: Grid, axis: Axis, ranks_of_node: int) -> bool:
-    """Whether the ranks along an axis are of one node, where neighbouring ranks are."""
-    extent = 1
-    for each in reversed(AXES):
-        extent *= grid.size(each)
-        if each == axis:
-            return extent <= ranks_of_node and ranks_of_node % extent == 0
-    raise ValueError(f"unknown axis {axis!r}")
 
 
 def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:

@@ -11,7 +11,8 @@ from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.energy import joules_of_step
 from megasnn.planner.layout import Layout
-from megasnn.planner.plan import Candidate, Plan
+from megasnn.planner.plan import Plan
+from megasnn.planner.search import Candidate
 
 SHOWN = 12  # candidates
 GB = 1e9

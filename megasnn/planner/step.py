@@ -9,14 +9,14 @@ from functools import lru_cache
 from itertools import chain
 
 from megasnn.config import PretrainConfig
-from megasnn.grid import Axis
-from megasnn.pipeline.costs import LinkCost, PipelineCosts
+from megasnn.grid import Grid
+from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.order import chunk_costs
 from megasnn.pipeline.peaks import step_peaks
 from megasnn.planner.analysis import Analysis, HeldTensor
+from megasnn.planner.cluster import Cluster
 from megasnn.planner.costs import Links, Share, layer_costs
-from megasnn.planner.layout import Layout, is_within_node
-from megasnn.planner.machines import Machine
+from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.planner.reduction import reduction_ends
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
@@ -30,30 +30,6 @@ from megasnn.schedule.weights import SharedWeights
 
 AT_ONCE = 2  # buffers in which gathered weights come
 ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """
-    Attributes:
-        ranks: devices that there are. ranks_of_node: of them on one node.
-        machine: what each of them is, with the bytes that it may need.
-        spread: by how much the speed of ranks differs, as a standard deviation; everybody waits for the slowest.
-    """
-
-    ranks: int
-    ranks_of_node: int
-    machine: Machine
-    spread: float = 0.0
-
-    def link(self, layout: Layout, axis: Axis) -> LinkCost:
-        """Between the ranks along an axis; across nodes where they are not all of one."""
-        within = is_within_node(layout.grid, axis, self.ranks_of_node)
-        return self.machine.within if within else self.machine.between
-
-    def slowest(self, ranks: int) -> float:
-        """How much longer the slowest of so many ranks takes than the mean of them."""
-        return 1 + self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -187,8 +163,8 @@ class Predictor:
         bounds = self.bounds(layout)
         return tuple(bounds[chunk] for chunk in layout.chunks_of(rank))
 
-    def _states_of(self, grid: object, shards: bool, spans: tuple[range, ...]) -> States:
-        layout = Layout(grid, shards_optimizer=shards)  # type: ignore[arg-type]
+    def _states_of(self, grid: Grid, shards: bool, spans: tuple[range, ...]) -> States:
+        layout = Layout(grid, shards_optimizer=shards)
         chunks = [list(chain(*(self._tensors(layout)[i] for i in span))) for span in spans]
         return states_of(chunks, layout, self._config.optimizer, self._on_gpu)
 

@@ -10,8 +10,8 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.analyze import analyze
+from megasnn.planner.cluster import Cluster
 from megasnn.planner.machines import DEVICES
-from megasnn.planner.step import Cluster
 
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=16, in_channels=3, time_steps=2)
 

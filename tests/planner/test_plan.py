@@ -20,8 +20,9 @@ from megasnn.planner.apply import apply, configuration
 from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.pictures import draw, fastest
-from megasnn.planner.plan import Plan, PlanError, Prefer, plan
+from megasnn.planner.plan import Plan, plan
 from megasnn.planner.report import as_json, cuts, table
+from megasnn.planner.search import PlanError, Prefer
 from megasnn.planner.step import Predictor
 from megasnn.pretraining import configuration as from_flags
 from tests.planner.models import analysis, cluster, config
@@ -44,7 +45,7 @@ from megasnn.planner.apply import apply
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.plan import plan
 from megasnn.planner.report import table
-from megasnn.planner.step import Cluster
+from megasnn.planner.cluster import Cluster
 from megasnn.pretraining import configuration
 flags = "--embed-dim 32 --depth 1 --num-heads 2 --image-size 16 --time-steps 2 --micro-batch-size 4".split()
 config = configuration(Spikformer, [*flags, "--global-batch-size", "16"])

@@ -12,9 +12,10 @@ from megasnn.config import PretrainConfig, TrainingConfig
 from megasnn.config.checks import above, at_least
 from megasnn.grid import Grid
 from megasnn.planner.analysis import Analysis
+from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout, with_layout
 from megasnn.planner.plan import plan
-from megasnn.planner.step import Cluster, Predicted, Predictor
+from megasnn.planner.step import Predicted, Predictor
 from tools.benchmark.harness import Case, Figures, Flags, Part, rounds, say, summary
 from tools.benchmark.log import Line
 from tools.benchmark.models import configuration, dimensions_of
