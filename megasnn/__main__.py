@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from megasnn.models.table import MODELS
 from megasnn.pretraining import pretrain
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status of the run; 2 without a model's name. By default it reads the command line."""
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in MODELS:
         given = f"unknown model {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
         sys.stderr.write(
@@ -20,4 +23,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -21,7 +21,7 @@ for model in MODELS.values():
     validate(config, world_size=2)
 """,
     "a drawing": """
-from tools.draw_schedule import main
+from megasnn.commands.draw_schedule import main
 main(["zbv", "--stages", "2", "--micro-batches", "2"])
 """,
 }

@@ -32,7 +32,7 @@ LAYERS = [
     ["engine"],
     ["training"],
     ["convert", "pretraining"],
-    ["__main__"],
+    ["commands", "__main__"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 ROOT = Path(__file__).parent.parent
