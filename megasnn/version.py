@@ -6,11 +6,11 @@ from importlib import metadata
 
 
 def installed_version() -> str:
-    """The version that pip has installed, made from the tag of the commit; "0+unknown" for a checkout on PYTHONPATH."""
+    """The version that pip has installed, made from the tag of the commit; 0.0 for a checkout on PYTHONPATH."""
     try:
         return metadata.version("megasnn")
     except metadata.PackageNotFoundError:
-        return "0+unknown"
+        return "0.0"
 
 
 __version__ = installed_version()
