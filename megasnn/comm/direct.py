@@ -30,12 +30,15 @@ class _Gathering:
     """A message on its way from each rank to each other one.
 
     Attributes:
-        rows: `[ranks, 8 + bytes]`: a row is what one rank sends, and begins with its number of bytes.
+        rows: `[ranks, length]`: a row is what one rank sends: the number of bytes that follow, and these.
+        length: 8 bytes and those.
         unsent, unread: what is still to go to each other rank, and to come from it.
     """
 
     def __init__(self, mine: Tensor, rank: int, size: int) -> None:
-        self.rows = torch.empty(size, _SIZE + mine.nbytes, dtype=torch.uint8)
+        self.length = _SIZE + mine.nbytes
+        padded = -(-self.length // _SIZE) * _SIZE  # where a row begins, a number of any type may
+        self.rows = torch.empty(size, padded, dtype=torch.uint8)[:, : self.length]
         self.rows[rank, :_SIZE].view(torch.int64).fill_(mine.nbytes)
         self.rows[rank, _SIZE:].view(mine.dtype).copy_(mine)
         views = [memoryview(row.numpy()) for row in self.rows]
@@ -130,7 +133,7 @@ class Direct:
         """What has come. Returns whether that was anything."""
         moved = False
         for rank in [*gathering.unread]:
-            row, expected = gathering.unread[rank], gathering.rows.shape[1]
+            row, expected = gathering.unread[rank], gathering.length
             try:
                 count = self._sockets[rank].recv_into(row)
             except BlockingIOError:
