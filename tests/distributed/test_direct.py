@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -114,14 +113,15 @@ def test_ranks_of_several_machines_have_none(ranks) -> None:
     assert all(ranks(3, _on_two_machines))
 
 
-def _of_a_grid() -> tuple[bool, bool, int]:
-    """Whether the groups along context and tensor have connections, and how many files stay open."""
-    open_before = len(os.listdir("/proc/self/fd"))
+def _of_a_grid() -> tuple[bool, list[bool], list[bool]]:
+    """Whether the tensor group has connections, and whether those of the context group are closed: now, and later."""
     state = initialize_model_parallel(2, context_parallel_size=2)
-    has = state.context.held.direct is not None, state.tensor.held.direct is not None
+    sockets = state.context.held.direct._sockets.values()
+    now = [each.fileno() == -1 for each in sockets]
+    has = state.tensor.held.direct is not None
     destroy_model_parallel()
-    return *has, len(os.listdir("/proc/self/fd")) - open_before
+    return has, now, [each.fileno() == -1 for each in sockets]
 
 
 def test_ranks_that_share_a_micro_batch_are_connected_while_there_is_a_grid(ranks) -> None:
-    assert ranks(4, _of_a_grid) == [(True, False, 0)] * 4
+    assert ranks(4, _of_a_grid) == [(False, [False], [True])] * 4
