@@ -5,41 +5,21 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 
-from megasnn.config import PretrainConfig, TrainingConfig
-from megasnn.config.checks import above, at_least
-from megasnn.grid import Grid
+from megasnn.config import PretrainConfig
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.cluster import Cluster
-from megasnn.planner.layout import Layout, with_layout
 from megasnn.planner.plan import plan
 from megasnn.planner.step import Predicted, Predictor
-from tools.benchmark.harness import Case, Figures, Flags, Part, rounds, say, summary
+from tools.benchmark.harness import Case, Figures, Part, rounds, say, summary
 from tools.benchmark.log import Line
-from tools.benchmark.models import configuration, dimensions_of
-from tools.benchmark.pipeline_flags import ModelName
+from tools.benchmark.plans_flags import LAYOUTS, RANKS, PlansBenchmark
 from tools.benchmark.plans_rank import PlansRank, Taken
 from tools.benchmark.ranks import RankProcesses, start_row
 from tools.benchmark.table import change, table
-from tools.benchmark.training_steps import OPTIMIZER
 
-RANKS = 2
-LAYOUTS = {
-    "one": Layout(Grid()),
-    "one-always": Layout(Grid(), recompute="always"),
-    "dp2": Layout(Grid(data=2)),
-    "dp2-zero1": Layout(Grid(data=2), shards_optimizer=True),
-    "wp2": Layout(Grid(weight=2)),
-    "tp2": Layout(Grid(tensor=2)),
-    "cp2": Layout(Grid(context=2)),
-    "cp2rows": Layout(Grid(context=2), cut="rows"),
-    "pp2-1f1b": Layout(Grid(pipeline=2)),
-    "pp2-zb1p": Layout(Grid(pipeline=2), schedule="zb1p"),
-    "pp2-zbv": Layout(Grid(pipeline=2), schedule="zbv", chunks=2),
-    "pp2-always": Layout(Grid(pipeline=2), recompute="always"),
-}
 HEADINGS = (
     "layout",
     "predicted\nms",
@@ -58,44 +38,13 @@ plan: what the planner takes of all layouts that it knows of, for one rank and f
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
 
 
-@dataclass(frozen=True)
-class PlansBenchmark(Flags):
-    """What the planner foresees, beside what two ranks take."""
-
-    model: ModelName = "spikformer_cifar10"
-    """As for --pipeline."""
-    micro_batch_size: int = 4
-    """Samples of a micro-batch."""
-    micro_batches: int = 4
-    """Of a step, over all replicas."""
-    layouts: tuple[str, ...] = tuple(LAYOUTS)
-    """Some of them."""
-    rounds: int = 3
-    """How often each layout has its turn."""
-    steps: int = 1
-    """Timed steps of a turn; two untimed ones come before them."""
-    timeout: float = 300.0
-    """Seconds that a turn may take before the benchmark gives up."""
-
-    def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "micro_batch_size", "micro_batches", "rounds", "steps") + above(self, 0, "timeout")
-        unknown = [name for name in self.layouts if name not in LAYOUTS]
-        return wrong + [f"--layouts {name}: known are {', '.join(LAYOUTS)}" for name in unknown]
-
-    def configuration(self) -> PretrainConfig:
-        """Of a run on one rank."""
-        samples = self.micro_batch_size * self.micro_batches
-        training = TrainingConfig(self.micro_batch_size, samples, train_iters=1)
-        return configuration(dimensions_of(self.model), training=training, optimizer=OPTIMIZER)
-
-
 def measure(flags: PlansBenchmark) -> Iterator[Part]:
     config = flags.configuration()
     with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
-        with closing(start_row("of the planner", PlansRank, None, RANKS, 1, f"{folder}/store")) as ranks:
+        with closing(start_row("of the planner", PlansRank, flags, RANKS, 1, f"{folder}/store")) as ranks:
             ranks.ready(flags.timeout)
             say("measuring the layers")
-            analysis: Analysis = ranks.call("analyse", config, timeout=flags.timeout)[0]
+            analysis: Analysis = ranks.call("analyse", timeout=flags.timeout)[0]
             assert analysis.machine is not None
             cluster = Cluster(RANKS, RANKS, replace(analysis.machine, memory=1e12))
             predictor = Predictor(analysis, config, cluster)
@@ -115,8 +64,8 @@ def _taken(
     for number in rounds(flags.rounds):
         for name, each in predicted.items():
             layout = LAYOUTS[name]
-            run = with_layout(config, layout, each.bounds)
-            found = ranks.call("steps", run, layout.ranks, flags.steps, number == 1, timeout=flags.timeout)
+            parallel = layout.parallel(config.parallel, each.bounds)
+            found = ranks.call("steps", parallel, layout.ranks, flags.steps, number == 1, timeout=flags.timeout)
             taken[name].append(found[: layout.ranks])
             say(f"  {name} {1e3 * median(max(times) for times in _by_step(taken[name][-1])):.0f} ms", end="")
         say("")

@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from megasnn.config import PretrainConfig
+from megasnn.config import ParallelConfig
 from megasnn.models.building import describe
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.measuring import measured
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import keep_free_memory
+from tools.benchmark.plans_flags import PlansBenchmark
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
 from tools.benchmark.training_steps import MegaSNNStep
 
@@ -31,12 +32,13 @@ class Taken:
 class PlansRank:
     """Imports everything when made; there is no process group between two calls."""
 
-    def __init__(self, task: RankTask[None]) -> None:
+    def __init__(self, task: RankTask[PlansBenchmark]) -> None:
         set_up_rank(task)
         self._task, self._calls = task, 0
 
-    def analyse(self, config: PretrainConfig) -> Analysis:
+    def analyse(self) -> Analysis:
         """Of one rank and of two. Collective over both ranks."""
+        config = self._task.work.configuration()
         model = describe(config.model, config.neuron.spec)
         known = counted_sizes(model, config, [1, 2], [2]) if self._task.rank == 0 else None
         self._join(self._task.ranks)
@@ -44,14 +46,14 @@ class PlansRank:
         self._leave()
         return found
 
-    def steps(self, config: PretrainConfig, ranks: int, count: int, counts_memory: bool) -> Taken | None:
+    def steps(self, parallel: ParallelConfig, ranks: int, count: int, counts_memory: bool) -> Taken | None:
         """Builds the model on the first ranks, takes two steps to warm up and then so many; None on the others."""
         if self._task.rank >= ranks:
             self._calls += 1
             return None
         keep_free_memory()
         self._join(ranks)
-        work = MegaSNNStep(config)
+        work = MegaSNNStep(replace(self._task.work.configuration(), parallel=parallel))
         with ExitStack() as at_end:
             at_end.callback(self._leave)
             at_end.callback(work.engine.close)
