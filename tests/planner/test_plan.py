@@ -65,7 +65,7 @@ def test_without_torch(tmp_path: Path) -> None:
     assert read(costs) == analysis()
     program = [sys.executable, "-c", WITHOUT_TORCH, str(costs), str(flags)]
     said = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "plan for 8 x h100" in said and "nothing was measured on a GPU" in said
+    assert "plan for 8 x h100" in said and "MegaSNN was not measured on a GPU" in said
     assert f"--config {flags}" in said.splitlines()[-1]
     of_file = from_flags(MODELS["spikformer"], ["--config", str(flags), "--train-iters", "1"])
     validate(of_file, 8)
