@@ -19,12 +19,12 @@ from megasnn.planner.costs import Links, Share, layer_costs
 from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.planner.reduction import reduction_ends
+from megasnn.planner.sized import SizedLayers
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES, least_held
-from megasnn.schedule.partition import placed_bounds
 from megasnn.schedule.refine import NEVER
 from megasnn.schedule.weights import SharedWeights
 
@@ -74,39 +74,35 @@ class Predictor:
     def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
         self._analysis, self._config, self._cluster = analysis, config, cluster
         self._on_gpu = cluster.machine.kind == "cuda"
-        self._kept: dict[object, PipelineCosts] = {}
-        self._bounds = lru_cache(maxsize=None)(self._bounds_of)
+        self._layers = lru_cache(maxsize=None)(self._layers_of)
         self._states = lru_cache(maxsize=None)(self._states_of)
-        self._chunks = lru_cache(maxsize=None)(self._chunks_of)
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
+        cluster = self._cluster
+        between, replicas = cluster.link(layout, "pipeline"), cluster.link(layout, "weight")
+        return PipelineCosts(self._sized(layout).costs, between, replicas)
+
+    def bounds(self, layout: Layout) -> tuple[range, ...]:
+        """The layers of each chunk: balanced by cost."""
+        return self._sized(layout).bounds(layout.placement)
+
+    def _sized(self, layout: Layout) -> SizedLayers:
         grid, cluster = layout.grid, self._cluster
         links = Links(cluster.link(layout, "tensor"), cluster.link(layout, "context"))
         at_work = min(layout.ranks, cluster.ranks_of_node)
         samples = layout.own_samples(self._config.training.micro_batch_size)
-        share = Share(grid.tensor, grid.context, layout.cut, samples, at_work)
-        between, replicas = cluster.link(layout, "pipeline"), cluster.link(layout, "weight")
-        key = share, links, between, replicas
-        if key not in self._kept:
-            layers = layer_costs(self._analysis, cluster.machine, share, links)
-            self._kept[key] = PipelineCosts(layers, between, replicas)
-        return self._kept[key]
+        return self._layers(Share(grid.tensor, grid.context, layout.cut, samples, at_work), links)
 
-    def bounds(self, layout: Layout) -> tuple[range, ...]:
-        """The layers of each chunk: balanced by cost."""
-        return self._bounds(self.costs(layout), layout.placement)
-
-    @staticmethod
-    def _bounds_of(costs: PipelineCosts, placement: tuple[int, ...]) -> tuple[range, ...]:
-        return tuple(placed_bounds([layer.seconds for layer in costs.layers], placement))
+    def _layers_of(self, share: Share, links: Links) -> SizedLayers:
+        return SizedLayers(layer_costs(self._analysis, self._cluster.machine, share, links))
 
     # --- bounds
 
     def least(self, layout: Layout) -> tuple[float, float]:
         """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, and the
         fewest micro-batches that the schedule keeps, when a backward begins."""
-        chunks = self._chunks(self.costs(layout), layout.placement)
+        chunks = self._sized(layout).chunks(self._cluster.link(layout, "pipeline"), layout.placement)
         recomputes = layout.recompute != NEVER
         count = layout.micro_batches(self._config.training.micro_batches)
         split = SCHEDULES[layout.schedule].looks_at_costs
@@ -146,18 +142,6 @@ class Predictor:
         """Bytes of a rank whose tensors take so many."""
         machine = self._cluster.machine
         return machine.program + tensors * (1 + machine.rest)
-
-    def _chunks_of(self, costs: PipelineCosts, placement: tuple[int, ...]) -> _Chunks:
-        bounds = self._bounds(costs, placement)
-        layers = costs.layers
-        return _Chunks(
-            costs=tuple(costs.of_chunks(bounds, placement)),
-            held=tuple(costs.held_bytes(bounds)),
-            entering=tuple(sum(costs.entering_bytes([range(i, i + 1)])[0] for i in span) for span in bounds),
-            working=tuple(layers[span[-1]].working[1] if span else 0 for span in bounds),
-            # The last layer of a chunk goes backward right behind its forward.
-            again=tuple(sum(layers[i].again or layers[i].forward for i in span[:-1]) for span in bounds),
-        )
 
     def _of_rank(self, layout: Layout, rank: int) -> tuple[range, ...]:
         bounds = self.bounds(layout)
@@ -235,7 +219,7 @@ class Predictor:
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
     ) -> SchedulePlan:
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-            return costs.of_chunks(self._bounds(costs, placement), placement)
+            return costs.of_chunks(self._sized(layout).bounds(placement), placement)
 
         plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
         plan = replace(plan, decided=(plan.of_chunks(count),))
@@ -296,15 +280,3 @@ class Predictor:
                 )
             )
         return tuple(found)
-
-
-@dataclass(frozen=True)
-class _Chunks:
-    """Of each chunk: its costs; bytes that it keeps of a micro-batch, also where forwards are computed again, and that
-    its last layer's backward works with; seconds of forwards that are computed again."""
-
-    costs: tuple[ChunkCost, ...]
-    held: tuple[int, ...]
-    entering: tuple[int, ...]
-    working: tuple[int, ...]
-    again: tuple[float, ...]
