@@ -144,7 +144,7 @@ class PipelineCosts:
         freed = freed_inputs = freed_weights = 0
         for i in reversed(span):
             layer = self.layers[i]
-            gradient = layer.waiting if i + 1 < len(self.layers) else 0
+            gradient = layer.waiting if layer.gradient and i + 1 < len(self.layers) else 0
             of_whole = max(layer.working[1:]) if layer.working_whole is None else layer.working_whole
             whole = max(whole, gradient + of_whole - freed)
             inputs = max(inputs, gradient + layer.working[1] - freed_inputs)

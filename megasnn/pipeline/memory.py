@@ -49,17 +49,19 @@ class StepPeak:
         return self.kept + self.working + self.messages
 
 
-def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: int = 0) -> list[StepPeak]:
+def step_peaks(
+    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
+) -> list[StepPeak]:
     """Of each pipeline rank.
 
     Args:
         bounds: the layers of each chunk.
-        exchanged: bytes that replicas have on their way to each other when all backwards are done.
+        exchanged: bytes that replicas of each have on their way to each other when all backwards are done.
     """
     units = costs.unit_memory(bounds, schedule.placement)
     return [
-        replace(_peak(schedule, rank, units, exchanged), on_host=round(most_on_host(schedule, rank, units)))
-        for rank in range(schedule.ranks)
+        replace(_peak(schedule, rank, units, behind), on_host=round(most_on_host(schedule, rank, units)))
+        for rank, behind in enumerate(exchanged or [0] * schedule.ranks)
     ]
 
 
@@ -106,7 +108,7 @@ def measure_memory(
     found = []
     for index, description in enumerate(model.layers):
         inputs = [[of_size[source] for source in model.inputs[index]] for of_size in outputs]
-        shapes = [(key, x.shape) for each in inputs[0] for key, x in entries_of(each).items()]
+        shapes = [(key, x.shape, x.requires_grad) for each in inputs[0] for key, x in entries_of(each).items()]
         kind = (layers.alike(index), str(description.output), tuple(shapes), index > 0)
         if kind not in known:
             error = None
@@ -155,7 +157,7 @@ def _with_messages(memory: LayerMemory, y: Bundle, description: LayerDescription
     message = gradient = 0
     for key, entry in entries_of(y).items():
         message += TensorDescriptor.of(entry, description.entries[key].content).buffer(torch.device("meta")).nbytes
-        width = (wires.gradient_dtype or entry.dtype).itemsize if entry.is_floating_point() else 0
+        width = (wires.gradient_dtype or entry.dtype).itemsize if entry.requires_grad else 0
         gradient += entry.numel() * width
     return LayerCost(0, 0, 0, message=message, gradient=gradient, **vars(memory))
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.schedule.actions import Kind, Schedule
-from megasnn.schedule.memory import UnitMemory, moments
+from megasnn.schedule.memory import UnitMemory, cast_bytes, moments
 from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.refine import insert_recompute
 
@@ -48,6 +48,7 @@ def within_budget(
     budget: float,
     offloads: bool = False,
     seconds: float = SECONDS,
+    exchanged: Sequence[int] = (),
 ) -> Chosen:
     """The cheapest choice.
 
@@ -56,12 +57,14 @@ def within_budget(
         budget: bytes that each rank may need.
         offloads: whether what forwards are computed again from is moved to the host's memory meanwhile.
         seconds: for the search.
+        exchanged: bytes that each rank has on their way to and from replicas behind all backwards; none when not given.
     Raises:
         BudgetError: none keeps it.
     """
     whole = insert_recompute(schedule, lambda unit, m: True)
     whole = insert_offload(whole) if offloads else whole
-    ranks = [_Rank.of(whole, rank, units) for rank in range(schedule.ranks)]
+    behind = exchanged or [0] * schedule.ranks
+    ranks = [_Rank.of(whole, rank, units, behind[rank]) for rank in range(schedule.ranks)]
     chosen: set[tuple[int, int]] = set()
     short = []
     for rank in ranks:
@@ -90,8 +93,8 @@ class _Rank:
     slopes: NDArray[np.float64]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> _Rank:
-        """Args: schedule: in which all is computed again that can be."""
+    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> _Rank:
+        """Args: schedule: in which all is computed again that can be. exchanged: bytes behind all computations."""
         actions = schedule.actions[rank]
         choices = [(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE and m is not None]
         # One, and the share of each choice, as vectors: a sum is a place for what is fixed, and one for each choice.
@@ -101,6 +104,7 @@ class _Rank:
             each.kept + each.working + each.messages
             for each in moments(schedule, rank, units, axes[0], lambda unit, m: axes[place[unit, m]])
         ]
+        needed.append((cast_bytes(schedule, rank, units) + exchanged) * axes[0])
         seconds = np.array([units[unit].again for unit, _ in choices])
         table = np.array(needed).reshape(-1, len(choices) + 1) * MB
         return cls(choices, seconds, table[:, 0], table[:, 1:])

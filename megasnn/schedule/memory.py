@@ -73,7 +73,7 @@ class UnitMemory:
         again: seconds to compute the forward again.
         deferred: what an input gradient leaves for the weight gradient; None: all that the forward has kept.
         output: its output, and the gradient of that, while they wait for the unit that takes them.
-        message, gradient: the two on the way to another rank.
+        message, gradient: the two on the way to another rank; no gradient where none is needed of its output.
         cast: its weights in another type, which a step makes once and keeps.
     """
 
@@ -86,6 +86,11 @@ class UnitMemory:
     message: float = 0.0
     gradient: float = 0.0
     cast: float = 0.0
+
+    @property
+    def waiting_gradient(self) -> float:
+        """Of its output, while it waits."""
+        return self.output if self.gradient else 0.0
 
 
 class Moment(NamedTuple):
@@ -128,12 +133,12 @@ def moments(
         unit, kind, m = action
         memory, mine = units[unit], one * 0.0 if m is None else again.get((unit, m), 0.0 * one)
         deferred = memory.held if memory.deferred is None else memory.deferred
-        before = units[unit - 1].output if unit else 0.0
+        before, gradient = (units[unit - 1].output, units[unit - 1].waiting_gradient) if unit else (0.0, 0.0)
         if kind is Kind.FORWARD:
             waiting = waiting - one * before
             kept = kept + mine * memory.entering
         elif kind in PROPAGATING and unit < last:
-            waiting = waiting - one * memory.output
+            waiting = waiting - one * memory.waiting_gradient
         if kind in COMPUTE and kind in memory.working:
             coming = sum(_size(units, each) for each in _received_next(row, index))
             # Where a forward is not computed again, that needs nothing.
@@ -146,7 +151,7 @@ def moments(
             kept = kept + mine * (memory.held - memory.entering)
         elif kind in PROPAGATING:
             kept = kept - one * (memory.held - (deferred if kind is Kind.INPUT_GRADIENT else 0.0))
-            waiting = waiting + one * before
+            waiting = waiting + one * gradient
         elif kind is Kind.WEIGHT_GRADIENT:
             kept = kept - one * deferred
         elif kind in MOVES:
@@ -154,9 +159,9 @@ def moments(
             kept = kept + (moved if kind is Kind.FETCH else -moved)
         elif kind in SENDS:
             sent[schedule.placement[action.peer.chunk]].append(_size(units, action))
-            waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else before)
+            waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else gradient)
         elif kind in RECEIVES:
-            waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.output)
+            waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.waiting_gradient)
             of_peer, count = sent[schedule.placement[action.peer.chunk]], arrivals[action]
             of_peer[:count] = [0.0] * count
 

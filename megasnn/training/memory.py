@@ -141,7 +141,8 @@ def step_peak(
         seconds,
         plan.schedules.units is not None,
     )
-    schedule, exchanged = plan.schedules.training(plan.micro_batches), distributed.data_parallel.exchanged_bytes
+    schedule = plan.schedules.training(plan.micro_batches)
+    exchanged = [distributed.data_parallel.exchanged_bytes] * schedule.ranks
     return step_peaks(schedule, plan.executed_bounds, costs, exchanged)[state.pipeline.rank]
 
 
