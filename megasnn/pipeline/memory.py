@@ -22,7 +22,7 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.schedule import Schedule
-from megasnn.schedule.memory import UnitMemory, cast_bytes, moments
+from megasnn.schedule.memory import UnitMemory, cast_bytes, micro_batches_under_way, moments
 from megasnn.schedule.offload import most_on_host
 
 TRIAL_SAMPLES = 1, 2
@@ -69,6 +69,21 @@ def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged:
     needed = [(each.kept, each.working, each.messages) for each in moments(schedule, rank, units)]
     needed.append((cast_bytes(schedule, rank, units), 0.0, exchanged))
     return StepPeak(*map(round, max(needed, key=sum)))
+
+
+def graphs_bytes(schedule: Schedule, rank: int, bounds: Sequence[range], costs: PipelineCosts) -> int:
+    """What the graphs of layers keep on a rank from their first replays on, see graphs.py: for as many micro-batches as
+    are under way at once, what forwards and first parts of backwards leave, outputs, and gradients of inputs.
+
+    Args: as of `step_peaks`.
+    """
+    total = 0
+    for chunk, slots in micro_batches_under_way(schedule, rank).items():
+        span = bounds[chunk]
+        layers, before = costs.layers[span.start : span.stop], costs.layers[max(0, span.start - 1) : span.stop]
+        total += slots * sum(each.held + each.deferred_bytes + each.waiting for each in layers)
+        total += slots * sum(each.waiting for each in before if each.gradient)
+    return total
 
 
 class NotMeasuredError(Exception):
