@@ -22,7 +22,7 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.schedule import Schedule
-from megasnn.schedule.memory import UnitMemory, cast_bytes, micro_batches_under_way, moments
+from megasnn.schedule.memory import Exchanged, UnitMemory, micro_batches_under_way, moments
 from megasnn.schedule.offload import most_on_host
 
 TRIAL_SAMPLES = 1, 2
@@ -50,24 +50,24 @@ class StepPeak:
 
 
 def step_peaks(
-    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
+    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[Exchanged] = ()
 ) -> list[StepPeak]:
     """Of each pipeline rank.
 
     Args:
         bounds: the layers of each chunk.
-        exchanged: bytes that replicas of each have on their way to each other when all backwards are done.
+        exchanged: of each, where rows have owners.
     """
     units = costs.unit_memory(bounds, schedule.placement)
     return [
-        replace(_peak(schedule, rank, units, behind), on_host=round(most_on_host(schedule, rank, units)))
-        for rank, behind in enumerate(exchanged or [0] * schedule.ranks)
+        replace(_peak(schedule, rank, units, each), on_host=round(most_on_host(schedule, rank, units)))
+        for rank, each in enumerate(exchanged or [Exchanged()] * schedule.ranks)
     ]
 
 
-def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> StepPeak:
-    needed = [(each.kept, each.working, each.messages) for each in moments(schedule, rank, units)]
-    needed.append((cast_bytes(schedule, rank, units), 0.0, exchanged))
+def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: Exchanged) -> StepPeak:
+    found = moments(schedule, rank, units, exchanged=exchanged)
+    needed = [(each.kept, each.working, each.messages) for each in found]
     return StepPeak(*map(round, max(needed, key=sum)))
 
 

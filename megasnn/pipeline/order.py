@@ -11,6 +11,7 @@ from megasnn.pipeline.costs import PipelineCosts
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, plan_schedule, simulate
 from megasnn.schedule.budget import SECONDS, BudgetError, within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
+from megasnn.schedule.memory import Exchanged
 from megasnn.schedule.named import AUTO
 from megasnn.schedule.partition import placed_bounds
 from megasnn.schedule.refine import NEVER
@@ -21,8 +22,8 @@ _LEAST_SECONDS = 0.05
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """The layers of each unit -> what is gathered of them."""
-ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[int]]
-"""The layers of each chunk, and its rank -> bytes that each rank has on their way to and from those who own rows."""
+ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[Exchanged]]
+"""The layers of each chunk, and its rank -> of each rank."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,6 @@ class Cut:
             for each in costs
         ]
 
-    def exchanged(self, placement: tuple[int, ...]) -> Sequence[int]:
-        """Bytes that each rank has on their way to and from those who own rows; none where rows have no owners."""
+    def exchanged(self, placement: tuple[int, ...]) -> Sequence[Exchanged]:
+        """Of each rank; nothing where rows have no owners."""
         return () if self._exchanged_of is None else self._exchanged_of(self.bounds_of(placement), placement)

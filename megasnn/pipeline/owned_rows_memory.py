@@ -13,9 +13,8 @@ from megasnn.comm.group import Group
 from megasnn.data_parallel.buckets import BUCKET_BYTES, BucketedDataParallel
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.schedule.memory import Exchanged
 from megasnn.sharded_tensors import copied_tensors, sharded_tensors
-
-NamedLayers = Sequence[tuple[str, nn.Module]]
 
 
 def exchanged_with_owners(
@@ -25,8 +24,8 @@ def exchanged_with_owners(
     device: torch.device,
     bounds: Sequence[range],
     placement: Sequence[int],
-) -> list[int]:
-    """Bytes on each pipeline rank, of the replica that needs most; nothing gets memory for that.
+) -> list[Exchanged]:
+    """On each pipeline rank, of the replica that needs most; nothing gets memory for that.
 
     Args:
         copies: the ranks that own rows. device: where the buckets will be.
@@ -36,9 +35,8 @@ def exchanged_with_owners(
     # Rows are dealt out nearly evenly: the first rank or the last one has most.
     owners = [replace(copies, rank=rank) for rank in {0, copies.size - 1}]
     return [
-        max(
-            _exchanged([(c, layers[bounds[c].start : bounds[c].stop]) for c in mine], context, each, device)
-            for each in owners
+        Exchanged(
+            *map(max, zip(*(_exchanged(mine, layers, bounds, context, each, device) for each in owners), strict=True))
         )
         for mine in _chunks_of_ranks(placement)
     ]
@@ -49,8 +47,16 @@ def _chunks_of_ranks(placement: Sequence[int]) -> list[list[int]]:
 
 
 def _exchanged(
-    chunks: Sequence[tuple[int, NamedLayers]], context: BuildContext, copies: Group, device: torch.device
-) -> int:
-    tensors = [(index, [*sharded_tensors(layers), *copied_tensors(layers)]) for index, layers in chunks]
+    chunks: Sequence[int],
+    layers: Sequence[tuple[str, nn.Module]],
+    bounds: Sequence[range],
+    context: BuildContext,
+    copies: Group,
+    device: torch.device,
+) -> Exchanged:
+    tensors = []
+    for chunk in chunks:
+        mine = layers[bounds[chunk].start : bounds[chunk].stop]
+        tensors.append((chunk, [*sharded_tensors(mine), *copied_tensors(mine)]))
     most = exchange_bytes(copies, device, BUCKET_BYTES)
-    return BucketedDataParallel(tensors, copies, context.tensor, most, rows_have_owners=True).exchanged_bytes
+    return BucketedDataParallel(tensors, copies, context.tensor, most, rows_have_owners=True).exchanged

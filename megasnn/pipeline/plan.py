@@ -20,6 +20,7 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, simulate
 from megasnn.schedule.evaluate import Forecast, forecast
+from megasnn.schedule.memory import Exchanged
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.refine import NEVER
 from megasnn.schedule.weights import SharedWeights
@@ -40,8 +41,7 @@ class PipelinePlan:
         compared: the orders that were looked at for a budget, or for weights that replicas share.
         memory_budget: as it was asked for.
         weight_ranks: how many replicas share one copy of the weights.
-        exchanged: bytes that each pipeline rank has on their way to and from those who own rows, behind all backwards;
-            empty where rows have no owners, or there is no budget.
+        exchanged: of each pipeline rank; empty where rows have no owners, or there is no budget.
     """
 
     bounds: tuple[range, ...]
@@ -52,7 +52,7 @@ class PipelinePlan:
     compared: tuple[Compared, ...] = ()
     memory_budget: float | None = None
     weight_ranks: int = 1
-    exchanged: tuple[int, ...] = ()
+    exchanged: tuple[Exchanged, ...] = ()
 
     @property
     def executed_bounds(self) -> list[range]:

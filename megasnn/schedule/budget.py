@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.schedule.actions import Kind, Schedule
-from megasnn.schedule.memory import UnitMemory, cast_bytes, moments
+from megasnn.schedule.memory import Exchanged, UnitMemory, moments
 from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.refine import insert_recompute
 
@@ -48,7 +48,7 @@ def within_budget(
     budget: float,
     offloads: bool = False,
     seconds: float = SECONDS,
-    exchanged: Sequence[int] = (),
+    exchanged: Sequence[Exchanged] = (),
 ) -> Chosen:
     """The cheapest choice.
 
@@ -57,14 +57,14 @@ def within_budget(
         budget: bytes that each rank may need.
         offloads: whether what forwards are computed again from is moved to the host's memory meanwhile.
         seconds: for the search.
-        exchanged: bytes that each rank has on their way to and from replicas behind all backwards; none when not given.
+        exchanged: of each rank, where rows have owners.
     Raises:
         BudgetError: none keeps it.
     """
     whole = insert_recompute(schedule, lambda unit, m: True)
     whole = insert_offload(whole) if offloads else whole
-    behind = exchanged or [0] * schedule.ranks
-    ranks = [_Rank.of(whole, rank, units, behind[rank]) for rank in range(schedule.ranks)]
+    exchanged = exchanged or [Exchanged()] * schedule.ranks
+    ranks = [_Rank.of(whole, rank, units, exchanged[rank]) for rank in range(schedule.ranks)]
     chosen: set[tuple[int, int]] = set()
     short = []
     for rank in ranks:
@@ -93,8 +93,8 @@ class _Rank:
     slopes: NDArray[np.float64]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> _Rank:
-        """Args: schedule: in which all is computed again that can be. exchanged: bytes behind all computations."""
+    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: Exchanged) -> _Rank:
+        """Args: schedule: in which all is computed again that can be."""
         actions = schedule.actions[rank]
         choices = [(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE and m is not None]
         # One, and the share of each choice, as vectors: a sum is a place for what is fixed, and one for each choice.
@@ -102,9 +102,8 @@ class _Rank:
         place = {choice: index for index, choice in enumerate(choices, start=1)}
         needed = [
             each.kept + each.working + each.messages
-            for each in moments(schedule, rank, units, axes[0], lambda unit, m: axes[place[unit, m]])
+            for each in moments(schedule, rank, units, axes[0], lambda unit, m: axes[place[unit, m]], exchanged)
         ]
-        needed.append((cast_bytes(schedule, rank, units) + exchanged) * axes[0])
         seconds = np.array([units[unit].again for unit, _ in choices])
         table = np.array(needed).reshape(-1, len(choices) + 1) * MB
         return cls(choices, seconds, table[:, 0], table[:, 1:])
