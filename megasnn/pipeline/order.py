@@ -260,6 +260,7 @@ class Cut:
         self._request, self.costs, self._exchanged_of = request, costs, exchanged_of
         self.bounds_of = lru_cache(maxsize=None)(self._bounds_of)
         self.costs_of = lru_cache(maxsize=None)(self._costs_of)
+        self.exchanged = lru_cache(maxsize=None)(self._exchanged)
 
     def _bounds_of(self, placement: tuple[int, ...]) -> tuple[range, ...]:
         if self._request.bounds is not None:
@@ -280,6 +281,6 @@ class Cut:
             for each in costs
         ]
 
-    def exchanged(self, placement: tuple[int, ...]) -> Sequence[Exchanged]:
+    def _exchanged(self, placement: tuple[int, ...]) -> Sequence[Exchanged]:
         """Of each rank; nothing where rows have no owners."""
         return () if self._exchanged_of is None else self._exchanged_of(self.bounds_of(placement), placement)
