@@ -18,7 +18,6 @@ from megasnn.comm.group import Group
 from megasnn.data_parallel.bucket import Bucket, ScatteredBucket
 from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
-from megasnn.schedule.memory import Exchanged
 from megasnn.sharded_tensors import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
@@ -201,19 +200,16 @@ class BucketedDataParallel:
         return sums + early + sum(sorted(late)[-2:])
 
     @property
-    def exchanged(self) -> Exchanged:
-        """What exchanges with those who own or keep rows take, where links keep up with backwards.
-
-        Beside these, one bucket at a time, but for the last one, which is complete when they are done. Behind all
-        backwards or behind the step, at most the end of one exchange, while the next is on its way.
-        """
-        first = [each.kept or each.owned for each in self._buckets[:-1]]
-        beside = [rows.travelling_bytes for rows in first if rows is not None and not self._scattered]
+    def exchanged_bytes(self) -> int:
+        """What exchanges with those who own or keep rows take at most, behind all backwards or behind the step: the end
+        of one, while the next is on its way."""
         rows = [each for bucket in self._buckets for each in (bucket.kept, bucket.owned) if each is not None]
         travelling = [each.travelling_bytes for each in rows]
         nexts = [*travelling[1:], 0]
-        ends = (now + each.arrived_bytes + later for each, now, later in zip(rows, travelling, nexts, strict=False))
-        return Exchanged(max(beside, default=0), max(ends, default=0))
+        return max(
+            (now + each.arrived_bytes + later for each, now, later in zip(rows, travelling, nexts, strict=False)),
+            default=0,
+        )
 
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing

@@ -22,7 +22,7 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.schedule import Schedule
-from megasnn.schedule.memory import Exchanged, UnitMemory, micro_batches_under_way, moments
+from megasnn.schedule.memory import UnitMemory, micro_batches_under_way, moments
 from megasnn.schedule.offload import most_on_host
 
 TRIAL_SAMPLES = 1, 2
@@ -50,22 +50,22 @@ class StepPeak:
 
 
 def step_peaks(
-    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[Exchanged] = ()
+    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
 ) -> list[StepPeak]:
     """Of each pipeline rank.
 
     Args:
         bounds: the layers of each chunk.
-        exchanged: of each, where rows have owners.
+        exchanged: of each, the bytes that travel to and from those who own rows, when all backwards are done.
     """
     units = costs.unit_memory(bounds, schedule.placement)
     return [
         replace(_peak(schedule, rank, units, each), on_host=round(most_on_host(schedule, rank, units)))
-        for rank, each in enumerate(exchanged or [Exchanged()] * schedule.ranks)
+        for rank, each in enumerate(exchanged or [0] * schedule.ranks)
     ]
 
 
-def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: Exchanged) -> StepPeak:
+def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> StepPeak:
     found = moments(schedule, rank, units, exchanged=exchanged)
     needed = [(each.kept, each.working, each.messages) for each in found]
     return StepPeak(*map(round, max(needed, key=sum)))

@@ -11,7 +11,6 @@ from megasnn.pipeline.costs import PipelineCosts
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, plan_schedule, simulate
 from megasnn.schedule.budget import SECONDS, BudgetError, within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
-from megasnn.schedule.memory import Exchanged
 from megasnn.schedule.named import AUTO
 from megasnn.schedule.partition import placed_bounds
 from megasnn.schedule.refine import NEVER
@@ -22,8 +21,8 @@ _LEAST_SECONDS = 0.05
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """The layers of each unit -> what is gathered of them."""
-ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[Exchanged]]
-"""The layers of each chunk, and its rank -> of each rank."""
+ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[int]]
+"""The layers of each chunk, and its rank -> bytes that travel to and from those who own rows, on each rank."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +280,6 @@ class Cut:
             for each in costs
         ]
 
-    def _exchanged(self, placement: tuple[int, ...]) -> Sequence[Exchanged]:
-        """Of each rank; nothing where rows have no owners."""
+    def _exchanged(self, placement: tuple[int, ...]) -> Sequence[int]:
+        """Nothing where rows have no owners."""
         return () if self._exchanged_of is None else self._exchanged_of(self.bounds_of(placement), placement)

@@ -13,7 +13,6 @@ from megasnn.comm.group import Group
 from megasnn.data_parallel.buckets import BUCKET_BYTES, BucketedDataParallel
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.schedule.memory import Exchanged
 from megasnn.sharded_tensors import copied_tensors, sharded_tensors
 
 
@@ -24,8 +23,8 @@ def exchanged_with_owners(
     device: torch.device,
     bounds: Sequence[range],
     placement: Sequence[int],
-) -> list[Exchanged]:
-    """On each pipeline rank, of the replica that needs most; nothing gets memory for that.
+) -> list[int]:
+    """Bytes on each pipeline rank, of the replica that needs most; nothing gets memory for that.
 
     Args:
         copies: the ranks that own rows. device: where the buckets will be.
@@ -35,9 +34,7 @@ def exchanged_with_owners(
     # Rows are dealt out nearly evenly: the first rank or the last one has most.
     owners = [replace(copies, rank=rank) for rank in {0, copies.size - 1}]
     return [
-        Exchanged(
-            *map(max, zip(*(_exchanged(mine, layers, bounds, context, each, device) for each in owners), strict=True))
-        )
+        max(_exchanged(mine, layers, bounds, context, each, device) for each in owners)
         for mine in _chunks_of_ranks(placement)
     ]
 
@@ -53,10 +50,10 @@ def _exchanged(
     context: BuildContext,
     copies: Group,
     device: torch.device,
-) -> Exchanged:
+) -> int:
     tensors = []
     for chunk in chunks:
         mine = layers[bounds[chunk].start : bounds[chunk].stop]
         tensors.append((chunk, [*sharded_tensors(mine), *copied_tensors(mine)]))
     most = exchange_bytes(copies, device, BUCKET_BYTES)
-    return BucketedDataParallel(tensors, copies, context.tensor, most, rows_have_owners=True).exchanged
+    return BucketedDataParallel(tensors, copies, context.tensor, most, rows_have_owners=True).exchanged_bytes

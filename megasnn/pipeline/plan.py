@@ -20,7 +20,6 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, simulate
 from megasnn.schedule.evaluate import Forecast, forecast
-from megasnn.schedule.memory import Exchanged
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.refine import NEVER
 from megasnn.schedule.weights import SharedWeights
@@ -41,7 +40,8 @@ class PipelinePlan:
         compared: the orders that were looked at for a budget, or for weights that replicas share.
         memory_budget: as it was asked for.
         weight_ranks: how many replicas share one copy of the weights.
-        exchanged: of each pipeline rank; empty where rows have no owners, or there is no budget.
+        exchanged: bytes that travel to and from those who own rows, on each pipeline rank; empty where rows have no
+            owners, or there is no budget.
     """
 
     bounds: tuple[range, ...]
@@ -52,7 +52,7 @@ class PipelinePlan:
     compared: tuple[Compared, ...] = ()
     memory_budget: float | None = None
     weight_ranks: int = 1
-    exchanged: tuple[Exchanged, ...] = ()
+    exchanged: tuple[int, ...] = ()
 
     @property
     def executed_bounds(self) -> list[range]:

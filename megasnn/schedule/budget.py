@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.schedule.actions import Kind, Schedule
-from megasnn.schedule.memory import Exchanged, UnitMemory, moments
+from megasnn.schedule.memory import UnitMemory, moments
 from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.refine import insert_recompute
 
@@ -48,7 +48,7 @@ def within_budget(
     budget: float,
     offloads: bool = False,
     seconds: float = SECONDS,
-    exchanged: Sequence[Exchanged] = (),
+    exchanged: Sequence[int] = (),
 ) -> Chosen:
     """The cheapest choice.
 
@@ -57,13 +57,13 @@ def within_budget(
         budget: bytes that each rank may need.
         offloads: whether what forwards are computed again from is moved to the host's memory meanwhile.
         seconds: for the search.
-        exchanged: of each rank, where rows have owners.
+        exchanged: of each rank, the bytes that travel to and from those who own rows; none when not given.
     Raises:
         BudgetError: none keeps it.
     """
     whole = insert_recompute(schedule, lambda unit, m: True)
     whole = insert_offload(whole) if offloads else whole
-    exchanged = exchanged or [Exchanged()] * schedule.ranks
+    exchanged = exchanged or [0] * schedule.ranks
     ranks = [_Rank.of(whole, rank, units, exchanged[rank]) for rank in range(schedule.ranks)]
     chosen: set[tuple[int, int]] = set()
     short = []
@@ -93,7 +93,7 @@ class _Rank:
     slopes: NDArray[np.float64]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: Exchanged) -> _Rank:
+    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> _Rank:
         """Args: schedule: in which all is computed again that can be."""
         actions = schedule.actions[rank]
         choices = [(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE and m is not None]

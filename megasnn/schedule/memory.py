@@ -102,20 +102,13 @@ class UnitMemory:
         return self.output if self.gradient else 0.0
 
 
-class Exchanged(NamedTuple):
-    """Bytes that a rank has on their way to and from those who own rows: beside its last backwards, and behind them."""
-
-    beside: int = 0
-    behind: int = 0
-
-
 class Moment(NamedTuple):
     """What a rank needs while it computes; numbers, or vectors of them.
 
     Attributes:
         kept: what forwards have left for their backwards, and weights in another type.
         working: what the computation needs beside that.
-        messages: outputs and gradients that wait for somebody or are on their way, and what those have who own rows.
+        messages: outputs and gradients that wait for somebody or are on their way, and what travels between replicas.
     """
 
     action: Action
@@ -130,7 +123,7 @@ def moments(
     units: Sequence[UnitMemory],
     one: Any = 1.0,
     share: Callable[[int, int], Any] = lambda unit, m: 1.0,
-    exchanged: Exchanged = Exchanged(),  # noqa: B008  (frozen)
+    exchanged: int = 0,
 ) -> Iterator[Moment]:
     """Every computation of a rank, and what comes behind them.
 
@@ -138,7 +131,7 @@ def moments(
 
     Args:
         units: of each chunk of the schedule.
-        exchanged: where rows have owners.
+        exchanged: bytes that travel to and from those who own rows, behind all computations.
         one: how one is written. share: how much of a forward (unit, micro-batch) is computed again, of those that the
             schedule computes again: all of it, 1, or nothing.
     """
@@ -147,8 +140,6 @@ def moments(
     kept, waiting = cast_bytes(schedule, rank, units) * one, 0.0 * one
     arrivals = known_arrivals(schedule, rank)
     sent: dict[int, list[float]] = {peer: [] for peer in range(schedule.ranks)}
-    last_backwards = {action.chunk: index for index, action in enumerate(row) if action.kind in FINISHING}
-    first_complete = min(last_backwards.values(), default=len(row))
     for index, action in enumerate(row):
         unit, kind, m = action
         memory, mine = units[unit], one * 0.0 if m is None else again.get((unit, m), 0.0 * one)
@@ -161,7 +152,6 @@ def moments(
             waiting = waiting - one * memory.waiting_gradient
         if kind in COMPUTE and kind in memory.working:
             coming = sum(_size(units, each) for each in _received_next(row, index))
-            coming += exchanged.beside if index >= first_complete else 0
             # Where a forward is not computed again, that needs nothing.
             needs = (mine if kind is Kind.RECOMPUTE else one) * memory.working[kind]
             yield Moment(action, kept, needs, waiting + one * (coming + sum(map(sum, sent.values()))))
@@ -185,8 +175,8 @@ def moments(
             waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.waiting_gradient)
             of_peer, count = sent[schedule.placement[action.peer.chunk]], arrivals[action]
             of_peer[:count] = [0.0] * count
-    if row and exchanged.behind:
-        yield Moment(row[-1], cast_bytes(schedule, rank, units) * one, 0.0 * one, exchanged.behind * one)
+    if row and exchanged:
+        yield Moment(row[-1], cast_bytes(schedule, rank, units) * one, 0.0 * one, exchanged * one)
 
 
 def cast_bytes(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> float:

@@ -150,7 +150,7 @@ def _costs(
 
 def _peak(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> StepPeak:
     schedule = plan.schedules.training(plan.micro_batches)
-    exchanged = [distributed.data_parallel.exchanged] * schedule.ranks
+    exchanged = [distributed.data_parallel.exchanged_bytes] * schedule.ranks
     return step_peaks(schedule, plan.executed_bounds, costs, exchanged)[distributed.state.pipeline.rank]
 
 

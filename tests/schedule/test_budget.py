@@ -12,7 +12,7 @@ import pytest
 from megasnn.schedule import Kind, Schedule, generate, validate
 from megasnn.schedule.actions import COMPUTE
 from megasnn.schedule.budget import BudgetError, Chosen, within_budget
-from megasnn.schedule.memory import Exchanged, UnitMemory, activations_held, moments
+from megasnn.schedule.memory import UnitMemory, activations_held, moments
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.refine import insert_recompute, refine
@@ -55,9 +55,9 @@ def test_what_travels_behind_all_backwards_counts() -> None:
     units = units_of(4, 0)
     schedule = refine(generate("gpipe", 1, 2), [4])
     alone = within_budget(schedule, units, budget := 100 * MB)
-    assert within_budget(schedule, units, budget, exchanged=[Exchanged(0, budget)]) == alone
+    assert within_budget(schedule, units, budget, exchanged=[budget]) == alone
     with pytest.raises(BudgetError) as refused:
-        within_budget(schedule, units, budget, exchanged=[Exchanged(0, budget + MB)])
+        within_budget(schedule, units, budget, exchanged=[budget + MB])
     assert refused.value.least == pytest.approx(budget + MB)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megasnn.schedule import Action, Kind, generate
 from megasnn.schedule.arrivals import known_arrivals
-from megasnn.schedule.memory import Exchanged, UnitMemory, moments
+from megasnn.schedule.memory import UnitMemory, moments
 from megasnn.schedule.refine import insert_recompute, refine
 
 WORKING = {Kind.FORWARD: 5.0, Kind.BACKWARD: 7.0, Kind.INPUT_GRADIENT: 6.0, Kind.WEIGHT_GRADIENT: 4.0}
@@ -34,19 +34,6 @@ def test_a_backward_in_two_parts_leaves_less() -> None:
     last = _told("zb1p", 1, 2)
     assert last["1I0"] == (100, 6, 2)
     assert last["1F1"][0] == 60 and last["1W1"][0] == 60
-
-
-def test_what_those_take_who_own_rows() -> None:
-    """The first buckets are complete with the last backward of the last unit, the last one behind all of them."""
-    schedule = refine(generate("gpipe", 1, 2), [2])
-    plain, owned = (
-        {str(action): numbers for action, *numbers in moments(schedule, 0, [UNIT, UNIT], exchanged=each)}
-        for each in (Exchanged(), Exchanged(8, 1000))
-    )
-    beside = {name: owned[name][2] - plain[name][2] for name in plain}
-    assert beside == {**dict.fromkeys(plain, 0), "1B1": 8, "0B1": 8}
-    (behind,) = owned.keys() - plain.keys()
-    assert owned[behind] == [0, 0, 1000]
 
 
 def test_what_waits_between_units_and_for_a_forward_that_is_computed_again() -> None:
