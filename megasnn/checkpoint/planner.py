@@ -157,7 +157,7 @@ def _touching(pieces: Sequence[SavedPiece], boxes: Sequence[Piece]) -> Sequence[
     for box in boxes:
         first = np.array(box.global_offset)
         found |= ((starts < first + box.sizes) & (first < starts + sizes)).all(1)
-    return [pieces[number] for number in np.flatnonzero(found)]
+    return [pieces[number] for number in np.flatnonzero(found).tolist()]
 
 
 def _common(tensor: SavedTensor, piece: SavedPiece, box: Piece, local: Tensor) -> Iterator[Slice]:

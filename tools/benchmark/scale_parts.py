@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megasnn.bundle import logits_of
 from megasnn.checkpoint.planner import content_of, pieces_of, plan_reading
 from megasnn.checkpoint.saving import written_here
 from megasnn.comm.codec import Content
@@ -145,7 +146,7 @@ def measure_executor(micro_batches: int, units: int) -> Figures:
         model = sleeping_model([SleepingLayer(0, 0, 0, 0, 4, Content.DENSE, 4)] * units, lambda seconds: None)
         bounds: Sequence[range] = [range(each, each + 1) for each in range(units)]
         chunks = {each: build_chunk(model, bounds, each, BuildContext(), CPU, 0) for each in range(units)}
-        executor = PipelineExecutor(chunks, (0,) * units, state, lambda logits, labels: logits.sum())
+        executor = PipelineExecutor(chunks, (0,) * units, state, lambda logits, labels: logits_of(logits).sum())
         schedule = refine(generate("zb1p", 1, micro_batches), [units])
         inputs = [MicroBatchInput(torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.long), 1)] * micro_batches
         executor.train_step(schedule, inputs)  # gradients get their memory
