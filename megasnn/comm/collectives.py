@@ -68,14 +68,25 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
     Args:
         into: contiguous, as many values as all ranks have together. mine: `[n]`, the same number on every rank.
     """
+    return start_all_gather(into, mine, group)()
+
+
+def start_all_gather(into: Tensor, mine: Tensor, group: Group) -> Callable[[], list[Tensor]]:
+    """Starts `all_gather_into`; the returned function waits for the parts."""
     # NCCL fills a list of tensors from one that it makes, by a copy more. Gloo copies anyway, to a list less often.
     parts = list(into.view(group.size, -1))
     if mine.device.type == "cpu":
-        dist.all_gather(parts, mine, group=group.handle)
-        let_others_go()
+        work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
     else:
-        _ALL_GATHER_SINGLE(into, mine, group=group.handle)
-    return parts
+        work = _ALL_GATHER_SINGLE(into, mine, group=group.handle, async_op=True)
+
+    def finish() -> list[Tensor]:
+        work.wait()
+        if mine.device.type == "cpu":
+            let_others_go()
+        return parts
+
+    return finish
 
 
 _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megasnn.comm.alike import count_type, sum_counts, sum_for_each
 from megasnn.comm.codec import Content, encode
-from megasnn.comm.collectives import all_reduce_sum, from_rows, join_columns, to_rows
+from megasnn.comm.collectives import from_rows, join_columns, start_all_reduce_sum, to_rows
 from megasnn.comm.group import Group
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.packed import bits_of
@@ -209,9 +209,11 @@ class _Attend(torch.autograd.Function):
         grad_out = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads).contiguous()
         grad_out = grad_out * SCALE
         grad_kv = q.transpose(-2, -1) @ grad_out
-        if ctx.shared is not None:
-            all_reduce_sum(grad_kv, ctx.shared[0], "backward")
-        parts = grad_out @ kv.transpose(-2, -1), v @ grad_kv.transpose(-2, -1), k @ grad_kv
+        finish = None if ctx.shared is None else start_all_reduce_sum(grad_kv, ctx.shared[0], "backward")
+        grad_q = grad_out @ kv.transpose(-2, -1)
+        if finish is not None:
+            finish()
+        parts = grad_q, v @ grad_kv.transpose(-2, -1), k @ grad_kv
         joined = rearrange(list(parts), "part f h l d -> (f l) (part h d)")
         return joined.to(ctx.dtype), None, None, None, None
 

@@ -86,6 +86,9 @@ PLIF, SOFT = NeuronSpec("plif", surrogate="atan"), NeuronSpec("lif", v_reset=Non
 CASES: dict[str, list[Case]] = {
     "wide": images(lambda: ParallelConv(C, C, 7, padding=3), 3, 8),
     "dilated": images(lambda: ParallelConv(C, C, 3, padding=4, dilation=4, padding_mode="circular"), 9),
+    "dilated, zeros": images(lambda: ParallelConv(C, C, 5, padding=4, dilation=2), 12, 13),
+    "groups": images(lambda: ParallelConv(C, C, 3, padding=1, groups=4, bias=True), 6, 7),
+    "pooled, stride 1": images(lambda: ParallelConv(C, C, 5, pool=2, padding=2), 12, 13, 8),
     "pooled first": images(lambda: ParallelConv(C, C, 3, pool=2, padding=1, stride=2), 12, 13),
     "strided pointwise": images(lambda: ParallelConv(C, C, 1, stride=2), 7, 8, holds_spikes=False),
     "unit": images(lambda: ConvNormNeuron(C, C, 3, bias=True, neuron=PLIF), 4, 7),
