@@ -17,6 +17,10 @@ from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class SharedStatistics:
     """The exchange over a group of several ranks; see `megasnn.kernels.norm_neuron.Shared`.
@@ -26,7 +30,7 @@ class SharedStatistics:
     """
 
     group: Group
-    meanwhile: Callable[[], None]
+    meanwhile: Callable[[], None] = _nothing
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Pools mean and biased variance (Chan et al. 1983, equation 2.1, on biased variances). A rank may have no

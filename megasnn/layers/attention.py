@@ -21,6 +21,7 @@ from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.channels import all_channels
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
+from megasnn.layers.holding import note_exchanges
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.rows import rows_of
 from megasnn.layers.unit import ConvNormNeuron
@@ -76,6 +77,8 @@ class SpikingSelfAttention(nn.Module):
         qkv = self.qkv(x)
         if x.is_meta:
             self._tokens = x.shape[3:].numel()  # of whole images
+            if self._rows is not None:
+                note_exchanges(self, backward=self._rows.exchanges_of_sum)
         shared = None if self._rows is None or x.is_meta else (self._rows.group, self._tokens)
         out = _Attend.apply(to_rows(qkv), bits_of(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
@@ -157,7 +160,9 @@ class SpikeDrivenAttention(nn.Module):
         spikes = self.neuron(x)
         together = self.k(spikes) * self.v(spikes)
         number = _exact(together).flatten(3).sum(-1)
-        if self._rows is not None and not x.is_meta:
+        if self._rows is not None and x.is_meta:
+            note_exchanges(self, self._rows.exchanges_of_sum, self._rows.exchanges_of_sum)
+        elif self._rows is not None:
             number = sum_for_each(number, self._rows.group)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))

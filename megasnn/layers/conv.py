@@ -33,7 +33,7 @@ from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.convolve import Convolve, ConvPlan, images_kernel
 from megasnn.layers.convolve_rows import ConvolveRows, Halo
-from megasnn.layers.holding import content_of, count_call, joined
+from megasnn.layers.holding import content_of, count_call, is_input, joined, note_exchanges
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.rows import Rows, Windows, rows_of
 from megasnn.sharded_tensors import declare_parameter
@@ -214,11 +214,12 @@ class ParallelConv(nn.Module):
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
         self.plan = replace(self.plan, products=self._chosen_products(x))
         if self._rows is not None:
-            self._note_rows(self._rows, x.shape[3], space[0])
+            self._note_rows(self._rows, x, space[0])
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
 
-    def _note_rows(self, rows: Rows, height: int, output_height: int) -> None:
+    def _note_rows(self, rows: Rows, x: Tensor, output_height: int) -> None:
         """In the dry run: which rows move to which rank. What is above and below an image comes with them."""
+        height = x.shape[3]
         outputs = rows.below_pooling(output_height) if self._pooled_behind else rows.shared(output_height)
         geometry = self.plan.products.geometry
         (before, _), _ = self._pads
@@ -228,6 +229,7 @@ class ParallelConv(nn.Module):
         self._halo, self._move = None, rows.needed(height, outputs, windows)
         if self._move is None:
             return
+        note_exchanges(self, backward=0 if is_input(x) else 1)
         is_plain = self.plan.group.size == geometry.stride[0] == 1 and self._pads[0] == (windows.reach,) * 2
         if is_plain and self._padding_mode is None:
             self._halo = rows.halo(height, outputs, windows)

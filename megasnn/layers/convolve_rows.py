@@ -100,7 +100,7 @@ def _add_weight_gradient(
     plan.products.add_weight_gradient(kernel, grad, images)
     rows = _halo_rows(parts, plan, halo, shape, grad.dtype)
     for side in halo.sides:
-        of_side = torch.zeros_like(_part(kernel, side))
+        of_side = kernel.new_zeros(_of(kernel, side.kernel).shape)
         _products(plan).add_weight_gradient(of_side, _side_by_side(_of(grad, side.outputs)), _padded(rows, side))
         _of(kernel, side.kernel).add_(of_side)
 

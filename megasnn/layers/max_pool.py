@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megasnn.comm.codec import Content
 from megasnn.comm.rows import RowMove
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of
+from megasnn.layers.holding import content_of, note_exchanges
 from megasnn.layers.rows import Rows, rows_of
 
 
@@ -59,3 +59,4 @@ class MaxPool(nn.Module):
         windows = tuple(tuple(range(max(2 * each.start - 1, 0), min(2 * each.stop, height))) for each in pooled)
         self._moves = RowMove(owned, windows), rows.above(owned)
         self._content, self._is_at_top = content_of(x), rows.group.rank == 0
+        note_exchanges(self)

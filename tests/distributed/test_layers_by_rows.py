@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.comm.group import Group
+from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -29,7 +30,7 @@ from megasnn.layers import (
     WholeImages,
 )
 from megasnn.layers.context import building
-from megasnn.layers.holding import Holding, hold
+from megasnn.layers.holding import Holding, exchanges_of, hold
 from megasnn.sharded_tensors import materialise
 from megasnn.sharding import own_rows
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
@@ -129,13 +130,18 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
     materialise([("layer", layer)], torch.device("cpu"), seed=1)
     own = own_rows(x.shape[3], group.size, group.rank)
     x = channels_last(x[:, :, :, own.start : own.stop]).requires_grad_()
-    y, weights = layer(x, *keys), random(*shape, seed=4)
+    weights = random(*shape, seed=4)
+    statistics.reset()
+    with statistics.counting():
+        y = layer(x, *keys)
     if case.is_alike:
         weights = weights * (group.rank == 0)
     else:
         out = own_rows(shape[3], group.size, group.rank)
         weights = weights[:, :, :, out.start : out.stop]
-    (y * weights).sum().backward()
+    with statistics.counting():
+        (y * weights).sum().backward()
+    assert statistics.total("context").calls == sum(exchanges_of([layer]))
     gradients = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
