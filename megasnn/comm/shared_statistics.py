@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasnn.comm.collectives import start_all_gather
+from megasnn.comm.collectives import start_small_gather
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
@@ -59,14 +59,8 @@ class SharedStatistics:
     def _start(self, mine: Tensor, direction: str) -> Callable[[], Tensor]:
         """Starts telling the others; the returned function waits for `[ranks, ...]`."""
         statistics.record(self.group.name, "all_gather", direction, (self.group.size - 1) * mine.nbytes)
-        parts = mine.new_empty(self.group.size, *mine.shape)
-        finish = start_all_gather(parts, mine.reshape(-1), self.group)
-
-        def arrived() -> Tensor:
-            finish()
-            return parts
-
-        return arrived
+        finish = start_small_gather(mine.reshape(-1), self.group)
+        return lambda: finish().view(self.group.size, *mine.shape)
 
 
 def shared_over(group: Group, meanwhile: Callable[[], None]) -> SharedStatistics | None:

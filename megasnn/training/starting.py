@@ -22,6 +22,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
 from megasnn.random import GENERATOR
+from megasnn.training.hosts import require_shared
 
 
 @placed("while looking at the checkpoint of --load")
@@ -83,7 +84,10 @@ class Claim:
 
 @placed("while claiming the folder of --save")
 def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
-    """None without --save. Collective. Raises CheckpointError on every rank: another run saves there, or nobody can."""
+    """None without --save.
+
+    Collective. Raises CheckpointError on every rank: another run saves there, nobody can, or hosts see other folders.
+    """
     options = config.checkpoint
     if not options.save:
         return None
@@ -104,7 +108,13 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
         return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
 
     decided = checkpoint.first_decides(state.world.handle, by_first)
-    return Claim(folder, job, *decided)
+    claimed = Claim(folder, job, *decided)
+    try:
+        require_shared(folder, state)
+    except checkpoint.CheckpointError:
+        claimed.release()
+        raise
+    return claimed
 
 
 @dataclass(frozen=True)
