@@ -19,7 +19,7 @@ from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.holding import Holding, content_of, note_never_called
+from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
 from megasnn.layers.own_values import tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import refuse_unshareable
@@ -241,7 +241,7 @@ def dry_run(
             the layer.
     """
     uses = Counter(chain.from_iterable(taken))
-    frames = frames_of(torch.empty((DRY_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
+    frames = say_input(frames_of(torch.empty((DRY_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape))
     outputs: list[Bundle] = []
     signals = time_steps if len(input_shape) == 2 else None
     with torch.no_grad(), Holding(cut), of_signals(signals):
