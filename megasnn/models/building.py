@@ -37,7 +37,7 @@ from megasnn.models.description import (
 from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.sharded_tensors import copied_tensors, sharded_tensors
+from megasnn.sharded_tensors import copied_tensors, freeze, sharded_tensors
 
 MOST_LAYERS = 4_000
 """A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
@@ -218,6 +218,7 @@ def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Seq
     cut = context.tensor.size > 1
     outputs = dry_run(named, _sources(layers), model.input_shape, context.compute_dtype, cut, model.time_steps)
     _require_logits(model, layers[-1].name, outputs[-1])
+    freeze(named, context.is_frozen)
     return [each.module for each in layers]
 
 
