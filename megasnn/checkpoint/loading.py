@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,14 +19,14 @@ import torch.distributed as dist
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.choice import choose
-from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
+from megasnn.checkpoint.compare import marked, marks, model_differences, tensor_differences, unused_tensors
 from megasnn.checkpoint.description import AVERAGE, PREFIX, Metadata, read_metadata
 from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.optimizer_state import States, allocate, describe, of_frozen, require_possible
 from megasnn.checkpoint.pieces import SavedTensor, read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
-from megasnn.comm.agreement import all_do, first_decides, gather
+from megasnn.comm.agreement import all_do, first_decides, gather, rank_in, size_of
 from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
 from megasnn.sharded_tensors import ShardedTensor
 
@@ -91,7 +93,7 @@ def load_checkpoint(
     stepped = wanted if owned is None else [entry for entry in owned if not _of_layer(entry.name, leave)]
 
     def load(path: Path) -> LoadedState:
-        metadata, saved = all_do(process_group, lambda: _read_descriptions(path), f"cannot load {path}:")
+        metadata, saved = all_do(process_group, lambda: _read_descriptions(path, process_group), f"cannot load {path}:")
         averaged = averages is not None and any(name.startswith(AVERAGE) for name in metadata.tensors)
         more = averages if averages is not None and averaged else ()
         title = f"the checkpoint {path} does not fit this run:"
@@ -104,11 +106,13 @@ def load_checkpoint(
             return [*wanted, *more, *describe(stepped, states)], states
 
         entries, states = all_do(process_group, prepare, title)
-        reports = gather(
-            process_group, all_do(process_group, lambda: tensor_differences(metadata.tensors, entries), title)
-        )
-        taken = {name for names, _ in reports for name in names}
-        taken.update(*gather(process_group, of_frozen(wanted, metadata.tensors)))
+
+        def compared() -> tuple[int, list[str]]:
+            mine, problems = tensor_differences(metadata.tensors, entries)
+            return marks([*mine, *of_frozen(wanted, metadata.tensors)], metadata.tensors), problems
+
+        reports = gather(process_group, all_do(process_group, compared, title))
+        taken = marked(reduce(or_, (bits for bits, _ in reports)), metadata.tensors)
         names = [name for name in metadata.tensors if not _of_layer(name, leave)]
         left = (PREFIX,) * (optimizer is None) + (AVERAGE,) * (averages is None)
         unexpected = unused_tensors(names, taken, left)
@@ -152,8 +156,8 @@ def first_intact(
     raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
 
 
-def _read_descriptions(path: Path) -> tuple[Metadata, dict[str, SavedTensor]]:
-    metadata = read_metadata(path)
+def _read_descriptions(path: Path, process_group: Group) -> tuple[Metadata, dict[str, SavedTensor]]:
+    metadata = read_metadata(path, rank_in(process_group), size_of(process_group))
     return metadata, read_pieces(path, metadata)
 
 

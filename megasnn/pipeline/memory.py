@@ -61,7 +61,7 @@ def measure_memory(
     found = []
     for index, description in enumerate(model.layers):
         inputs = [[of_size[source] for source in model.inputs[index]] for of_size in outputs]
-        shapes = [(key, x.shape) for each in inputs[0] for key, x in entries_of(each).items()]
+        shapes = [(key, x.shape, x.requires_grad) for each in inputs[0] for key, x in entries_of(each).items()]
         kind = (layers.alike(index), str(description.output), tuple(shapes), index > 0)
         if kind not in known:
             error = None
@@ -110,6 +110,6 @@ def _with_messages(memory: LayerMemory, y: Bundle, description: LayerDescription
     message = gradient = 0
     for key, entry in entries_of(y).items():
         message += TensorDescriptor.of(entry, description.entries[key].content).buffer(torch.device("meta")).nbytes
-        width = (wires.gradient_dtype or entry.dtype).itemsize if entry.is_floating_point() else 0
+        width = (wires.gradient_dtype or entry.dtype).itemsize if entry.requires_grad else 0
         gradient += entry.numel() * width
     return LayerCost(0, 0, 0, message=message, gradient=gradient, **vars(memory))

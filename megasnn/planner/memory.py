@@ -23,6 +23,7 @@ class MemoryForecast:
         of a step's other moments. samples: the batch in use, and on a CPU the one read ahead.
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
         offloaded: what --offload-activations has moved to the host's memory; on a GPU 0.
+        graphs: what CUDA graphs keep beside all that (docs/cuda_graphs.md).
     """
 
     program: float
@@ -35,6 +36,7 @@ class MemoryForecast:
     samples: float
     snapshot: float = 0.0
     offloaded: float = 0.0
+    graphs: float = 0.0
 
     @property
     def total(self) -> float:
@@ -43,7 +45,7 @@ class MemoryForecast:
 
     def __str__(self) -> str:
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
-                 "working": "working memory"}  # fmt: skip
+                 "working": "working memory", "graphs": "CUDA graphs"}  # fmt: skip
         values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
         parts = [f"{name} {value:.0f}" for name, value in values.items() if value]
         return f"{self.total:.0f} MB = " + " + ".join(parts)

@@ -260,8 +260,8 @@ class Predictor:
         states: Sequence[States],
     ) -> tuple[MemoryForecast, ...]:
         found = []
-        for rank, mine in enumerate(states):
-            peak = step_peaks(schedule, executed, costs, mine.exchanged)[rank]
+        peaks = step_peaks(schedule, executed, costs, [each.exchanged for each in states])
+        for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
             gathered = 0
             if (shared := plan.weights) is not None:
                 units = [shared.travelling[u] for u in schedule.chunks_of(rank) if shared.unit_bytes[u]]

@@ -18,6 +18,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark --memory                       # what a step takes, beside SpikingJelly and predictions
     python tools/benchmark --plans                        # steps of layouts, beside what the planner foresees
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
+    python tools/benchmark --scale                        # what grows with ranks, stages and micro-batches
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
 kind of machine shows how its figures have changed.
@@ -41,6 +42,7 @@ from tools.benchmark.plans import PLANS
 from tools.benchmark.ranks import RankError
 from tools.benchmark.readers import READERS
 from tools.benchmark.rehearsal import REHEARSAL
+from tools.benchmark.scale import SCALE
 
 OTHERS: dict[str, Case[Any]] = {
     "--checkpoint": CHECKPOINTS,
@@ -51,6 +53,7 @@ OTHERS: dict[str, Case[Any]] = {
     "--pipeline": PIPELINE,
     "--plans": PLANS,
     "--rehearsal": REHEARSAL,
+    "--scale": SCALE,
 }
 
 
