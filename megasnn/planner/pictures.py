@@ -33,7 +33,7 @@ def fastest(plan: Plan) -> dict[int, Candidate]:
     for each in plan.candidates:
         fits = each.seconds is not None and each.bytes is not None and each.bytes <= plan.cluster.machine.memory
         best = found.get(each.layout.ranks)
-        if fits and (best is None or _rank(each) < _rank(best)):
+        if fits and (best is None or (not each.simulated, _rank(each)) < (not best.simulated, _rank(best))):
             found[each.layout.ranks] = each
     return dict(sorted(found.items()))
 
