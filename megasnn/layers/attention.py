@@ -76,6 +76,8 @@ class SpikingSelfAttention(nn.Module):
         qkv = self.qkv(x)
         if x.is_meta:
             self._tokens = x.shape[3:].numel()  # of whole images
+            if self._rows is not None:
+                count_type(self._tokens)  # refuses what cannot travel
         shared = None if self._rows is None or x.is_meta else (self._rows.group, self._tokens)
         out = _Attend.apply(to_rows(qkv), bits_of(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
