@@ -66,7 +66,6 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.sharded_tensors import ShardedTensor as ShardedTensor
     from megasnn.sharding import Shard as Shard
     from megasnn.telemetry.callback import Callback as Callback
-
-__version__ = "0.1.0"
+    from megasnn.version import __version__ as __version__
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

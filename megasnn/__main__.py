@@ -1,23 +1,36 @@
-"""Trains a model of the table by its name: `torchrun -m megasnn sew_resnet --train-iters 100 ...`."""
+"""Trains a model of the table by its name: `megasnn sew_resnet --train-iters 100 ...`.
+
+On several ranks: `torchrun -m megasnn sew_resnet ...`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from megasnn.models.table import MODELS
 from megasnn.pretraining import pretrain
+from megasnn.version import __version__
+
+USAGE = (
+    f"usage: python -m megasnn {{{','.join(MODELS)}}} [flags]; --help after it lists them, --version in its place "
+    "tells the version. A model of your own has a script that ends with megasnn.pretrain(YourModel), or an entry in "
+    "megasnn/models/table.py\n"
+)
 
 
-def main(argv: list[str]) -> int:
-    if not argv or argv[0] not in MODELS:
-        given = f"unknown model {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-        sys.stderr.write(
-            f"{given}usage: python -m megasnn {{{','.join(MODELS)}}} [flags]; --help after it lists them. A model of "
-            "your own has a script that ends with megasnn.pretrain(YourModel), or an entry in megasnn/models/table.py\n"
-        )
-        return 0 if argv in (["--help"], ["-h"]) else 2
-    return pretrain(argv[0], argv[1:])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status of the run; 2 without a model's name. By default it reads the command line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in MODELS:
+        return pretrain(argv[0], argv[1:])
+    if argv in (["--help"], ["-h"], ["--version"]):
+        sys.stdout.write(f"megasnn {__version__}\n" if argv == ["--version"] else USAGE)
+        return 0
+    given = f"unknown model {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
+    sys.stderr.write(given + USAGE)
+    return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["table", "lazy", "child_process", "device_checks", "again"],
+    ["table", "lazy", "version", "child_process", "device_checks", "again"],
     [
         *("files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "pinned"),
         *("precisions", "telemetry"),
@@ -32,7 +32,7 @@ LAYERS = [
     ["engine"],
     ["training"],
     ["convert", "pretraining"],
-    ["__main__"],
+    ["commands", "__main__"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 ROOT = Path(__file__).parent.parent

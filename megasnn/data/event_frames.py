@@ -46,7 +46,7 @@ class EventFormat(SampleFormat):
         if len(sample) != self.settings.time_steps:
             raise FormatMismatch(
                 f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
-                f"--time-steps {len(sample)}, or run tools/preprocess_data.py again (with --keep-events, any "
+                f"--time-steps {len(sample)}, or run megasnn-preprocess-data again (with --keep-events, any "
                 f"number goes)"
             )
         size = self.settings.size

@@ -65,7 +65,7 @@ def require_finished(folder: Path) -> None:
     if (folder / WORK_FOLDER).exists():
         raise ValueError(
             f"the shards in {folder} are not complete: their preprocessing was interrupted or is still running; "
-            f"run the same tools/preprocess_data.py command again to finish them"
+            f"run the same megasnn-preprocess-data again to finish them"
         )
 
 
@@ -80,7 +80,7 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
     index = read_index(folder)
     if index is None:
         require_finished(folder)
-        raise ValueError(f"{folder} has no {INDEX_NAME}; tools/preprocess_data.py writes one")
+        raise ValueError(f"{folder} has no {INDEX_NAME}; megasnn-preprocess-data writes one")
     wrong = []
     for record in index.shards:
         path = folder / record.file

@@ -120,7 +120,7 @@ def _check_kind(config: DataConfig, shard: Shard, format: SampleFormat) -> None:
     if len(shard.frames) and shard.frames[0] != format.settings.time_steps:
         raise ValueError(
             f"shard {shard.source} holds samples of {shard.frames[0]} frames, and the model takes --time-steps "
-            f"{format.settings.time_steps}; set --time-steps {shard.frames[0]}, or run tools/preprocess_data.py again "
+            f"{format.settings.time_steps}; set --time-steps {shard.frames[0]}, or run megasnn-preprocess-data again "
             f"(with --keep-events, any number goes)"
         )
     given = [name for name, value in _frame_options(config).items() if value is not None]

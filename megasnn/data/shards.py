@@ -4,7 +4,7 @@ A shard is a tar of samples: the files that share a name up to the first dot, he
 events (``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text). The tar
 headers are scanned once; the index is kept in the cache folder under the shard's path, size and time of change.
 
-Where tools/preprocess_data.py made the shard, its own index.json lies beside it; the two must agree.
+Where megasnn-preprocess-data made the shard, its own index.json lies beside it; the two must agree.
 
 A ``.tar.gz`` has no random access. It is unpacked once into the cache folder, which takes its uncompressed
 size there (one copy for a shard, shared by all ranks of a node); training on data too large for that wants
@@ -179,7 +179,7 @@ def _record_of(source: Path) -> ShardRecord | None:
     if record is not None and source.stat().st_size != record.size:
         raise ValueError(
             f"shard {source} has {source.stat().st_size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut "
-            f"or changed; make it again (tools/preprocess_data.py verify finds all such shards)"
+            f"or changed; make it again (megasnn-preprocess-data verify finds all such shards)"
         )
     return record
 

@@ -1,4 +1,4 @@
-"""What tools/preprocess_data.py does with its options, and what it prints."""
+"""What megasnn-preprocess-data does with its options, and what it prints."""
 
 from __future__ import annotations
 

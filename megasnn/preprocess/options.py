@@ -1,4 +1,4 @@
-"""The options of tools/preprocess_data.py: a subcommand for each data set, with those that it has."""
+"""The options of megasnn-preprocess-data: a subcommand for each data set, with those that it has."""
 
 from __future__ import annotations
 

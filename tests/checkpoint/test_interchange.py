@@ -16,6 +16,7 @@ from megasnn.checkpoint import (
     read_state_dict,
     save_global_tensors,
 )
+from megasnn.commands.convert_checkpoint import main
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
@@ -23,7 +24,6 @@ from megasnn.models.spikformer.dimensions import Spikformer as Ours
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly, to_spikingjelly
 from megasnn.sharded_tensors import materialise, sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, expected, known
-from tools.convert_checkpoint import main
 
 NEURONS = {"lif": None, "plif": partial(neuron.ParametricLIFNode, detach_reset=True)}
 

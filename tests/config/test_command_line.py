@@ -112,12 +112,15 @@ def test_every_flag_has_a_text_on_one_line() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["draw_schedule", "show_data", "benchmark.program", "convert_checkpoint inspect", "preprocess_data n-mnist"],
+    [
+        *("tools.benchmark.program", "megasnn.commands.draw_schedule", "megasnn.commands.show_data"),
+        *("megasnn.commands.convert_checkpoint inspect", "megasnn.commands.preprocess_data n-mnist"),
+    ],
 )
 def test_the_tools_say_int_too(capsys: pytest.CaptureFixture[str], command: str) -> None:
     tool, *subcommand = command.split()
     with pytest.raises(SystemExit):
-        importlib.import_module(f"tools.{tool}").main([*subcommand, "--help"])
+        importlib.import_module(tool).main([*subcommand, "--help"])
     text = capsys.readouterr().out
     assert " INT" in text and "None}" not in text
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megasnn.checkpoint import find_checkpoint, read_metadata
+from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.opening import open_source
 from tests.checkpoint.crafted import seal, values_of
 from tests.convert.saved import MODELS, save_whole
 from tests.training.test_other_model import without_its_name
-from tools.convert_checkpoint import main
 
 NAMES = {"spikformer": "spikformer", "vgg": "vgg_dvs"}
 

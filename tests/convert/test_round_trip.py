@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint import load_global_tensors, save_checkpoint
 from megasnn.checkpoint.whole import load_globals_into
+from megasnn.commands.convert_checkpoint import main
 from megasnn.models.spikformer.dimensions import Spikformer as Ours
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 from tests.convert.saved import build, identity, model_like
-from tools.convert_checkpoint import main
 
 SPIKFORMER = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, time_steps=2, num_classes=5)
 CONFIGS = {

@@ -28,6 +28,7 @@ from megasnn.checkpoint import (
 from megasnn.checkpoint.compare import config_differences
 from megasnn.checkpoint.folder import LATEST, Retention, superfluous
 from megasnn.checkpoint.pieces import PIECES
+from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.opening import open_source
 from megasnn.convert.rank_files import reshard
 from megasnn.convert.target import Target
@@ -36,7 +37,6 @@ from megasnn.models.names import Made
 from megasnn.process.job import LOCK, JobFolder
 from tests.checkpoint.crafted import as_format_2, claiming_memory, put, put_format_2, seal, values_of
 from tests.convert.saved import MODELS, save_whole
-from tools.convert_checkpoint import main
 
 TENSORS = {
     "w": torch.arange(12.0).view(3, 4),

@@ -1,4 +1,4 @@
-"""tools/show_data.py: pictures of what is in shards."""
+"""megasnn-show-data: pictures of what is in shards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megasnn.commands import show_data
 from megasnn.data.event_files import FrameSettings, make_frames
 from megasnn.data.show import read_samples
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.test_events import as_events, as_frames, recording
-from tools import show_data
 
 
 def test_events_are_drawn_as_rows_of_frames(tmp_path) -> None:

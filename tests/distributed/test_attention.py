@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasnn.comm.alike import sum_for_each
 from megasnn.layers import attention
 from megasnn.layers.attention import EXACT_BFLOAT16, _Attend, _exact_type
-from tests.distributed.whole import random, spikes
+from megasnn.sharding import own_rows
+from tests.distributed.whole import everybody, random, spikes
 
 FRAMES, HEADS, WIDTH = 2, 3, 8
 
@@ -44,6 +46,37 @@ def test_sums_of_spikes_are_exact_in_bfloat16(dtype: torch.dtype, every: float |
         assert torch.equal(gradient, of_expected)
     else:  # one gradient on the way is rounded to bfloat16
         torch.testing.assert_close(gradient, of_expected, rtol=0.03, atol=0.03 * float(of_expected.abs().mean()))
+
+
+def _on_own_tokens(tokens: int) -> tuple[Tensor, Tensor]:
+    """What a rank makes of its tokens, where ranks share them out; and what it makes of all, by itself."""
+    group = everybody("context")
+    rows = spikes(FRAMES, tokens, 3 * HEADS * WIDTH, dtype=torch.float32)
+    mine = own_rows(tokens, group.size, group.rank)
+    own = rows[:, mine.start : mine.stop]
+    whole = _Attend.apply(rows.flatten(0, 1), None, FRAMES, HEADS, None)
+    shared = _Attend.apply(own.flatten(0, 1), None, FRAMES, HEADS, (group, tokens))
+    return shared.unflatten(0, (FRAMES, -1)), whole.unflatten(0, (FRAMES, -1))
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(2, 7), (4, 64), (3, 300)])
+def test_tokens_that_ranks_share_give_the_same_bits(ranks, size: int, tokens: int) -> None:
+    """In float32, for equal spikes; sums of up to 255 travel in a byte, larger ones in two."""
+    found = ranks(size, _on_own_tokens, tokens)
+    whole = found[0][1]
+    assert torch.equal(torch.cat([shared for shared, _ in found], 1), whole) and whole.max() > 0
+
+
+def _counted(tokens: int) -> tuple[Tensor, Tensor]:
+    """In how many tokens each channel fires, as spike-driven attention counts them: over all ranks, and on one."""
+    group, fired = everybody("context"), spikes(FRAMES, WIDTH, tokens, dtype=torch.float32)
+    mine = own_rows(tokens, group.size, group.rank)
+    return sum_for_each(fired[..., mine.start : mine.stop].sum(-1), group), fired.sum(-1)
+
+
+def test_spikes_that_ranks_count_together_are_counted_exactly(ranks) -> None:
+    for shared, whole in ranks(4, _counted, 300):
+        assert torch.equal(shared, whole) and whole.max() > 0
 
 
 def test_one_token_more_is_too_many() -> None:

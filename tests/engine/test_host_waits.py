@@ -24,6 +24,7 @@ PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
         (2, ""),
         (2, "--use-distributed-optimizer"),
         (2, "--context-parallel-size 2"),
+        (2, "--context-parallel-size 2 --context-parallel-cut rows"),
         (2, "--weight-parallel-size 2 --weight-gradients scattered"),
     ],
     ids=[
@@ -35,7 +36,8 @@ PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
         "tensor",
         "data",
         "owned-rows",
-        "context",
+        "samples",
+        "rows",
         "shared-weights",
     ],
 )

@@ -130,6 +130,11 @@ def full_disk_for_a_while() -> None:
     _fail_saves(range(1, 2))
 
 
+def disk_of_its_own() -> None:
+    """A relative path leads this rank elsewhere."""
+    os.chdir(Path(os.environ[PID_FILE]).parent)
+
+
 def _fail_saves(which: range) -> None:
     calls = iter(range(1_000))
 
@@ -203,6 +208,7 @@ FAULTS = {
         stall_the_first_time,
         full_disk,
         full_disk_for_a_while,
+        disk_of_its_own,
         raise_before_the_grid,
         leave_before_joining,
         raise_in_save,

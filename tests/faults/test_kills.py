@@ -23,7 +23,7 @@ from megasnn.checkpoint import find_checkpoint, list_checkpoints, read_metadata,
 from tests.faults.launch import PP2, Ranks
 from tests.training.runs import TINY, same, saved, train
 
-MOMENTS = int(os.environ.get("MEGASNN_KILLS", "4"))
+MOMENTS = int(os.environ.get("MEGASNN_KILLS", "6"))
 MORE = 12  # `pytest -m matrix`
 SEED = os.environ.get("MEGASNN_KILLS_SEED", "0")
 LAST = 6
@@ -35,6 +35,8 @@ LAYOUTS = {  # of two ranks
     "owned-rows": ("--use-distributed-optimizer",),
     "shared-weights": ("--weight-parallel-size", "2", "--micro-batch-size", "2", "--global-batch-size", "8"),
     "offload": (*PP2, "--recompute", "always", "--offload-activations"),
+    "shared-samples": ("--context-parallel-size", "2"),
+    "shared-rows": ("--context-parallel-size", "2", "--context-parallel-cut", "rows"),
 }
 
 

@@ -63,14 +63,37 @@ def test_all_ranks_end_when_one_is_killed(tmp_path, killed, pipeline) -> None:
         assert ", micro-batch " in line
 
 
-def test_all_end_when_one_of_those_that_share_a_micro_batch_is_killed(tmp_path) -> None:
-    """The other one waits for its statistics in the middle of a layer."""
-    ranks = Ranks(tmp_path, 2, *TINY, "--context-parallel-size", "2", fault=("stall_in_step", 1))
+CUTS = ["samples", "rows"]
+
+
+def shared_by(cut: str) -> tuple[str, ...]:
+    return "--context-parallel-size", "2", "--context-parallel-cut", cut
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_all_end_when_one_of_those_that_share_a_micro_batch_is_killed(tmp_path, cut) -> None:
+    """The other one waits for its statistics, or its rows, in the middle of a layer."""
+    ranks = Ranks(tmp_path, 2, *TINY, *shared_by(cut), fault=("stall_in_step", 1))
     ranks.kill_stalled()
     ended = ranks.end(within=15)
     assert ended.status == [1, -signal.SIGKILL]
     (line,) = one_line_each(ended.output, [0])
     assert f"stopping, because of rank 1: {GONE}; here: rank 0, pipeline stage 0, action 0F1, micro-batch 1" in line
+
+
+def test_the_place_is_named_where_ranks_share_a_micro_batch(tmp_path) -> None:
+    ended = Ranks(tmp_path, 2, *TINY, *shared_by("rows"), fault=("raise_in_step", 0)).end(30)
+    assert ended.status == [1, 1]
+    place = "rank 0, pipeline stage 0, action 0F1, micro-batch 1"
+    (line,) = one_line_each(ended.output, [1])
+    assert line.endswith(f"stopping, because of rank 0: RuntimeError {place}")
+    assert ended.output[0].rstrip().endswith(f"{place}: RuntimeError: injected fault")
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_slow_rank_that_shares_micro_batches_is_waited_for(tmp_path, cut) -> None:
+    ended = Ranks(tmp_path, 2, *TINY, *shared_by(cut), fault=("slow_rank", 1)).end(30)
+    assert ended.status == [0, 0] and "iteration 4/" in ended.output[0]
 
 
 @pytest.mark.parametrize(

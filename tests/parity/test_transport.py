@@ -196,9 +196,19 @@ def test_replicas_that_share_weights_end_too(ranks, layout: Layout) -> None:
         assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[:2] == ["weight", "scatter"]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2, "zbv", context=2), Layout(1, 2, 2, "1f1b", context=2)], ids=name_of)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 1, 2, "zbv", context=2),
+        Layout(1, 2, 2, "1f1b", context=2),
+        Layout(2, 1, 2, "zbv", context=2, cut="rows"),
+        Layout(1, 2, 2, "1f1b", context=2, cut="rows"),
+    ],
+    ids=name_of,
+)
 def test_ranks_that_share_micro_batches_end_too(ranks, layout: Layout) -> None:
-    """Statistics travel inside of layers, on a communicator of their own, while gradients are summed on another."""
+    """Statistics and rows travel inside of layers, on a communicator of their own, while gradients are summed on
+    another."""
     loss = ranks(1, one_step, Layout(), None, *reference.data(EVEN_SAMPLES), MICRO_BATCH)[0].loss
     for losses, told in ranks(layout.world_size, _finer, layout):
         assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[0] == "context"

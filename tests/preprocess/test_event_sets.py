@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megasnn.commands import preprocess_data
 from megasnn.data.event_files import EVENTS, FRAMES, decode_sample
 from megasnn.data.shards import open_shard
 from megasnn.events import Events, FrameOptions, SensorSize, events_to_frames, resize_frames
 from megasnn.preprocess.folders import items_of_list
 from tests.preprocess.recordings import cifar10_dvs, dvs128_gesture, five_bytes, n_mnist, random_events
-from tools import preprocess_data
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megasnn.commands import preprocess_data
 from megasnn.data.images import ImageFormat
 from megasnn.data.index import read_index
 from megasnn.data.shards import open_shard
 from megasnn.preprocess.image_sets import CIFAR10_CLASSES
 from tests.data import hostile
-from tools import preprocess_data
 
 noise = np.random.default_rng(0)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from megasnn.commands import preprocess_data
 from megasnn.data.event_files import EVENTS, FRAMES
 from megasnn.data.index import read_index, verify
 from megasnn.data.shards import open_shard
 from megasnn.preprocess.run import preprocess
 from tests.preprocess.jobs import dying, job, sleepy
 from tests.preprocess.recordings import cifar10_dvs
-from tools import preprocess_data
 
 ROOT = Path(__file__).parents[2]
 

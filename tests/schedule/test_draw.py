@@ -4,9 +4,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megasnn.commands.draw_schedule import main
 from megasnn.schedule import ChunkCost, equal_costs, generate, simulate
 from megasnn.schedule.gantt import SECONDS, View, draw_grid, svg, write_chart
-from tools.draw_schedule import main
 
 
 def test_the_grid_in_the_terminal() -> None:

@@ -1,0 +1,1 @@
+"""The programs beside training that are installed: one file for each."""

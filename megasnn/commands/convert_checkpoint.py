@@ -1,0 +1,220 @@
+"""Look into checkpoints, lay them out for other ranks, compare them, exchange weights. One process, no GPU needed.
+
+    megasnn-convert-checkpoint inspect checkpoints/run
+    megasnn-convert-checkpoint verify checkpoints/run
+    megasnn-convert-checkpoint reshard --load checkpoints/run --save checkpoints/tp2_pp2 \\
+        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
+    megasnn-convert-checkpoint export --load checkpoints/run --output spikformer.pt
+    megasnn-convert-checkpoint import --input spikformer.pt --save checkpoints/start
+    megasnn-convert-checkpoint compare checkpoints/run spikformer.pt --model-only
+
+A path may lead to a run's folder of checkpoints, to one checkpoint in it,
+or to a file of torch.save or safetensors. Tensors pass one at a time. Nothing that exists is overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from megasnn.checkpoint import CheckpointError, find_checkpoint, verify_checkpoint
+from megasnn.config.cli import subcommands
+from megasnn.config.names import name_in
+from megasnn.convert.differences import differences
+from megasnn.convert.exchange import Names, export_weights, import_weights
+from megasnn.convert.listing import as_json, as_text, size_text
+from megasnn.convert.opening import in_our_names, open_source
+from megasnn.convert.rank_files import reshard
+from megasnn.convert.source import TensorSource
+from megasnn.convert.target import Target, config_problems
+from megasnn.process.terminal import keep_going
+from megasnn.schedule.partition import PLACEMENTS
+
+Place = Annotated[Path, tyro.conf.Positional]
+Differs = bool  # what a command returns: whether to end with status 1
+
+
+def _inspect(path: Place, ckpt_step: int | None = None, json_output: bool = False) -> Differs:
+    """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and place.
+
+    Args:
+        path: what to look into.
+        ckpt_step: iteration; the latest when not given.
+        json_output: print JSON instead.
+    """
+    source = open_source(path, ckpt_step)
+    print(json.dumps(as_json(source), indent=2) if json_output else as_text(source))
+    return False
+
+
+def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
+    """Read every byte of a checkpoint and check it, and every field of its configuration. Status 1 when something is
+    wrong.
+
+    Args:
+        path: a run's folder, or one checkpoint in it.
+        ckpt_step: iteration; the latest when not given.
+    """
+    found = path if (path / "metadata.json").is_file() else find_checkpoint(path, ckpt_step)
+    total, problems = 0, []
+    for count, problem in verify_checkpoint(found):
+        total += count
+        problems += [problem] if problem else []
+    source = open_source(found)
+    problems += config_problems(source)
+    model = source.facts.model
+    title = f"{found}, of the model {model}" if model else str(found)
+    print("\n".join([*problems, f"{title}: {size_text(total)} read, {len(problems) or 'no'} problem(s)"]))
+    return bool(problems)
+
+
+def _reshard(
+    load: Path,
+    save: Path,
+    target_tensor_parallel_size: int = 1,
+    target_pipeline_parallel_size: int = 1,
+    target_virtual_stages: int = 1,
+    target_placement: Annotated[str, name_in(PLACEMENTS)] = "loop",
+    pipeline_model_parallel_layout: str | None = None,
+    ckpt_step: int | None = None,
+) -> Differs:
+    """Write a checkpoint again with a file for each rank of another grid, optimizer state included.
+
+    Any layout loads any checkpoint without this; here each target rank finds all it needs in its own file.
+
+    Args:
+        load: checkpoint to read.
+        save: folder to write to, under the same iteration.
+        target_tensor_parallel_size: tensor-parallel ranks of the target.
+        target_pipeline_parallel_size: pipeline-parallel ranks of the target.
+        target_virtual_stages: chunks of layers on each pipeline rank.
+        target_placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
+        pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1"; by default as it was saved where
+            that has as many chunks, otherwise balanced by what each layer costs here.
+        ckpt_step: iteration; the latest when not given.
+    """
+    target = Target(
+        target_tensor_parallel_size,
+        target_pipeline_parallel_size,
+        target_virtual_stages,
+        pipeline_model_parallel_layout,
+        target_placement,
+    )
+    path, laid_out = reshard(open_source(load, ckpt_step), save, target)
+    print(f"{path}: a file for each of {len(laid_out.ranks)} ranks")
+    if len(target.placement) > 1:
+        layout = laid_out.layout["bounds"]
+        print(f'each rank opens its own file only with --pipeline-model-parallel-layout "{layout}"')
+    return False
+
+
+def _export(
+    load: Path,
+    output: Path,
+    format: Literal["spikingjelly", "published", "safetensors"] = "spikingjelly",
+    names: Names | None = None,
+    ema: bool = False,
+    ckpt_step: int | None = None,
+) -> Differs:
+    """Write a model's weights to a file for another program.
+
+    Args:
+        load: checkpoint or file to read.
+        output: file to write.
+        format: spikingjelly and published (the code of the Spikformer paper): a state_dict of torch.save with that
+            program's names; safetensors: that format, with the names that --names says.
+        names: by default those of the format, and of safetensors spikingjelly's.
+        ema: write the running average of the weights (--ema-decay) in their place.
+        ckpt_step: iteration; the latest when not given.
+    """
+    default: Names = "published" if format == "published" else "spikingjelly"
+    source = open_source(load, ckpt_step)
+    written = export_weights(source, output, names or default, format == "safetensors", ema)
+    print(f"{output}: {_counts(written)}")
+    return False
+
+
+def _import(input: Path, save: Path) -> Differs:
+    """Make a checkpoint of weights only from another program's file; its names tell which program it is.
+
+    Args:
+        input: state_dict of torch.save, or safetensors.
+        save: checkpoint folder to write into, as iteration 0 and its latest.
+    """
+    source = open_source(input)
+    path, title = import_weights(source, save)
+    print(f"{path}: {_counts(open_source(path))}, from {title}; start from it with --load {save} --finetune")
+    return False
+
+
+def _compare(
+    first: Place,
+    second: Place,
+    tolerance: float = 0.0,
+    model_only: bool = False,
+    ckpt_step: int | None = None,
+    second_ckpt_step: int | None = None,
+) -> Differs:
+    """Print for each tensor how far two checkpoints are apart, whatever their formats. Status 1 beyond the tolerance.
+
+    Args:
+        first: checkpoint or file.
+        second: checkpoint or file.
+        tolerance: largest difference that still counts as equal, relative to the tensor's largest value.
+        model_only: leave optimizer state aside.
+        ckpt_step: iteration of the first; its latest when not given.
+        second_ckpt_step: iteration of the second; its latest when not given.
+    """
+    sources = [in_our_names(open_source(first, ckpt_step)), in_our_names(open_source(second, second_ckpt_step))]
+    found = list(differences(sources[0], sources[1], model_only))
+    if not found:
+        raise CheckpointError(f"{first} and {second} hold no tensor to compare")
+    width = max(len(entry.name) for entry in found)
+    for entry in found:
+        figures = f"{entry.absolute:<10.4g} relative {entry.relative:<10.4g}" if entry.is_comparable else ""
+        mark = "differs" if entry.exceeds(tolerance) else "equal" if entry.absolute == 0 else "close"
+        print(f"{entry.name:<{width}}  {mark:<7}  {figures}{entry.note}".rstrip())
+    differing = sum(entry.exceeds(tolerance) for entry in found)
+    print(f"{differing} of {len(found)} tensors differ by more than {tolerance:g}")
+    return differing > 0
+
+
+def _counts(source: TensorSource) -> str:
+    elements = sum(info.elements for info in source.tensors.values())
+    return f"{len(source.tensors)} tensors, {elements:,} elements"
+
+
+COMMANDS: dict[str, Callable[..., Differs]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "reshard": _reshard,
+    "export": _export,
+    "import": _import,
+    "compare": _compare,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand. Returns 0; 1 for a difference or damage that was found; 2 when it could not be done."""
+    try:
+        return int(subcommands(COMMANDS, arguments, description=str(__doc__)))
+    except (CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def program() -> int:
+    """The program megasnn-convert-checkpoint."""
+    keep_going()
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(program())

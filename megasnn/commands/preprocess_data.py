@@ -1,0 +1,45 @@
+"""Make webdataset shards for training from a data set as it is downloaded.
+
+    megasnn-preprocess-data cifar10-dvs --input RECORDINGS --output SHARDS --time-steps 10 --size 48
+    megasnn-preprocess-data n-mnist --input N-MNIST --output SHARDS --keep-events
+    megasnn-preprocess-data image-folder --input imagenet --output SHARDS --samples-per-shard 2000
+    megasnn-preprocess-data cifar10-dvs --help
+    megasnn-preprocess-data verify SHARDS
+
+An interrupted run continues where it was when the same command is given again. The same seed gives the same shards, for
+any number of processes. docs/data.md says more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megasnn.config.cli import command_line
+from megasnn.preprocess.command import run
+from megasnn.preprocess.options import Command
+from megasnn.process.terminal import keep_going
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 when the data or the options cannot be used, after saying why on stderr; 130 when interrupted."""
+    command = command_line(Command, arguments, description=__doc__)
+    try:
+        print(run(command))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where this run was", file=sys.stderr)
+        return 130
+    return 0
+
+
+def program() -> int:
+    """The program megasnn-preprocess-data."""
+    keep_going()
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(program())

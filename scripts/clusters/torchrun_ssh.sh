@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Starts a torchrun on each of several hosts by ssh, and waits for all of them.
+#
+#     HOSTS="node0 node1" GPUS=8 bash scripts/clusters/torchrun_ssh.sh -m megasnn spikformer \
+#         --config spikformer/imagenet --data-path "/data/train-{00000..01023}.tar" --save /shared/run
+#
+# It uses the active `python` and the current folder, which must be at the same path on all hosts. The first of HOSTS has
+# the rendezvous. Without GPUs, GPUS is the number of ranks on a host. Ctrl-C and SIGTERM reach all ranks, which save and end.
+# When a host fails, the others are stopped.
+set -euo pipefail
+read -ra hosts <<<"${HOSTS:?the hosts, between spaces}"
+torchrun=("$(command -v python)" -m megasnn.process.torchrun --nnodes "${#hosts[@]}"
+    --nproc-per-node "${GPUS:?GPUs on each host}" --max-restarts "${RESTARTS:-0}" --rdzv-id "${JOB:-$$-$(date +%s)}"
+    --rdzv-backend c10d --rdzv-endpoint "${hosts[0]}:${PORT:-29500}")
+passed=()
+for name in PYTHONPATH OMP_NUM_THREADS MEGASNN_CACHE NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
+    if [[ -v $name ]]; then passed+=("$name=${!name}"); fi
+done
+command="cd $(printf %q "$PWD") && exec $(printf '%q ' env "${passed[@]}" "${torchrun[@]}" "$@")"
+
+# Each torchrun has a terminal (-tt). What is typed there, such as Ctrl-C, comes from a pipe of this script; when the
+# connection ends, the system of that host hangs up on its ranks.
+pipes=$(mktemp -d)
+trap 'rm -rf "$pipes"' EXIT
+keyboards=()
+stop() {
+    for keyboard in "${keyboards[@]}"; do printf '\003' >&"$keyboard"; done
+}
+trap stop INT TERM
+for host in "${hosts[@]}"; do
+    mkfifo "$pipes/$host"
+    exec {keyboard}<>"$pipes/$host"
+    keyboards+=("$keyboard")
+    ssh -tt -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 "$host" "$command" \
+        <&"$keyboard" | sed -u "s/^/$host: /" &
+done
+
+left=${#hosts[@]} status=0
+while ((left)); do
+    ended=0
+    wait -n || ended=$?
+    running=$(jobs -rp | wc -l)
+    if ((running < left && ended)); then # not a signal, which ends `wait` too
+        if ((!status)); then stop; fi
+        status=$ended
+    fi
+    left=$running
+done
+exit "$status"
