@@ -134,7 +134,7 @@ def test_a_rank_without_a_share_of_the_last_validation_batch(dataset):
 
 def test_training_without_a_micro_batch_for_a_rank_is_refused(dataset):
     with pytest.raises(ValueError, match="4 micro-batch"):
-        loader(dataset, dp_size=5)
+        check_shares(23, 10, 3, 5, 1, "continue")
 
 
 def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):
