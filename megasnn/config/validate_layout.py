@@ -139,8 +139,8 @@ def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
     sizes, alike = _quotient(grid, "weight"), grid.data * grid.context
     if parallel.replica_mismatch == "majority" and alike < 3:
         return [
-            f"--replica-mismatch majority needs three ranks or more that hold the same, and there are {alike} ({sizes}); "
-            "use stop"
+            f"--replica-mismatch majority needs three ranks or more that hold the same, and there are {alike} "
+            f"({sizes}); use stop"
         ]
     if parallel.check_replicas_interval and grid.replicas * grid.context * grid.tensor == 1:
         return [
