@@ -7,6 +7,8 @@ cuts them anew.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int]:
     """Samples in each micro-batch, in order; the last one is smaller where the sizes do not divide.
@@ -24,6 +26,11 @@ def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int
         )
     whole, rest = divmod(global_batch_size, micro_batch_size)
     return [micro_batch_size] * whole + [rest] * (rest > 0)
+
+
+def first_sample(sizes: Sequence[int], index: int) -> int:
+    """Where in the global batch a micro-batch begins, of those of `micro_batch_sizes`: only the last is smaller."""
+    return index * sizes[0]
 
 
 def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int, may_be_none: bool = False) -> range:

@@ -159,6 +159,8 @@ def initialize_model_parallel(
             _state.communicators.start(getattr(_state, name))
         if name == "weight":
             _state.communicators.start(_state.scatter)
+    if _state.context.held is not None:  # whose messages are small, and are waited for in the middle of layers
+        _state.context.held.connect()
     let_computing_go_first()
     return _state
 

@@ -62,20 +62,23 @@ class Cut:
 
     def span(self, length: int, place: Place, axis: Axis) -> tuple[int, int]:
         """Where in each block of a dimension of this length the part of a rank begins, and how long it is."""
-        bounds, index = row_bounds(length // self.blocks, place.size(axis)), place.index(axis)
-        return bounds[index], bounds[index + 1] - bounds[index]
+        own = own_rows(length // self.blocks, place.size(axis), place.index(axis))
+        return own.start, len(own)
 
 
 def row_bounds(rows: int, ranks: int) -> list[int]:
     """Where each rank's part of so many rows begins, and behind them the end. Parts differ by one row at most; the only
     row of all is the first rank's."""
-    return [-(-rows * rank // ranks) for rank in range(ranks + 1)]
+    return [_row_bound(rows, ranks, rank) for rank in range(ranks + 1)]
 
 
 def own_rows(rows: int, ranks: int, rank: int) -> range:
-    """A rank's part of so many rows."""
-    first, last = row_bounds(rows, ranks)[rank : rank + 2]
-    return range(first, last)
+    """A rank's part of so many rows; what the other ranks have is not looked at."""
+    return range(_row_bound(rows, ranks, rank), _row_bound(rows, ranks, rank + 1))
+
+
+def _row_bound(rows: int, ranks: int, rank: int) -> int:
+    return -(-rows * rank // ranks)
 
 
 def nested_bounds(rows: int, sizes: Sequence[int]) -> list[int]:

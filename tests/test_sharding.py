@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.grid import AXES, HOLDING_AXES, Grid, Place
+from megasnn.grid import AXES, HOLDING_AXES, Coordinates, Grid, Place
 from megasnn.sharding import Cut, Shard, row_bounds
 
 
@@ -91,3 +91,9 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Shard((18,), (("tensor", Cut(0, 3)),), Place(Grid(tensor=4)))
     with pytest.raises(ValueError, match="partial_gradient"):
         Shard((4,), (("tensor", Cut(0)),), Place(Grid(tensor=2)), ("tensor",))
+
+
+def test_a_description_does_not_grow_with_the_ranks() -> None:
+    place = Place(Grid(data=10**12), Coordinates(data=3 * 10**11))
+    shard = Shard((10, 4), place=place).by_rows("data")
+    assert shard.local_shape == (1, 4) and [piece.global_offset for piece in shard.pieces()] == [(3, 0)]

@@ -80,6 +80,17 @@ def tensor_differences(
     return names, problems
 
 
+def marks(names: Iterable[str], saved: Iterable[str]) -> int:
+    """A bit for each saved tensor, whether it is among the names: what thousands of ranks can tell each other."""
+    there = set(names)
+    return sum(1 << number for number, name in enumerate(saved) if name in there)
+
+
+def marked(bits: int, saved: Iterable[str]) -> set[str]:
+    """The saved tensors of which `marks` has set the bit."""
+    return {name for number, name in enumerate(saved) if bits >> number & 1}
+
+
 def unused_tensors(saved: Iterable[str], taken: Iterable[str], left: tuple[str, ...]) -> Iterator[str]:
     """Saved tensors that no rank takes, but for those whose names begin like one of `left`: left aside on purpose."""
     for name in set(saved) - set(taken):

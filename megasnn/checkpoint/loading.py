@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.choice import choose
-from megasnn.checkpoint.compare import model_differences, tensor_differences, unused_tensors
+from megasnn.checkpoint.compare import marked, marks, model_differences, tensor_differences, unused_tensors
 from megasnn.checkpoint.description import AVERAGE, PREFIX, Metadata, read_metadata
 from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.optimizer_state import States, allocate, describe, of_frozen, require_possible
@@ -104,11 +106,13 @@ def load_checkpoint(
             return [*wanted, *more, *describe(stepped, states)], states
 
         entries, states = all_do(process_group, prepare, title)
-        reports = gather(
-            process_group, all_do(process_group, lambda: tensor_differences(metadata.tensors, entries), title)
-        )
-        taken = {name for names, _ in reports for name in names}
-        taken.update(*gather(process_group, of_frozen(wanted, metadata.tensors)))
+
+        def compared() -> tuple[int, list[str]]:
+            mine, problems = tensor_differences(metadata.tensors, entries)
+            return marks([*mine, *of_frozen(wanted, metadata.tensors)], metadata.tensors), problems
+
+        reports = gather(process_group, all_do(process_group, compared, title))
+        taken = marked(reduce(or_, (bits for bits, _ in reports)), metadata.tensors)
         names = [name for name in metadata.tensors if not _of_layer(name, leave)]
         left = (PREFIX,) * (optimizer is None) + (AVERAGE,) * (averages is None)
         unexpected = unused_tensors(names, taken, left)

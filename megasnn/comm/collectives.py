@@ -68,14 +68,43 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
     Args:
         into: contiguous, as many values as all ranks have together. mine: `[n]`, the same number on every rank.
     """
+    return start_all_gather_into(into, mine, group)()
+
+
+def start_all_gather_into(into: Tensor, mine: Tensor, group: Group) -> Callable[[], list[Tensor]]:
+    """Starts it; the returned function waits, and gives what `all_gather_into` gives."""
     # NCCL fills a list of tensors from one that it makes, by a copy more. Gloo copies anyway, to a list less often.
     parts = list(into.view(group.size, -1))
-    if mine.device.type == "cpu":
-        dist.all_gather(parts, mine, group=group.handle)
-        let_others_go()
+    on_cpu = mine.device.type == "cpu"
+    if on_cpu:
+        work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
     else:
-        _ALL_GATHER_SINGLE(into, mine, group=group.handle)
-    return parts
+        work = _ALL_GATHER_SINGLE(into, mine, group=group.handle, async_op=True)
+
+    def finish() -> list[Tensor]:
+        work.wait()
+        if on_cpu:
+            let_others_go()
+        return parts
+
+    return finish
+
+
+def start_small_gather(mine: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Starts gathering some kilobytes, `[n]`, that are waited for at once; the returned function waits and gives
+    `[ranks, n]`. Those of a group are waited for in the order in which they were started.
+    """
+    direct = None if group.held is None else group.held.direct
+    if direct is not None and mine.device.type == "cpu":
+        return direct.start_gather(mine)
+    parts = mine.new_empty(group.size, len(mine))
+    gathered = start_all_gather_into(parts, mine, group)
+
+    def finish() -> Tensor:
+        gathered()
+        return parts
+
+    return finish
 
 
 _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13

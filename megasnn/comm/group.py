@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megasnn.comm.direct import Direct, connected
 from megasnn.grid import AXES, Axis, Grid
 
 
@@ -24,6 +25,7 @@ class Handle:
     def __init__(self, made: dist.ProcessGroup) -> None:
         self._made: dist.ProcessGroup | None = made
         self._kept = False
+        self._direct: Direct | None = None
 
     @property
     def made(self) -> dist.ProcessGroup:
@@ -31,6 +33,15 @@ class Handle:
         if self._made is None:
             raise RuntimeError("the grid of ranks is gone, and its process groups with it; make another one")
         return self._made
+
+    @property
+    def direct(self) -> Direct | None:
+        """What carries small messages between the ranks faster than the process group; None where nothing does."""
+        return self._direct
+
+    def connect(self) -> None:
+        """Makes `direct`, where that can be. Collective over the group."""
+        self._direct = connected(self.made)
 
     def keep(self) -> None:
         """After an error in what ranks do together: what is under way may never end, and `free` is not to wait."""
@@ -40,6 +51,8 @@ class Handle:
         """Lets go of the process group, unless it is kept. Waits for its threads, and these for what is under way."""
         if not self._kept:
             self._made = None
+            if self._direct is not None:
+                self._direct.close()
 
 
 @dataclass(frozen=True)

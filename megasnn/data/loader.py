@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.epochs import epoch_samples
 from megasnn.data.feed import Feed
@@ -184,7 +184,7 @@ class BatchLoader:
         # At the end of a validation pass there may be too few for everybody.
         own = micro_batches_of(len(sizes), self._dp_size, self._dp_rank, may_be_none=True)
         shares = [own_rows(sizes[index], self._cp_size, self._cp_rank) for index in own]
-        starts = [sum(sizes[:index]) + share.start for index, share in zip(own, shares, strict=True)]
+        starts = [first_sample(sizes, index) + share.start for index, share in zip(own, shares, strict=True)]
         return [
             _MicroBatchPlan(index, start, self._order.stretches(position + start, len(share)))
             for index, start, share in zip(own, starts, shares, strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.comm.agreement import gather
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch, MicroBatch
@@ -126,7 +126,7 @@ class Batches:
         ranks, rank = (1, 0) if self.mixes and not evaluates else (self._samples.size, self._samples.rank)
         for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
             own = own_rows(sizes[index], ranks, rank)
-            start, size = sum(sizes[:index]) + own.start, len(own)
+            start, size = first_sample(sizes, index) + own.start, len(own)
             if not size:
                 continue
             span = slice(start, start + size)

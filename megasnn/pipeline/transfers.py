@@ -54,7 +54,9 @@ class Transfers:
                 self._receivers[low] = Receiver(up.ranks[low], up, wire, state.device)
         self._coming: dict[int, deque[Action]] = {}  # the receives of each link, in the order of the sends
         self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
+        self._schedule: Schedule | None = None  # the last one, of which `_arrivals` and `_sent` are
         self._arrivals: Mapping[Action, int] = {}
+        self._sent: Mapping[int, list[Action]] = {}  # all receives of each link
         self._sizes: Sequence[int] = ()
         self._expected: Callable[[Action], int] = lambda action: 0
         self._dense: set[str] = set()  # what did not fit its format
@@ -67,12 +69,15 @@ class Transfers:
             expected: how many tensors a receive brings; 0 as long as that is not known.
         """
         self._sizes, self._expected, self._early = sizes, expected, {}
-        self._arrivals = known_arrivals(schedule, self._rank)
-        self._coming = {peer: deque() for peer in self._receivers}
-        for peer, coming in self._coming.items():
-            for action in schedule.actions[peer]:
-                if action.kind in SENDS and self._placement[action.peer.chunk] == self._rank:
-                    coming.append(action.peer)
+        if schedule is not self._schedule:  # large ones take a second to read
+            self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
+            self._sent = {peer: self._sent_by(schedule.actions[peer]) for peer in self._receivers}
+        self._coming = {peer: deque(sent) for peer, sent in self._sent.items()}
+
+    def _sent_by(self, actions: Sequence[Action]) -> list[Action]:
+        """The receives of what a peer sends to this rank."""
+        sent = (action.peer for action in actions if action.kind in SENDS)
+        return [receive for receive in sent if self._placement[receive.chunk] == self._rank]
 
     def send(self, action: Action, tensors: Sequence[Tensor], carried: Sequence[Carried] = ()) -> None:
         """Does not wait for the peer. Raises ValueError as `Sender.send` does, or notes it, and names the tensor.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
@@ -161,7 +163,20 @@ class SchedulePlan:
 
     def training(self, micro_batches: int) -> Schedule:
         """What is executed, validated, with transfers and gradient sync. Raises ValueError where it cannot keep the
-        memory limit."""
+        memory limit. Built once for each number: large ones take seconds."""
+        if micro_batches not in self._built:
+            self._built[micro_batches] = self._training(micro_batches)
+        return self._built[micro_batches]
+
+    @cached_property
+    def _built(self) -> dict[int, Schedule]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be built again, on the way to other ranks."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def _training(self, micro_batches: int) -> Schedule:
         schedule = self.of_chunks(micro_batches)
         if self.units is not None:
             wanted, chosen = RECOMPUTE[self.recompute], self.chosen.get(micro_batches)

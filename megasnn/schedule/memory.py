@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from megasnn.schedule.actions import COMPUTE, FINISHING, MOVES, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
-from megasnn.schedule.arrivals import known_arrivals
+from megasnn.schedule.arrivals import known_arrivals, peers
 
 
 def activations_held(
@@ -123,7 +123,8 @@ def moments(
     again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
     kept, waiting = cast_bytes(schedule, rank, units) * one, 0.0 * one
     arrivals = known_arrivals(schedule, rank)
-    sent: dict[int, list[float]] = {peer: [] for peer in range(schedule.ranks)}
+    sent: dict[int, deque[float]] = {peer: deque() for peer in peers(schedule.placement, rank)}
+    arrived, on_the_way = dict.fromkeys(sent, 0), 0.0  # bytes are whole numbers: sums and differences are exact
     for index, action in enumerate(row):
         unit, kind, m = action
         memory, mine = units[unit], one * 0.0 if m is None else again.get((unit, m), 0.0 * one)
@@ -138,7 +139,7 @@ def moments(
             coming = sum(_size(units, each) for each in _received_next(row, index))
             # Where a forward is not computed again, that needs nothing.
             needs = (mine if kind is Kind.RECOMPUTE else one) * memory.working[kind]
-            yield Moment(action, kept, needs, waiting + one * (coming + sum(map(sum, sent.values()))))
+            yield Moment(action, kept, needs, waiting + one * (coming + on_the_way))
         if kind is Kind.FORWARD:
             kept = kept + (one - mine) * memory.held
             waiting = waiting + one * (memory.output if unit < last else 0.0)
@@ -153,12 +154,15 @@ def moments(
             moved = mine * (units[unit - 1].message if unit else 0.0)
             kept = kept + (moved if kind is Kind.FETCH else -moved)
         elif kind in SENDS:
-            sent[schedule.placement[action.peer.chunk]].append(_size(units, action))
+            sent[schedule.placement[action.peer.chunk]].append(size := _size(units, action))
+            on_the_way += size
             waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else before)
         elif kind in RECEIVES:
             waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.output)
-            of_peer, count = sent[schedule.placement[action.peer.chunk]], arrivals[action]
-            of_peer[:count] = [0.0] * count
+            peer = schedule.placement[action.peer.chunk]
+            while arrived[peer] < arrivals[action]:
+                on_the_way -= sent[peer].popleft()
+                arrived[peer] += 1
 
 
 def cast_bytes(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> float:

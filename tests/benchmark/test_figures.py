@@ -28,12 +28,12 @@ def measured() -> dict:
     # The machine is half as fast in the second round.
     alone = Preparation("", 2.3, {})
     return {
-        sj: Measurements([alone], [[turn(0, 3, 6)], [turn(0, 6, 12)]], [Memory(200, 1200)]),
-        one: Measurements([alone], [[turn(0, 2, 4)], [turn(0, 4, 8)]], [Memory(200, 700)]),
+        sj: Measurements([alone], [[turn(0, 3, 6)], [turn(0, 6, 12)]], [Memory(200, 1200, None)]),
+        one: Measurements([alone], [[turn(0, 2, 4)], [turn(0, 4, 8)]], [Memory(200, 700, 400)]),
         dp2: Measurements(
             [Preparation("", 2.3, TRAFFIC), Preparation("", 2.3, {})],
             [[turn(0, 1, 2), turn(0, 1, 2)], [turn(0, 2, 4), turn(0, 2, 4)]],
-            [Memory(200, 450), Memory(210, 450)],
+            [Memory(200, 450, 220), Memory(210, 450, 210)],
         ),
     }
 
@@ -43,6 +43,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert one["throughput_ratio"]["spikingjelly"] == pytest.approx(dict(median=1.5, q1=1.5, q3=1.5, min=1.5, max=1.5))
     assert dp2["throughput_ratio"]["megasnn"]["max"] == pytest.approx(2)
     assert dp2["memory_ratio"] == {"megasnn": 0.5, "spikingjelly": 0.25}
+    assert [line["activations_ratio"] for line in (sj, one, dp2)] == [None, 1, 0.55]
     assert sj["step_ms"] == pytest.approx(dict(median=4500, q1=3000, q3=6000, min=3000, max=6000))
     assert dp2["samples_per_s"] == pytest.approx(8 / 1.5)
     assert dp2["samples_per_s_per_rank"] == pytest.approx(4 / 1.5)
@@ -66,7 +67,7 @@ def test_the_table_shows_the_change_since_the_latest_line_alike(tmp_path) -> Non
     text = table_of(lines, last)
     assert text.count("-50.0%") == 3 and text.count("+0.0%") == 3
     row = next(line for line in text.splitlines() if line.startswith("dp2"))
-    assert row.split()[:4] == ["dp2", "2", "x", "1"] and row.split()[11:13] == ["4", "1.75"]
+    assert row.split()[:4] == ["dp2", "2", "x", "1"] and row.split()[11:15] == ["220", "0.550", "4", "1.75"]
     assert table_of(lines, [None] * 3).count("%") == 0
 
 

@@ -37,7 +37,9 @@ def test_a_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert len(line["round_ms"]) == 2 and line["samples"] == 4
         assert line["memory_mb"]["baseline"][0] > 50 and line["memory_mb"]["largest"] < 300
         assert line["machine"]["cores"] and line["versions"]["torch"]
-    _, one, pp2 = lines
+    theirs, one, pp2 = lines
+    assert theirs["activations_mb"] is None and one["activations_ratio"] == 1
+    assert 0 < pp2["activations_mb"] < one["activations_mb"] + 1
     assert one["traffic"] == [{}] and one["throughput_ratio"]["megasnn"]["median"] == 1
     assert pp2["layout"]["ranks"] == 2 and pp2["micro_batch_size"] == 2
     # Each micro-batch: one activation forward, one gradient backward.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers, linked
-from megasnn.schedule import Schedule, generate, plan_schedule
+from megasnn.schedule import Action, Schedule, generate, plan_schedule
 from megasnn.schedule.actions import COMPUTE, SENDS
 from megasnn.schedule.refine import refine
 from tests.distributed.test_random_schedules import random_schedule
@@ -111,3 +112,26 @@ def test_receives_of_units_are_posted_as_early_as_those_of_chunks(name: str) -> 
         assert whole.keys() == fine.keys() and any(any(link.ahead) for link in whole.values())
         for peer, link in whole.items():
             assert fine[peer].ahead == [3 * ahead for ahead in link.ahead]
+
+
+def test_a_schedule_is_read_once_for_all_steps() -> None:
+    reads = 0
+
+    class Counted(tuple[Action, ...]):
+        def __iter__(self) -> Iterator[Action]:
+            nonlocal reads
+            reads += 1
+            return super().__iter__()
+
+    first = generate("1f1b", 3, 4)
+    other = replace(first, actions=tuple(map(Counted, first.actions)))
+    group = Group("pipeline", (0, 1, 2), 1)
+    state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
+    transfers = Transfers(first.placement, state, WireOptions())  # type: ignore[arg-type]
+    coming = []
+    for schedule in (first, other, other, other, first):
+        transfers.begin(schedule, range(4), lambda action: 1)
+        coming.append({peer: [*actions] for peer, actions in transfers._coming.items()})
+        transfers._coming[0].clear()  # as a step does
+    assert coming == [coming[0]] * 5 and coming[0][0] and coming[0][2]
+    assert 0 < reads <= 2 * 3

@@ -1,4 +1,6 @@
+import pickle
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -115,3 +117,12 @@ def test_a_large_schedule_is_cheap() -> None:
     start = time.process_time()
     generate("1f1b", 8, 256)
     assert time.process_time() - start < 2
+
+
+def test_a_plan_builds_a_schedule_once_and_sends_none() -> None:
+    plan = plan_schedule("zbv", 4, micro_batches=8).in_units([range(each, each + 2) for each in range(8)], "always")
+    small = len(pickle.dumps(plan))
+    schedule = plan.training(8)
+    assert plan.training(8) is schedule and plan.training(4).micro_batches == 4
+    assert len(pickle.dumps(plan)) == small and pickle.loads(pickle.dumps(plan)).training(8) == schedule
+    assert replace(plan, recompute="never").training(8) != schedule

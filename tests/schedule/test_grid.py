@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.grid import Coordinates, Grid, Place
 
 sizes = st.integers(1, 5)
@@ -91,3 +91,9 @@ def test_impossible_batches_are_refused() -> None:
         micro_batch_sizes(0, 1)
     with pytest.raises(ValueError, match="rank 2"):
         micro_batches_of(4, 2, 2)
+
+
+@pytest.mark.parametrize(("samples", "size"), [(12, 4), (13, 4), (3, 3), (7, 1)])
+def test_where_a_micro_batch_begins(samples: int, size: int) -> None:
+    sizes = micro_batch_sizes(samples, size)
+    assert [first_sample(sizes, index) for index in range(len(sizes))] == [sum(sizes[:i]) for i in range(len(sizes))]

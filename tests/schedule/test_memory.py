@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
 from megasnn.schedule import Action, Kind, generate
 from megasnn.schedule.arrivals import known_arrivals
 from megasnn.schedule.memory import UnitMemory, moments
@@ -50,3 +55,48 @@ def test_who_sends_something_has_received_what_it_was_to_receive_before() -> Non
     assert [known_arrivals(schedule, 0)[each] for each in receives] == [1, 2, 3]
     receives = [Action.parse(f"1RECV_F{m}") for m in range(3)]
     assert [known_arrivals(schedule, 1)[each] for each in receives] == [0, 0, 1]
+
+
+class _NotRead(tuple[Action, ...]):
+    """The actions of a rank that nobody has to look at."""
+
+    def __iter__(self) -> Iterator[Action]:
+        raise AssertionError("actions of a rank that exchanges nothing with this one")
+
+
+def test_only_ranks_that_exchange_tensors_are_looked_at() -> None:
+    """Otherwise what all ranks need takes the square of their number."""
+    schedule = generate("zbv", 8, 4)
+    for rank in range(8):
+        near = {rank - 1, rank, rank + 1}
+        rows = tuple(row if other in near else _NotRead(row) for other, row in enumerate(schedule.actions))
+        assert known_arrivals(replace(schedule, actions=rows), rank) == known_arrivals(schedule, rank)
+
+
+class _Bytes(float):
+    """A number that counts how often it is added to others."""
+
+    added = 0
+
+    def __radd__(self, other: float) -> float:
+        _Bytes.added += 1
+        return other + float(self)
+
+    def __rsub__(self, other: float) -> float:
+        _Bytes.added += 1
+        return other - float(self)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv"])
+def test_what_has_arrived_is_not_added_up_again(name: str) -> None:
+    """Twice the micro-batches are twice the work, however many messages are on their way."""
+
+    def additions(micro_batches: int) -> int:
+        unit = replace(UNIT, message=_Bytes(2), gradient=_Bytes(20))
+        _Bytes.added = 0
+        schedule = generate(name, 4, micro_batches)
+        for rank in range(4):
+            list(moments(schedule, rank, [unit] * schedule.chunks))
+        return _Bytes.added
+
+    assert 0 < additions(64) < 2.2 * additions(32) + 100

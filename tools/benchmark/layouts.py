@@ -27,6 +27,8 @@ HEADINGS = (
     "x Spiking\nJelly",
     "peak\nMB",
     "x one\nrank",
+    "activa-\ntions MB",
+    "x one\nrank",
     "calls",
     "MB\nmoved",
     "fwd+bwd\nms",
@@ -38,6 +40,8 @@ NOTES = """\
 x: throughput against the row megasnn (one rank, one thread) or spikingjelly, median of the rounds, each compared with
    itself; behind peak MB, memory against the row megasnn
 peak MB: of the largest rank, above its memory before the model was built, everything imported and warmed up
+activations: what forward and backward of the largest rank take at their peak above weights, gradients and optimizer
+   state, counted where it is taken; behind it, against the row megasnn
 calls, MB moved: of the busiest rank in one step; what it receives in collectives, and sends in messages
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
 TITLES = {
@@ -126,7 +130,9 @@ def _cells(line: Line, last: Line | None) -> list[str]:
         _ratio(line, MEGASNN),
         _ratio(line, SPIKINGJELLY),
         f"{line['memory_mb']['largest']:.0f}",
-        "-" if memory_ratio is None else f"{memory_ratio:.2f}",
+        _shown(memory_ratio, ".2f"),
+        _shown(line["activations_mb"], ".0f"),
+        _shown(line["activations_ratio"], ".3f"),
         str(calls),
         f"{moved:.2f}",
         f"{phases['forward_backward']:.1f}",
@@ -134,6 +140,10 @@ def _cells(line: Line, last: Line | None) -> list[str]:
         change(line, last, "step_ms", "median"),
         change(line, last, "memory_mb", "largest"),
     ]
+
+
+def _shown(value: float | None, digits: str) -> str:
+    return "-" if value is None else format(value, digits)
 
 
 def _ratio(line: Line, reference: str) -> str:

@@ -34,10 +34,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Memory:
-    """MB before the model was built, and at most since then."""
+    """MB before the model was built, and at most since then; and what forward and backward take at their peak, counted
+    where it is taken, above weights, gradients and optimizer state: of our rows."""
 
     baseline: float
     peak: float
+    activations: float | None
 
 
 @dataclass
@@ -68,6 +70,8 @@ def figures(flags: LayoutBenchmark, measured: Mapping[Row, Measurements]) -> lis
             for name in REFERENCES
             if name in by_name
         }
+        own, alone = (each["activations_mb"] for each in (result, by_name.get(MEGASNN, result)))
+        result["activations_ratio"] = own / alone if own and alone and MEGASNN in by_name else None
     return results
 
 
@@ -76,6 +80,7 @@ def _own_figures(flags: LayoutBenchmark, row: Row, measured: Measurements) -> Fi
     step_ms = summary([ms for turn in rounds for ms in turn])
     samples, first = flags.samples(row), measured.preparations[0]
     rate = 1e3 * samples / step_ms["median"]
+    activations = [memory.activations for memory in measured.memory if memory.activations is not None]
     peaks = [max(memory.peak - memory.baseline, 0.0) for memory in measured.memory]
     return {
         "row": row.name,
@@ -99,6 +104,7 @@ def _own_figures(flags: LayoutBenchmark, row: Row, measured: Measurements) -> Fi
             "above_baseline": peaks,
             "baseline": [memory.baseline for memory in measured.memory],
         },
+        "activations_mb": max(activations, default=None),
         "traffic": [preparation.traffic for preparation in measured.preparations],
         "loss": first.loss,
         "rounds": len(rounds),

@@ -17,7 +17,7 @@ from tools.benchmark.layouts_flags import LayoutBenchmark
 from tools.benchmark.layouts_rows import SPIKINGJELLY, Row
 from tools.benchmark.models import tiny
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
-from tools.benchmark.training_steps import SpikingJellyStep, TrainingStep, megasnn_step
+from tools.benchmark.training_steps import SpikingJellyStep, TrainingStep, counted_peak, megasnn_step
 
 LayoutTask = RankTask[tuple[LayoutBenchmark, Row]]
 
@@ -46,7 +46,10 @@ class LayoutRank:
         return self._steps(steps)
 
     def memory(self) -> Memory:
-        return Memory(self._baseline, peak_memory_mb(self._device))
+        peak = peak_memory_mb(self._device)
+        if self._row.library == SPIKINGJELLY:  # which gives its gradients back between steps
+            return Memory(self._baseline, peak, None)
+        return Memory(self._baseline, peak, counted_peak(self._work, self._device, self._task.ranks) / 1e6)
 
     def gpu(self) -> str | None:
         """Its name, where one is used."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,10 @@ from spikingjelly.activation_based.model.spikformer import SpikformerBlock
 
 from megasnn.comm.world import BACKENDS
 from megasnn.parallel_state import initialize_model_parallel
-from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.training.memory import step_peak
 from tools.benchmark.models import Dimensions
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
-from tools.benchmark.training_steps import MegaSNNStep, SpikingJellyStep, megasnn_step
+from tools.benchmark.training_steps import MegaSNNStep, SpikingJellyStep, counted_peak, megasnn_step
 
 CHECKPOINTED = (SpikformerBlock, VGGBlock)  # as SpikingJelly's own training scripts have it
 
@@ -76,16 +74,9 @@ class MemoryRank:
         return step_peak(engine.config, engine.distributed, engine.plan, engine.distributed.state).total
 
     def counted(self) -> int:
-        """The least of some steps, since what threads of the transport give back is not always seen."""
-        gc.collect()
-        peaks = []
-        for _ in range(3 if self._ours is not None and self._ours.engine.distributed.state.world.size > 1 else 1):
-            counter = AllocationCounter(self._device)
-            with counter.counting():
-                self._step.forward_backward()
-            self._step.update()
-            peaks.append(counter.peak)
-        return min(peaks)
+        """Bytes of this rank above weights, gradients and optimizer state."""
+        ranks = 1 if self._ours is None else self._ours.engine.distributed.state.world.size
+        return counted_peak(self._step, self._device, ranks)
 
     def measure(self, steps: int) -> list[float]:
         """Seconds of each step; on a CPU those that the processor has worked for it, whatever else it does."""

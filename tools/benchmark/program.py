@@ -17,6 +17,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark --kernels                      # norm and neuron, in copies of their input
     python tools/benchmark --memory                       # what a step takes, beside SpikingJelly and predictions
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
+    python tools/benchmark --scale                        # what grows with ranks, stages and micro-batches
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
 kind of machine shows how its figures have changed.
@@ -39,6 +40,7 @@ from tools.benchmark.pipeline import PIPELINE
 from tools.benchmark.ranks import RankError
 from tools.benchmark.readers import READERS
 from tools.benchmark.rehearsal import REHEARSAL
+from tools.benchmark.scale import SCALE
 
 OTHERS: dict[str, Case[Any]] = {
     "--checkpoint": CHECKPOINTS,
@@ -48,6 +50,7 @@ OTHERS: dict[str, Case[Any]] = {
     "--readers": READERS,
     "--pipeline": PIPELINE,
     "--rehearsal": REHEARSAL,
+    "--scale": SCALE,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -19,6 +20,7 @@ from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.telemetry.allocations import AllocationCounter
 from tools.benchmark.models import Dimensions, configuration, spikingjelly_model
 
 OPTIMIZER = OptimizerConfig(lr_decay_style="constant")
@@ -150,6 +152,21 @@ def megasnn_step(
         optimizer=OPTIMIZER,
     )
     return MegaSNNStep(replace(config, neuron=replace(config.neuron, neuron_backend=neuron_backend)))
+
+
+def counted_peak(step: TrainingStep, device: torch.device, ranks: int) -> int:
+    """Bytes at the peak of forward and backward above what is there between steps, counted where they are taken: the
+    least of some steps where there are several ranks, since what threads of the transport give back is not always seen.
+    """
+    gc.collect()
+    peaks = []
+    for _ in range(3 if ranks > 1 else 1):
+        counter = AllocationCounter(device)
+        with counter.counting():
+            step.forward_backward()
+        step.update()
+        peaks.append(counter.peak)
+    return min(peaks)
 
 
 def _random_batch(model: ModelDescription, samples: int) -> tuple[Tensor, Tensor]:
