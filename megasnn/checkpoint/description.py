@@ -129,9 +129,12 @@ def _ending(covered: bytes) -> str:
     return f',\n  "crc32": "{zlib.crc32(covered):08x}"\n}}\n'
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, part: int = 0, parts: int = 1) -> Metadata:
     """Reads `metadata.json` of one checkpoint (`.../iter_0000100`), and sees that its files are there.
 
+    Args:
+        part: of so many parts the one whose files are looked at: ranks share them out, as all of them together would
+            open the square of their number.
     Raises:
         DamagedError: it is unreadable, altered or not possible, or a file is missing, a link, or of another size.
         CheckpointError: it is of another format.
@@ -152,7 +155,8 @@ def read_metadata(path: Path) -> Metadata:
         raise DamagedError(*error.args) from None
     if (named := _ITERATION.match(path.name)) and int(named[1]) != metadata.iteration:
         raise DamagedError(f"{file}: iteration: the folder is called {path.name}, found {metadata.iteration}")
-    if damaged := [problem for name, told in metadata.files.items() if (problem := _damage(path, name, told.bytes))]:
+    mine = list(metadata.files.items())[part::parts]
+    if damaged := [problem for name, told in mine if (problem := _damage(path, name, told.bytes))]:
         raise DamagedError(*damaged)
     return metadata
 

@@ -26,7 +26,7 @@ from megasnn.checkpoint.optimizer_state import States, allocate, describe, of_fr
 from megasnn.checkpoint.pieces import SavedTensor, read_pieces
 from megasnn.checkpoint.planner import plan_reading
 from megasnn.checkpoint.saving import PathLike, require_names
-from megasnn.comm.agreement import all_do, first_decides, gather
+from megasnn.comm.agreement import all_do, first_decides, gather, rank_in, size_of
 from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
 from megasnn.sharded_tensors import ShardedTensor
 
@@ -93,7 +93,7 @@ def load_checkpoint(
     stepped = wanted if owned is None else [entry for entry in owned if not _of_layer(entry.name, leave)]
 
     def load(path: Path) -> LoadedState:
-        metadata, saved = all_do(process_group, lambda: _read_descriptions(path), f"cannot load {path}:")
+        metadata, saved = all_do(process_group, lambda: _read_descriptions(path, process_group), f"cannot load {path}:")
         averaged = averages is not None and any(name.startswith(AVERAGE) for name in metadata.tensors)
         more = averages if averages is not None and averaged else ()
         title = f"the checkpoint {path} does not fit this run:"
@@ -156,8 +156,8 @@ def first_intact(
     raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
 
 
-def _read_descriptions(path: Path) -> tuple[Metadata, dict[str, SavedTensor]]:
-    metadata = read_metadata(path)
+def _read_descriptions(path: Path, process_group: Group) -> tuple[Metadata, dict[str, SavedTensor]]:
+    metadata = read_metadata(path, rank_in(process_group), size_of(process_group))
     return metadata, read_pieces(path, metadata)
 
 

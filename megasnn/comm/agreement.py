@@ -20,6 +20,10 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def size_of(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
 def is_first(group: dist.ProcessGroup | None) -> bool:
     return rank_in(group) == 0
 

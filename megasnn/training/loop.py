@@ -25,6 +25,7 @@ from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
+from megasnn.training.hosts import host_notice
 from megasnn.training.introduction import introduce, log_folder
 from megasnn.training.memory import MemoryForecast, announce, compare, forecast_memory
 from megasnn.training.pictures import Pictures
@@ -84,7 +85,8 @@ class TrainingRun:
             self.reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             tell, complete = self.reporter.line, self.reporter.saved
             self.saves = Saves(config, self.engine, claimed, self.data.place, begin, tell, complete)
-            self._memory = self._introduce([claimed.notice if claimed is not None else "", begin.notice])
+            notices = [host_notice(state), claimed.notice if claimed is not None else "", begin.notice]
+            self._memory = self._introduce(notices)
             undo.pop_all()
 
     def _outline(self) -> RunOutline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from megasnn.config.identity import Identity, changed_recipe, identity, recipe
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
-from megasnn.files.shared import leave_mark, sees_mark
 from megasnn.layers import BuildContext, KeyedLayer
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
@@ -24,6 +22,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
 from megasnn.random import GENERATOR
+from megasnn.training.hosts import require_shared
 
 
 @placed("while looking at the checkpoint of --load")
@@ -111,27 +110,11 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     decided = checkpoint.first_decides(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
     try:
-        _require_shared(folder, state)
+        require_shared(folder, state)
     except checkpoint.CheckpointError:
         claimed.release()
         raise
     return claimed
-
-
-def _require_shared(folder: Path, state: ParallelState) -> None:
-    """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
-    group = state.world.handle
-    mark = checkpoint.first_decides(group, lambda: leave_mark(folder))
-
-    def see() -> None:
-        if not sees_mark(mark):
-            raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
-
-    try:
-        all_do(group, see, f"--save {folder} must be one folder that all hosts share; these see another one, or none:")
-    finally:
-        if state.rank == 0:
-            mark.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

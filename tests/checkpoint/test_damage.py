@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megasnn.checkpoint import (
     DamagedError,
+    description,
     find_checkpoint,
     load_checkpoint,
     load_global_tensors,
@@ -218,6 +220,37 @@ def test_ranks_agree_though_only_one_sees_the_damage(ranks, folder):
     assert len(remarks_0) == 1 and "head." in remarks_0[0] and "__1_0.distcp was altered" in remarks_0[0]
     (said_0, _), (said_1, _) = ranks(2, load_on_two, folder, 300)
     assert said_0 == said_1 and "__1_0.distcp was altered" in said_0[0]
+
+
+def looked_at(folder: Path) -> list[str]:
+    """The files that this rank looks at when two load, but for the choice of a checkpoint by the first one."""
+    chosen = folder / "iter_0000300"
+    names: list[str] = []
+    real = description._damage
+
+    def damage(path: Path, name: str, size: int) -> str | None:
+        names.append(name)
+        return real(path, name, size)
+
+    with (
+        mock.patch("megasnn.checkpoint.loading.first_intact", lambda folder, step, group, load: (load(chosen), ())),
+        mock.patch.object(description, "_damage", damage),
+    ):
+        assert load_on_two(folder, 300) == ([], ())
+    return names
+
+
+def test_ranks_share_out_looking_for_files(ranks, folder):
+    first, second = ranks(2, looked_at, folder)
+    there = list(description.read_metadata(folder / "iter_0000300").files)
+    assert sorted(first + second) == sorted(there) and abs(len(first) - len(second)) <= 1
+
+
+def test_every_rank_is_told_of_a_file_that_one_rank_misses(ranks, folder):
+    for number, name in enumerate(("__0_0.distcp", "__1_0.distcp")):
+        (folder / f"iter_0000{300 - 100 * number}" / name).unlink()
+        (said, _), (again, _) = ranks(2, load_on_two, folder, 300 - 100 * number)
+        assert said == again and len(said) == 1 and f"{name} is missing" in said[0]
 
 
 def test_a_course_that_was_given_up_is_not_taken_up_again(tmp_path):

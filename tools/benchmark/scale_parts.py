@@ -89,11 +89,10 @@ class Checkpointed:
 
     def _placed(self, entry: ShardedTensor, place: Place) -> Iterator[ShardedTensor]:
         shard = replace(entry.shard, place=place)
-        yield replace(entry, tensor=torch.empty(shard.local_shape, device="meta"), shard=shard)
+        yield replace(entry, shard=shard)  # of the tensor only its type is looked at
         if entry.is_parameter:
             owned = shard.by_rows("data") if self._rows_have_owners else shard
-            state = torch.empty(owned.local_shape, device="meta")
-            yield from (ShardedTensor(f"optimizer.{kind}.{entry.name}", state, owned, False) for kind in MOMENTS)
+            yield from (ShardedTensor(f"optimizer.{kind}.{entry.name}", entry.tensor, owned, False) for kind in MOMENTS)
 
     def measure(self) -> Figures:
         """Seconds to describe what a rank holds, to join what all ranks write, and to find what a rank reads."""
@@ -108,10 +107,14 @@ class Checkpointed:
         ranks = list(map(pickle.loads, told))
         content = content_of([held for _, held in ranks], {name for names, _ in ranks for name in names})
         figures |= {"join_s": watch.read(), "pieces": sum(len(each.pieces) for each in content.tensors)}
-        saved = {each.name: each for each in content.tensors}
+        saved, held = {each.name: each for each in content.tensors}, list(map(_with_memory, mine))
         watch.read()
-        read = plan_reading(mine, saved)
+        read = plan_reading(held, saved)
         return figures | {"reading_s": watch.read(), "slices": len(read)}
+
+
+def _with_memory(entry: ShardedTensor) -> ShardedTensor:
+    return replace(entry, tensor=torch.empty(entry.shard.local_shape, dtype=entry.tensor.dtype, device="meta"))
 
 
 def measure_schedule(name: str, stages: int, micro_batches: int, units: int) -> Figures:
