@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -90,6 +90,13 @@ def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[S
 def copied_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
     """The copies below these layers, each under the name of what it is a copy of; see `tie`."""
     return (entry for entry, is_copy in _described_tensors(named_layers) if is_copy)
+
+
+def freeze(named_layers: Iterable[tuple[str, nn.Module]], is_frozen: Callable[[str], bool]) -> None:
+    """From now on those parameters of these layers are not trained whose global names are frozen, nor their copies."""
+    for entry, _ in _described_tensors(named_layers):
+        if entry.is_parameter and is_frozen(entry.name):
+            entry.tensor.requires_grad_(False)
 
 
 def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[ShardedTensor, bool]]:

@@ -81,11 +81,12 @@ choose_device() {
     export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
 }
 
-# report LENGTH_FLAG CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on.
+# report LENGTH_FLAG CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on. $SUBMIT is the
+# command that a script is started with, where that is not bash.
 report() {
     say ""
     say "Checkpoints: $2"
     say "TensorBoard: $3"
     say "Look at it:  $(dirname "$PYTHON")/tensorboard --logdir $3"
-    say "Train on:    bash $SCRIPT <the same arguments> --load $2 --save $2 --tensorboard-dir $3 $1 <more than before>"
+    say "Train on:    ${SUBMIT:-bash} $SCRIPT <the same arguments> --load $2 --save $2 --tensorboard-dir $3 $1 <more than before>"
 }

@@ -19,6 +19,7 @@ SCRIPT=${SLURM_SUBMIT_DIR:?submit this script with sbatch}/scripts/pretrain_spik
 source "$(dirname "$SCRIPT")/_launch.sh"
 
 prepare_python
+SUBMIT=sbatch
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / GPUS))}

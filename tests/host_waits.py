@@ -3,8 +3,8 @@
 `python -m tests.host_waits` prints what waits in a step of both models, on one rank and in a pipeline of two, and when
 a log line is written.
 
-The compiled loops of the CPU are put aside, so that the operations are those of a device. Tensors that a GPU's step
-keeps on the host, as the numbers of steps that torch's optimizers count, are named by `host`.
+The compiled loops of the CPU and the sockets of its ranks are put aside, so that the operations are those of a device.
+Tensors that a GPU's step keeps on the host, as the numbers of steps that torch's optimizers count, are named by `host`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn import device_checks
+from megasnn.comm.group import Handle
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
@@ -119,6 +120,7 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
     with ExitStack() as stack:
         for module in (codec, philox):
             stack.enter_context(mock.patch.object(module, "_loops", lambda: None))
+        stack.enter_context(mock.patch.object(Handle, "direct", None))
         stack.enter_context(mock.patch.object(device_checks, "runs_ahead", lambda device: True))
         stack.enter_context(mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{_place()}: synchronize")))
         stack.enter_context(_Operations(found, host))

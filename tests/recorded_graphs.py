@@ -108,6 +108,10 @@ class RecordedGraphs:
         self._pool: list[torch.UntypedStorage] = []
         self.replays = 0
 
+    def held(self) -> list[torch.UntypedStorage]:
+        """The memory of all graphs that somebody holds."""
+        return [storage for storage in self._pool if _is_held(storage)]
+
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         recording = _Recording()
         with recording:

@@ -132,7 +132,9 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     length = next(each for each in ("--train-samples", "--train-epochs", "--train-iters") if each in flags)
     assert f"--load {folder}/checkpoints --save {folder}/checkpoints" in started.said
     assert f"{length} <more than before>" in started.said
-    assert f"pretrain_{run.removesuffix('_7')}.sh <the same arguments>" in started.said
+    start_again = "sbatch" if script.endswith("slurm") else "bash"
+    script = ROOT / "scripts" / f"pretrain_{run.removesuffix('_7')}.sh"
+    assert f"{start_again} {script} <the same arguments>" in started.said
 
 
 def test_a_megasnn_that_can_be_imported_need_not_be_installed(tmp_path, monkeypatch) -> None:

@@ -21,6 +21,7 @@ from megasnn.again import once
 from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
+from megasnn.kernels.codec import empty_values
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.telemetry.allocations import let_others_go
 
@@ -129,7 +130,8 @@ def join_columns(
     row_count, columns = shape
     if len(payloads) == 1 and content is Content.DENSE:
         return payloads[0].view(row_count, columns).to(dtype)
-    full = torch.empty(row_count, columns * len(payloads), dtype=dtype, device=payloads[0].device)
+    width = columns * len(payloads)
+    full = empty_values(row_count * width, dtype, payloads[0].device).view(row_count, width)
     for index, payload in enumerate(payloads):
         decode_into(payload, content, full[:, index * columns : (index + 1) * columns])
     return full

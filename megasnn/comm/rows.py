@@ -7,9 +7,9 @@ Backward, their gradients go back to whoever has the rows, dense, and are added 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasnn.again import is_again, once
 from megasnn.comm.codec import Content, decode_into, encode, encoded_like
-from megasnn.comm.collectives import start_exchange
+from megasnn.comm.collectives import Exchange, start_exchange
 from megasnn.comm.group import Group
 from megasnn.sharding import own_rows
 
@@ -110,69 +110,114 @@ def move_rows(x: Tensor, move: RowMove, group: Group, content: Content, pool: in
     return moved
 
 
+def lend_rows(x: Tensor, move: RowMove, group: Group) -> tuple[Tensor, Tensor]:
+    """The same rows `[T, N, C, own rows, W]`, which are lent to others, and those that others lend to this rank, all of
+    them not its own. Collective, forward and backward: what comes back is added to the gradient of the first, in place.
+    """
+    mine, lent = _LendRows.apply(x, move, group)
+    return mine, lent
+
+
+class _LendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: RowMove, group: Group) -> tuple[Tensor, Tensor]:
+        ctx.move, ctx.group = move, group
+        images = x.movedim(2, -1)
+        arrived = start_rows(images, move, group, Content.DENSE)
+        taken = images.new_empty((*images.shape[:2], len(move.needed[group.rank]), *images.shape[3:]))
+        put_rows(taken, arrived(), move, group, Content.DENSE)
+        return x.view_as(x), taken.movedim(-1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_lent: Tensor) -> tuple[Tensor, None, None]:
+        exchange = start_gradients(of_lent.movedim(2, -1), ctx.move, ctx.group)
+        add_gradients(grad.movedim(2, -1), exchange.wait(), ctx.move, ctx.group)
+        return grad, None, None
+
+
 class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: RowMove, group: Group, content: Content, pool: int) -> Tensor:
         ctx.move, ctx.group, ctx.pool = move, group, pool
-        images, runs = x.movedim(2, -1), move.runs(group.rank)
+        images = x.movedim(2, -1)
+        arrived = start_rows(images, move, group, content)
         outside = NO_ROW in move.needed[group.rank]
         shape = (*images.shape[:2], len(move.needed[group.rank]), *images.shape[3:])
         taken = images.new_zeros(shape) if outside else images.new_empty(shape)
-
-        def copy_own() -> None:
-            for run in runs:
-                if run.owner == group.rank:
-                    _rows(taken, run.place, run.length).copy_(_rows(images, run.first, run.length))
-
-        def arrived() -> list[Tensor]:
-            outgoing = [
-                encode(_joined(images, [run for run in move.runs(to) if run.owner == group.rank]), content, check=True)
-                for to in _others(group)
-            ]
-            sent = {to: len(each) for to, each in zip(_others(group), outgoing, strict=True)}
-            exchange = start_exchange(
-                torch.cat(outgoing),
-                [sent.get(rank, 0) for rank in range(group.size)],
-                [_length(images, move.rows(group.rank, rank), content) for rank in range(group.size)],
-                group,
-                "forward",
-            )
-            copy_own()  # while they travel
-            return exchange.wait()
-
-        parts = once(arrived)
-        if is_again():
-            copy_own()
-        for owner in _others(group):
-            its = [run for run in runs if run.owner == owner]
-            if its:
-                rows = images.new_empty((*shape[:2], sum(run.length for run in its), *shape[3:]))
-                decode_into(parts[owner], content, rows.view(-1, shape[-1]))
-                for run, part in zip(its, rows.split([run.length for run in its], dim=2), strict=True):
-                    _rows(taken, run.place, run.length).copy_(part)
+        for run in move.runs(group.rank):  # while others' travel
+            if run.owner == group.rank:
+                _rows(taken, run.place, run.length).copy_(_rows(images, run.first, run.length))
+        put_rows(taken, arrived(), move, group, content)
         return taken.movedim(-1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Adds this rank's own gradient first, and then those of others in their order."""
         move, group, pool = ctx.move, ctx.group, ctx.pool
-        images, runs = grad.movedim(2, -1), move.runs(group.rank)
-        outgoing = [_squares(images, [run for run in runs if run.owner == owner], pool) for owner in _others(group)]
-        sent = {owner: len(each) for owner, each in zip(_others(group), outgoing, strict=True)}
-        one = images.shape[0] * images.shape[1] * (images.shape[3] // pool) * images.shape[4]  # row of squares
-        of_others = [[run for run in move.runs(rank) if run.owner == group.rank] for rank in range(group.size)]
-        exchange = start_exchange(
-            torch.cat(outgoing),
-            [sent.get(rank, 0) for rank in range(group.size)],
-            [one * sum(len(run.squares(pool)) for run in its) for its in of_others],
-            group,
-            "backward",
-        )
-        total = _own(images, of_others[group.rank], len(move.owned[group.rank]))
-        parts = exchange.wait()
-        for rank in _others(group):
-            _add_squares(total, parts[rank], of_others[rank], pool)
+        images = grad.movedim(2, -1)
+        exchange = start_gradients(images, move, group, pool)
+        own = [run for run in move.runs(group.rank) if run.owner == group.rank]
+        total = _own(images, own, len(move.owned[group.rank]))
+        add_gradients(total, exchange.wait(), move, group, pool)
         return total.movedim(-1, 2), None, None, None, None
+
+
+def start_rows(images: Tensor, move: RowMove, group: Group, content: Content) -> Callable[[], list[Tensor]]:
+    """Starts sending others what they need of this rank's `[T, N, rows, W, C]`. Collective.
+
+    The returned function, to be called once, waits for what this rank is given, by rank, packed; see `put_rows`. Where
+    a forward is computed again, nothing travels.
+    """
+    if is_again():
+        return partial(once, list[Tensor])
+    outgoing = [encode(_joined(images, _given(move, to, group)), content, check=True) for to in _others(group)]
+    sent = {to: len(each) for to, each in zip(_others(group), outgoing, strict=True)}
+    exchange = start_exchange(
+        torch.cat(outgoing),
+        [sent.get(rank, 0) for rank in range(group.size)],
+        [_length(images, move.rows(group.rank, rank), content) for rank in range(group.size)],
+        group,
+        "forward",
+    )
+    return partial(once, exchange.wait)
+
+
+def put_rows(taken: Tensor, parts: Sequence[Tensor], move: RowMove, group: Group, content: Content) -> None:
+    """Unpacks others' rows to their places in `[T, N, needed rows, W, C]`. Args: parts: by rank, as they travelled."""
+    for owner in _others(group):
+        its = [run for run in move.runs(group.rank) if run.owner == owner]
+        if its:
+            rows = taken.new_empty((*taken.shape[:2], sum(run.length for run in its), *taken.shape[3:]))
+            decode_into(parts[owner], content, rows.view(-1, taken.shape[-1]))
+            for run, part in zip(its, rows.split([run.length for run in its], dim=2), strict=True):
+                _rows(taken, run.place, run.length).copy_(part)
+
+
+def start_gradients(images: Tensor, move: RowMove, group: Group, pool: int = 1) -> Exchange:
+    """Starts sending the gradients of what this rank was given, `[T, N, needed rows, W, C]`, to the owners, dense.
+    Collective. Args: pool: as of `move_rows`."""
+    runs = move.runs(group.rank)
+    outgoing = [_squares(images, [run for run in runs if run.owner == owner], pool) for owner in _others(group)]
+    sent = {owner: len(each) for owner, each in zip(_others(group), outgoing, strict=True)}
+    one = images.shape[0] * images.shape[1] * (images.shape[3] // pool) * images.shape[4]  # row of squares
+    return start_exchange(
+        torch.cat(outgoing),
+        [sent.get(rank, 0) for rank in range(group.size)],
+        [one * sum(len(run.squares(pool)) for run in _given(move, rank, group)) for rank in range(group.size)],
+        group,
+        "backward",
+    )
+
+
+def add_gradients(total: Tensor, parts: Sequence[Tensor], move: RowMove, group: Group, pool: int = 1) -> None:
+    """Adds what others have sent by `start_gradients`, by rank, to the gradient of own rows, `[T, N, rows, W, C]`."""
+    for rank in _others(group):
+        _add_squares(total, parts[rank], _given(move, rank, group), pool)
+
+
+def _given(move: RowMove, to: int, group: Group) -> list[Run]:
+    """What this rank gives to one."""
+    return [run for run in move.runs(to) if run.owner == group.rank]
 
 
 def _own(images: Tensor, runs: Sequence[Run], length: int) -> Tensor:

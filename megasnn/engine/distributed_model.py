@@ -53,7 +53,6 @@ class DistributedModel:
         seed: of the initial values.
         loss: the sum of the samples' losses; see SampleLoss.
         wires: how tensors travel between stages.
-        is_frozen: whether the parameter of a global name is not trained: it has no gradient.
         windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
             the mean over them; evaluation sees the logits of all time steps.
         waits_after_actions: see PipelineExecutor.
@@ -90,7 +89,6 @@ class DistributedModel:
         seed: int = 0,
         loss: SampleLoss = cross_entropy_sum,
         wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
-        is_frozen: Callable[[str], bool] = lambda name: False,
         windows: int = 1,
         waits_after_actions: bool = False,
         wants_to_stop: Callable[[], bool] = lambda: False,
@@ -111,11 +109,6 @@ class DistributedModel:
         kept = self._kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
-        of_layers = [t for chunk in self.chunks.values() for t in (*chunk.sharded_tensors(), *chunk.copied_tensors())]
-        for entry in of_layers:
-            if entry.is_parameter and is_frozen(entry.name):
-                for tensor in (entry.tensor, kept(entry).tensor):
-                    tensor.requires_grad_(False)
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         executed, reduced = executed_parts(self.plan, self.chunks, units)
@@ -141,7 +134,7 @@ class DistributedModel:
                 chunk.record_graphs(graphs)
         self.described = whole = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(whole)
-        trained = (entry for entry in whole if not is_frozen(entry.name) and entry.tensor.requires_grad)
+        trained = (entry for entry in whole if not context.is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [e.name for e in whole if e.is_parameter]
         self.owners = state.weight if state.weight.size > 1 and not rows_have_owners else state.summed

@@ -180,6 +180,7 @@ def plan_of(
         costs_kept_as=costs_kept_as,
         weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
         scatters=parallel.weight_gradients == "scattered",
+        rows_have_owners=parallel.use_distributed_optimizer,
     )
     return plan_pipeline(model, request, context, state, wire_options(parallel))
 
@@ -238,7 +239,8 @@ def built(
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     cut = parallel.context_cut(training.micro_batch_size)
     context = build_context(state, training.precision, backend, seed, windows > 1, cut)
-    context = replace(context, cast_weights=CastWeights(stay=graphs is not None))
+    graphed = CastWeights(stay=graphs is not None)
+    context = replace(context, cast_weights=graphed, is_frozen=partial(is_frozen, config.optimizer))
     with placed("while measuring products"):
         context = replace(context, products=choose_products(training, model, context, state))
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
@@ -258,7 +260,6 @@ def built(
             seed,
             loss,
             wire_options(parallel),
-            is_frozen=partial(is_frozen, config.optimizer),
             windows=windows,
             waits_after_actions=training.wait_after_actions,
             wants_to_stop=wants_to_stop,
@@ -280,5 +281,6 @@ def _surroundings(
     parts = to_dict(replace(config, parallel=replace(config.parallel, memory_budget=None)))
     device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else platform.processor()
     sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
-    flags = json.dumps([parts[each] for each in ("model", "neuron", "training", "parallel")])
+    read = [parts[each] for each in ("model", "neuron", "training", "parallel")]
+    flags = json.dumps([*read, config.optimizer.freeze])
     return flags, made, *code, *map(str, sizes)

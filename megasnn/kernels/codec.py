@@ -99,6 +99,13 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
         _unpack(compiled, packed.numpy(), out)
 
 
+def empty_values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for so many values that are unpacked then, ``[count]``: where compiled loops do it, in huge pages."""
+    if device.type != "cpu" or _loops() is None:
+        return torch.empty(count, dtype=dtype, device=device)
+    return empty_strided((count,), (1,), dtype, device)
+
+
 def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     """Integers 0 to 255, in any dtype, as uint8 ``[numel]`` in memory order.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megasnn.comm.alike import count_type, sum_counts, sum_for_each
 from megasnn.comm.codec import Content, encode
-from megasnn.comm.collectives import all_reduce_sum, from_rows, join_columns, to_rows
+from megasnn.comm.collectives import from_rows, join_columns, start_all_reduce_sum, to_rows
 from megasnn.comm.group import Group
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.packed import bits_of
@@ -21,6 +21,7 @@ from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.channels import all_channels
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
+from megasnn.layers.holding import note_exchanges
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.rows import rows_of
 from megasnn.layers.unit import ConvNormNeuron
@@ -78,6 +79,7 @@ class SpikingSelfAttention(nn.Module):
             self._tokens = x.shape[3:].numel()  # of whole images
             if self._rows is not None:
                 count_type(self._tokens)  # refuses what cannot travel
+                note_exchanges(self, backward=self._rows.exchanges_of_sum)
         shared = None if self._rows is None or x.is_meta else (self._rows.group, self._tokens)
         out = _Attend.apply(to_rows(qkv), bits_of(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
@@ -159,7 +161,9 @@ class SpikeDrivenAttention(nn.Module):
         spikes = self.neuron(x)
         together = self.k(spikes) * self.v(spikes)
         number = _exact(together).flatten(3).sum(-1)
-        if self._rows is not None and not x.is_meta:
+        if self._rows is not None and x.is_meta:
+            note_exchanges(self, self._rows.exchanges_of_sum, self._rows.exchanges_of_sum)
+        elif self._rows is not None:
             number = sum_for_each(number, self._rows.group)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
@@ -211,9 +215,11 @@ class _Attend(torch.autograd.Function):
         grad_out = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=ctx.frames, h=ctx.heads).contiguous()
         grad_out = grad_out * SCALE
         grad_kv = q.transpose(-2, -1) @ grad_out
-        if ctx.shared is not None:
-            all_reduce_sum(grad_kv, ctx.shared[0], "backward")
-        parts = grad_out @ kv.transpose(-2, -1), v @ grad_kv.transpose(-2, -1), k @ grad_kv
+        finish = None if ctx.shared is None else start_all_reduce_sum(grad_kv, ctx.shared[0], "backward")
+        grad_q = grad_out @ kv.transpose(-2, -1)
+        if finish is not None:
+            finish()
+        parts = grad_q, v @ grad_kv.transpose(-2, -1), k @ grad_kv
         joined = rearrange(list(parts), "part f h l d -> (f l) (part h d)")
         return joined.to(ctx.dtype), None, None, None, None
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megasnn.comm.shared_statistics import shared_over
 from megasnn.kernels.reference import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import count_call
+from megasnn.layers.holding import count_call, note_exchanges
 from megasnn.layers.initialisers import ones, zeros
 from megasnn.layers.shared_norm import shared_batch_norm
 from megasnn.sharded_tensors import declare_buffer, declare_parameter
@@ -57,7 +57,8 @@ class ParallelBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.time_steps, self.shared = context.time_steps, shared_over(context.context)
+        self.time_steps = context.time_steps
+        self.shared = shared_over(context.context, context.weight_gradients.catch_up)
         self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
         self._local_channels = channels if whole else channels // context.tensor.size
@@ -110,6 +111,8 @@ class ParallelBatchNorm(nn.Module):
         counts the calls."""
         if mean.is_meta:
             count_call(self)
+            if self.shared is not None:
+                note_exchanges(self)
         if self.recording and self.running_mean is not None:
             self.pending.append((mean.detach(), variance.detach(), count))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ class BuildContext:
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
         products: which products of the layers with weights are split for tensor cores.
+        is_frozen: whether the parameter of a global name is not trained: it has no gradient.
     """
 
     tensor: Group = field(default_factory=lambda: alone("tensor"))
@@ -53,6 +54,7 @@ class BuildContext:
     carries: bool = False
     cast_weights: CastWeights = field(default_factory=CastWeights)
     products: ProductChoice = field(default_factory=ProductChoice)
+    is_frozen: Callable[[str], bool] = lambda name: False
 
     @property
     def sharing_samples(self) -> Group:

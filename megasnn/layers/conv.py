@@ -32,7 +32,8 @@ from megasnn.kernels.pooling import pooled_space
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.convolve import Convolve, ConvPlan, images_kernel
-from megasnn.layers.holding import content_of, count_call, joined
+from megasnn.layers.convolve_rows import ConvolveRows, Halo
+from megasnn.layers.holding import content_of, count_call, is_input, joined, note_exchanges
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.rows import Rows, Windows, rows_of
 from megasnn.sharded_tensors import declare_parameter
@@ -79,6 +80,7 @@ class ParallelConv(nn.Module):
     weight: Tensor
     bias: Tensor | None
     _move: RowMove | None
+    _halo: Halo | None
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class ParallelConv(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        group, self._rows, self._move = context.tensor, rows_of(context), None
+        group, self._rows, self._move, self._halo = context.tensor, rows_of(context), None, None
         self._pooled_behind = pooled_behind
         if style is None:
             style = "column" if whole_input else cheaper_style(in_channels, out_channels)
@@ -160,7 +162,7 @@ class ParallelConv(nn.Module):
             return y.squeeze(-1) if is_signal else y
         bits = bits_of(x) if self.plan.content is Content.SPIKES else None
         (above, below), (left, right) = self._pads
-        if self._rows is not None and self._move is not None:
+        if self._rows is not None and self._move is not None and self._halo is None:
             x, above, below = self._rows.move(x, self._move, self.plan.content, self.plan.pool), 0, 0
             bits = pack_bits(x) if self.plan.content is Content.SPIKES else None
         if self._padding_mode is not None:
@@ -168,7 +170,10 @@ class ParallelConv(nn.Module):
             x, bits = padded.unflatten(0, x.shape[:2]), None
         owed = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
-        y = Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
+        if self._halo is None:
+            y = Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
+        else:
+            y = ConvolveRows.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan, self._halo)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         y = y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
         return y.squeeze(-1) if is_signal else y
@@ -209,19 +214,26 @@ class ParallelConv(nn.Module):
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
         self.plan = replace(self.plan, products=self._chosen_products(x))
         if self._rows is not None:
-            self._note_rows(self._rows, x.shape[3], space[0])
+            self._note_rows(self._rows, x, space[0])
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
 
-    def _note_rows(self, rows: Rows, height: int, output_height: int) -> None:
+    def _note_rows(self, rows: Rows, x: Tensor, output_height: int) -> None:
         """In the dry run: which rows move to which rank. What is above and below an image comes with them."""
+        height = x.shape[3]
         outputs = rows.below_pooling(output_height) if self._pooled_behind else rows.shared(output_height)
         geometry = self.plan.products.geometry
         (before, _), _ = self._pads
         windows = Windows(
             self._kernel[0], geometry.stride[0], geometry.dilation[0], before, self._padding_mode, self.plan.pool
         )
-        self._move = rows.needed(height, outputs, windows)
-        if self._move is not None:
+        self._halo, self._move = None, rows.needed(height, outputs, windows)
+        if self._move is None:
+            return
+        note_exchanges(self, backward=0 if is_input(x) else 1)
+        is_plain = self.plan.group.size == geometry.stride[0] == 1 and self._pads[0] == (windows.reach,) * 2
+        if is_plain and self._padding_mode is None:
+            self._halo = rows.halo(height, outputs, windows)
+        if self._halo is None:
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
             self.plan = replace(self.plan, products=replace(self.plan.products, geometry=geometry))
 

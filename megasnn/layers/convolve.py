@@ -67,16 +67,14 @@ class Convolve(torch.autograd.Function):
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
 
         def output() -> Tensor:
-            images = _pooled_spikes(payloads, plan, x.shape, x.dtype)
-            if images is None:
-                images = average_pool(_as_images(full, x.shape), plan.pool)
+            images = pooled_input(payloads, plan, x.shape, x.dtype, from_rows(full, x.shape))
             return plan.products.output(images, images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
 
         def sums_of_own_channels() -> Tensor:
             y = output()
             return from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
 
-        ctx.plan, ctx.leave, ctx.input_shape, ctx.row_shape = plan, leave, x.shape, rows.shape
+        ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
         return once(sums_of_own_channels) if plan.scatter and plan.group.size > 1 else output()
 
@@ -95,27 +93,35 @@ class Convolve(torch.autograd.Function):
             if plan.whole:  # each rank has computed what its own output channels contribute
                 all_reduce_sum(finish(), plan.group, "backward")
         if ctx.leave is not None:
-            add = partial(_add_weight_gradient, plan, payloads, ctx.row_shape, ctx.input_shape, grad_images)
+            add = partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images)
             ctx.leave(add)
-        grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool)
+        grad_x = None if finish is None else unpooled(finish(), ctx.input_shape, plan.pool)
         return grad_x, None, None, None, None, None
 
 
 def _add_weight_gradient(
-    plan: ConvPlan, payloads: list[Tensor], row_shape: torch.Size, input_shape: torch.Size, grad: Tensor, total: Tensor
+    plan: ConvPlan, payloads: list[Tensor], input_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    images = _pooled_spikes(payloads, plan, input_shape, grad.dtype)
-    if images is None:
-        rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
-        images = average_pool(_as_images(rows, input_shape), plan.pool)
+    images = pooled_input(payloads, plan, input_shape, grad.dtype)
     plan.products.add_weight_gradient(images_kernel(total, total.dtype), grad, images)
 
 
-def _pooled_spikes(payloads: list[Tensor], plan: ConvPlan, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-    """The pooled input, from the bits that are kept, where a kernel can do that. shape: of the input."""
-    if plan.content is not Content.SPIKES or len(payloads) > 1:
-        return None
-    return average_pool_of_bits(payloads[0], torch.Size((shape[0] * shape[1], *shape[2:])), plan.pool, dtype)
+def pooled_input(
+    payloads: list[Tensor], plan: ConvPlan, shape: torch.Size, dtype: torch.dtype, full: Tensor | None = None
+) -> Tensor:
+    """What is convolved, `[T*N, C, H, W]`, channels last, from the payloads that are kept.
+
+    Args:
+        shape: of the input that this rank has. full: the input with all channels, where it is there unpacked.
+    """
+    if plan.content is Content.SPIKES and len(payloads) == 1:
+        images = average_pool_of_bits(payloads[0], torch.Size((shape[0] * shape[1], *shape[2:])), plan.pool, dtype)
+        if images is not None:
+            return images
+    if full is None:
+        rows = torch.Size((shape.numel() // shape[2], shape[2]))
+        full = from_rows(join_columns(payloads, plan.content, rows, dtype), shape)
+    return average_pool(full.flatten(0, 1), plan.pool)
 
 
 def images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,7 +129,7 @@ def images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight if weight.ndim == 4 else weight.unsqueeze(-1)).to(dtype)
 
 
-def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
+def unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
     """Rows of the gradient of the pooled input as the gradient of the input, which has this `shape`."""
     if pool == 1:
         return from_rows(rows, shape)

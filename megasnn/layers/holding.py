@@ -87,6 +87,29 @@ def calls_of(module: nn.Module) -> int:
     return number
 
 
+def note_exchanges(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
+    """To be called in the dry run of a layer whose ranks tell each other something, with how often they do."""
+    before = vars(module).get("_exchanges", (0, 0))
+    vars(module)["_exchanges"] = before[0] + forward, before[1] + backward
+
+
+def exchanges_of(modules: Iterable[nn.Module]) -> tuple[int, int]:
+    """How often the ranks that share a micro-batch tell each other something in these and in all their parts, in a
+    forward and in its backward; by the dry run."""
+    every = {part: vars(part).get("_exchanges", (0, 0)) for module in modules for part in module.modules()}
+    return sum(forward for forward, _ in every.values()), sum(backward for _, backward in every.values())
+
+
+def say_input(x: Tensor) -> Tensor:
+    """Says of a tensor of the dry run that it is the model's input, which has no gradient."""
+    x._is_input = True  # type: ignore[attr-defined]
+    return x
+
+
+def is_input(x: Tensor) -> bool:
+    return getattr(x, "_is_input", False)
+
+
 def note_never_called(layer: nn.Module) -> None:
     """To be called behind the dry run of a layer: what was not called in it is not expected to be in training."""
     for module in layer.modules():

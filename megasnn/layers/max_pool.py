@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megasnn.comm.codec import Content
 from megasnn.comm.rows import RowMove
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of
+from megasnn.layers.holding import content_of, note_exchanges
 from megasnn.layers.rows import Rows, rows_of
 
 
@@ -40,16 +40,16 @@ class MaxPool(nn.Module):
         y = F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding)
         return y.unflatten(0, x.shape[:2])
 
-    def above(self, x: Tensor) -> Tensor | None:
-        """The row `[T, N, C_local, 1, W]` above this rank's rows that their windows reach, of which the first rank has
-        none; None where images are whole. Collective."""
+    def above(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The input, to go on with, and the row `[T, N, C_local, 1, W]` above this rank's rows that their windows
+        reach, of which the first rank has none; None where images are whole. Collective."""
         if self._rows is None:
-            return None
+            return x, None
         if x.is_meta:
             self._note_rows(self._rows, x)
-            return None
+            return x, None
         assert self._moves is not None
-        return self._rows.move(x, self._moves[1])
+        return self._rows.lend(x, self._moves[1])
 
     def _note_rows(self, rows: Rows, x: Tensor) -> None:
         """In the dry run, of whole images."""
@@ -59,3 +59,4 @@ class MaxPool(nn.Module):
         windows = tuple(tuple(range(max(2 * each.start - 1, 0), min(2 * each.stop, height))) for each in pooled)
         self._moves = RowMove(owned, windows), rows.above(owned)
         self._content, self._is_at_top = content_of(x), rows.group.rank == 0
+        note_exchanges(self)

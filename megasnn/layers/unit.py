@@ -103,7 +103,7 @@ class ConvNormNeuron(nn.Module):
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
         steps = neuron.steps_of(y)
-        above = None if self.max_pool is None else self.max_pool.above(y)
+        y, above = (y, None) if self.max_pool is None else self.max_pool.above(y)
         spikes, mean, variance, count = norm_pool_neuron(
             y,
             norm.weight,

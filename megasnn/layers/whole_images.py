@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megasnn.comm.alike import alike_images, sum_alike
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of
+from megasnn.layers.holding import content_of, note_exchanges
 from megasnn.layers.rows import rows_of
 
 
@@ -29,6 +29,7 @@ class WholeImages(nn.Module):
         if x.is_meta:
             self._height, self._content = x.shape[3], content_of(x)
             self._rows.shared(x.shape[3])  # refuses what it cannot
+            note_exchanges(self)
             return x
         return self._rows.gather(x, self._height, self._content)
 
@@ -53,5 +54,7 @@ class MeanOverSpace(nn.Module):
         pixels = x.movedim(2, -1).flatten(2, -2)
         if self._rows is None or x.is_meta:
             self._pixels = pixels.shape[2]  # in the dry run of whole images
+            if self._rows is not None:
+                note_exchanges(self, self._rows.exchanges_of_sum)
             return pixels.mean(dim=2)
         return sum_alike(pixels.sum(dim=2), self._rows.group) / self._pixels

@@ -19,7 +19,7 @@ from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.holding import Holding, content_of, note_never_called
+from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
 from megasnn.layers.own_values import tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import one_height, refuse_unshareable
@@ -37,7 +37,7 @@ from megasnn.models.description import (
 from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.sharded_tensors import copied_tensors, sharded_tensors
+from megasnn.sharded_tensors import copied_tensors, freeze, sharded_tensors
 
 MOST_LAYERS = 4_000
 """A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
@@ -218,6 +218,7 @@ def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Seq
     cut = context.tensor.size > 1
     outputs = dry_run(named, _sources(layers), model.input_shape, context.compute_dtype, cut, model.time_steps)
     _require_logits(model, layers[-1].name, outputs[-1])
+    freeze(named, context.is_frozen)
     return [each.module for each in layers]
 
 
@@ -240,7 +241,7 @@ def dry_run(
             the layer.
     """
     uses = Counter(chain.from_iterable(taken))
-    frames = frames_of(torch.empty((DRY_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape)
+    frames = say_input(frames_of(torch.empty((DRY_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape))
     outputs: list[Bundle] = []
     signals = time_steps if len(input_shape) == 2 else None
     with torch.no_grad(), Holding(cut), of_signals(signals):

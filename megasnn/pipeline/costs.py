@@ -64,6 +64,11 @@ class LayerCost:
         return self.gradient if self.output is None else self.output
 
     @property
+    def deferred_bytes(self) -> int:
+        """What an input gradient leaves for the weight gradient."""
+        return self.held if self.deferred is None else self.deferred
+
+    @property
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward + self.input_gradient + self.weight_gradient
@@ -110,7 +115,7 @@ class PipelineCosts:
         parts = self.held_bytes(bounds), self.entering_bytes(bounds), self.working_bytes(bounds)
         found = []
         for span, cost, held, entering, working in zip(bounds, self.of_chunks(bounds, placement), *parts, strict=True):
-            deferred = sum(map(_deferred, self.layers[span.start : span.stop]))
+            deferred = sum(each.deferred_bytes for each in self.layers[span.start : span.stop])
             crossing = self._crossing(span.stop)
             cast = sum(self.layers[i].cast for i in span)
             found.append(UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE), deferred, *crossing, cast))
@@ -144,14 +149,14 @@ class PipelineCosts:
         freed = freed_inputs = freed_weights = 0
         for i in reversed(span):
             layer = self.layers[i]
-            gradient = layer.waiting if i + 1 < len(self.layers) else 0
+            gradient = layer.waiting if layer.gradient and i + 1 < len(self.layers) else 0
             of_whole = max(layer.working[1:]) if layer.working_whole is None else layer.working_whole
             whole = max(whole, gradient + of_whole - freed)
             inputs = max(inputs, gradient + layer.working[1] - freed_inputs)
             weights = max(weights, layer.working[2] - freed_weights)
             freed += layer.held
-            freed_inputs += layer.held - _deferred(layer)
-            freed_weights += _deferred(layer)
+            freed_inputs += layer.held - layer.deferred_bytes
+            freed_weights += layer.deferred_bytes
         return {
             Kind.FORWARD: forward,
             Kind.RECOMPUTE: again or forward,
@@ -182,10 +187,6 @@ class PipelineCosts:
         sender, receiver = size * link.sender_per_byte, size * link.receiver_per_byte
         on_the_way = link.latency + size * link.per_byte - sender - receiver
         return Transfer(on_the_way, pack + sender, unpack + receiver)
-
-
-def _deferred(layer: LayerCost) -> int:
-    return layer.held if layer.deferred is None else layer.deferred
 
 
 def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:

@@ -137,7 +137,8 @@ def _nothing() -> None:
 
 def _copied(x: Tensor) -> Tensor:
     bits = bits_of(x)
-    return remember_bits(x.detach().clone(), None if bits is None else bits.clone())
+    copy = x.detach().clone().requires_grad_(x.requires_grad)
+    return remember_bits(copy, None if bits is None else bits.clone())
 
 
 def _without_values(x: Tensor) -> Tensor:

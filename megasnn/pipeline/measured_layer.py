@@ -111,7 +111,7 @@ class MeasuredLayer:
         entries = entries_of(y)
         self._learning = [key for key, entry in entries.items() if entry.requires_grad]
         self.edges.append([get_gradient_edge(entries[key]) for key in self._learning])
-        self._output = bundle_of({key: entry.detach() for key, entry in entries.items()})
+        self._output = bundle_of({key: without_graph(entry) for key, entry in entries.items()})
         assert self._output is not None
         return self._output
 
@@ -142,9 +142,10 @@ class MeasuredLayer:
         if INPUT in self.takes:
             return list(inputs)
         bundles = [dict(entries_of(x)) for x in inputs]
-        learning = [(bundle, key) for bundle in bundles for key, entry in bundle.items() if entry.is_floating_point()]
+        learning = [(bundle, key) for bundle in bundles for key, entry in bundle.items() if entry.requires_grad]
         if learning:
-            entered = Entry.apply(self._anchor, self._gradients.append, *(bundle[key] for bundle, key in learning))
+            given = (bundle[key].detach() for bundle, key in learning)
+            entered = Entry.apply(self._anchor, self._gradients.append, *given)
             for (bundle, key), entry in zip(learning, entered, strict=True):
                 bundle[key] = remember_bits(entry, bits_of(bundle[key]))
         return [bundle_of(bundle) for bundle in bundles]
@@ -193,6 +194,11 @@ class MeasuredLayer:
         return _with_messages(cost, self._output, self._description, wires)
 
 
+def without_graph(x: Tensor) -> Tensor:
+    """A tensor of the same memory, which also needs a gradient or not."""
+    return x.detach().requires_grad_(x.requires_grad)
+
+
 def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescription, wires: WireOptions) -> LayerCost:
     """Adds what it costs to hand the output to another stage."""
     for key, y in entries_of(output).items():
@@ -201,10 +207,10 @@ def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescriptio
         for _ in range(ROUNDS):
             # Whether values fit is a question of training: here they are made up.
             with clock("pack"), DeviceChecks(y.device).collecting():
-                message = message_of(descriptor.flatten(y), descriptor)
+                message = message_of(descriptor.flatten(y.detach()), descriptor)
             with clock("unpack"):
                 descriptor.restore(message)
-        width = (wires.gradient_dtype or y.dtype).itemsize if y.is_floating_point() else 0
+        width = (wires.gradient_dtype or y.dtype).itemsize if y.requires_grad else 0
         cost = replace(
             cost,
             message=cost.message + message.nbytes,

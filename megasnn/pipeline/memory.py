@@ -22,7 +22,7 @@ from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.schedule import Schedule
-from megasnn.schedule.memory import UnitMemory, cast_bytes, moments
+from megasnn.schedule.memory import UnitMemory, micro_batches_under_way, moments
 from megasnn.schedule.offload import most_on_host
 
 TRIAL_SAMPLES = 1, 2
@@ -49,24 +49,41 @@ class StepPeak:
         return self.kept + self.working + self.messages
 
 
-def step_peaks(schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: int = 0) -> list[StepPeak]:
+def step_peaks(
+    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
+) -> list[StepPeak]:
     """Of each pipeline rank.
 
     Args:
         bounds: the layers of each chunk.
-        exchanged: bytes that replicas have on their way to each other when all backwards are done.
+        exchanged: of each, the bytes that travel to and from those who own rows, when all backwards are done.
     """
     units = costs.unit_memory(bounds, schedule.placement)
     return [
-        replace(_peak(schedule, rank, units, exchanged), on_host=round(most_on_host(schedule, rank, units)))
-        for rank in range(schedule.ranks)
+        replace(_peak(schedule, rank, units, each), on_host=round(most_on_host(schedule, rank, units)))
+        for rank, each in enumerate(exchanged or [0] * schedule.ranks)
     ]
 
 
 def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> StepPeak:
-    needed = [(each.kept, each.working, each.messages) for each in moments(schedule, rank, units)]
-    needed.append((cast_bytes(schedule, rank, units), 0.0, exchanged))
+    found = moments(schedule, rank, units, exchanged=exchanged)
+    needed = [(each.kept, each.working, each.messages) for each in found]
     return StepPeak(*map(round, max(needed, key=sum)))
+
+
+def graphs_bytes(schedule: Schedule, rank: int, bounds: Sequence[range], costs: PipelineCosts) -> int:
+    """What the graphs of layers keep on a rank from their first replays on, see graphs.py: for as many micro-batches as
+    are under way at once, what forwards and first parts of backwards leave, outputs, and gradients of inputs.
+
+    Args: as of `step_peaks`.
+    """
+    total = 0
+    for chunk, slots in micro_batches_under_way(schedule, rank).items():
+        span = bounds[chunk]
+        layers, before = costs.layers[span.start : span.stop], costs.layers[max(0, span.start - 1) : span.stop]
+        total += slots * sum(each.held + each.deferred_bytes + each.waiting for each in layers)
+        total += slots * sum(each.waiting for each in before if each.gradient)
+    return total
 
 
 class NotMeasuredError(Exception):
@@ -106,7 +123,7 @@ def measure_memory(
     found = []
     for index, description in enumerate(model.layers):
         inputs = [[of_size[source] for source in model.inputs[index]] for of_size in outputs]
-        shapes = [(key, x.shape) for each in inputs[0] for key, x in entries_of(each).items()]
+        shapes = [(key, x.shape, x.requires_grad) for each in inputs[0] for key, x in entries_of(each).items()]
         kind = (layers.alike(index), str(description.output), tuple(shapes), index > 0)
         if kind not in known:
             error = None
@@ -155,7 +172,7 @@ def _with_messages(memory: LayerMemory, y: Bundle, description: LayerDescription
     message = gradient = 0
     for key, entry in entries_of(y).items():
         message += TensorDescriptor.of(entry, description.entries[key].content).buffer(torch.device("meta")).nbytes
-        width = (wires.gradient_dtype or entry.dtype).itemsize if entry.is_floating_point() else 0
+        width = (wires.gradient_dtype or entry.dtype).itemsize if entry.requires_grad else 0
         gradient += entry.numel() * width
     return LayerCost(0, 0, 0, message=message, gradient=gradient, **vars(memory))
 

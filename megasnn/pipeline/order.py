@@ -21,6 +21,8 @@ _LEAST_SECONDS = 0.05
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """The layers of each unit -> what is gathered of them."""
+ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[int]]
+"""The layers of each chunk, and its rank -> bytes that travel to and from those who own rows, on each rank."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class PipelineRequest:
         weight_limit: bytes of gathered weights that a rank may hold, where replicas share weights; None: as few as let
             the next ones be gathered while others are used.
         scatters: whether gradients then go to those who keep the rows after every micro-batch.
+        rows_have_owners: whether each row of a trained parameter belongs to one of the replicas.
     """
 
     schedule: str
@@ -57,6 +60,7 @@ class PipelineRequest:
     costs_kept_as: tuple[str, ...] | None = None
     weight_limit: float | None = None
     scatters: bool = False
+    rows_have_owners: bool = False
 
     @property
     def repeats(self) -> bool:
@@ -101,6 +105,7 @@ def decide_order(
     costs: PipelineCosts | None,
     weights_of: WeightsOf | None = None,
     weight_ranks: int = 1,
+    exchanged_of: ExchangedOf | None = None,
 ) -> Order:
     """The one search of a run, for every number of micro-batches that a replica may have.
 
@@ -109,6 +114,7 @@ def decide_order(
 
     Args:
         weights_of: where replicas share weights; layers are executed one by one then. weight_ranks: how many do.
+        exchanged_of: where rows have owners, for a budget.
     Raises:
         ValueError: what the schedule cannot place, a memory limit or a budget that it cannot keep.
     """
@@ -118,15 +124,15 @@ def decide_order(
         plan = _planned(request, stages, request.schedule, chunks, None)
         assert request.bounds is not None
         return Order(request.bounds, _executed(plan, request, request.bounds, None, weights_of))
-    cut = Cut(request, costs)
+    cut = Cut(request, costs, exchanged_of)
     first = _planned(request, stages, request.schedule, chunks, cut)
     compared = counts if request.bounds is not None else (1, 2)[: layers // stages]
     named = tuple(forecasts_of_named(stages, usual, cut.costs_of, request.memory_limit, compared))
     if request.schedule != AUTO or stages == 1 or (request.memory_budget is None and weights_of is None):
         bounds = cut.bounds_of(first.placement)
-        return Order(bounds, _executed(first, request, bounds, costs, weights_of), named)
+        return Order(bounds, _executed(first, request, bounds, cut, weights_of), named)
     orders = _orders(request, stages, first, counts, cut)
-    return replace(_fastest(orders, request, cut, costs, weights_of, weight_ranks), named=named)
+    return replace(_fastest(orders, request, cut, weights_of, weight_ranks), named=named)
 
 
 def _orders(
@@ -154,7 +160,6 @@ def _fastest(
     orders: Iterator[tuple[str, float, SchedulePlan]],
     request: PipelineRequest,
     cut: Cut,
-    costs: PipelineCosts,
     weights_of: WeightsOf | None,
     weight_ranks: int,
 ) -> Order:
@@ -168,10 +173,10 @@ def _fastest(
         bounds, whole = cut.bounds_of(plan.placement), None
         seconds = max(_LEAST_SECONDS, _EACH * (end - time.monotonic()) / counts)
         try:
-            schedules = _executed(plan, request, bounds, costs, weights_of, seconds)
+            schedules = _executed(plan, request, bounds, cut, weights_of, seconds)
             whole = simulate(
                 schedules.training(request.micro_batches[0]),
-                chunk_costs(schedules, bounds, costs, weight_ranks),
+                chunk_costs(schedules, bounds, cut.costs, weight_ranks),
                 schedules.wholes,
             ).makespan
             if whole < least:
@@ -197,29 +202,29 @@ def _executed(
     plan: SchedulePlan,
     request: PipelineRequest,
     bounds: tuple[range, ...],
-    costs: PipelineCosts | None,
+    cut: Cut | None,
     weights_of: WeightsOf | None,
     seconds: float = SECONDS,
 ) -> SchedulePlan:
     """With what is computed again, moved to the host and gathered. Raises ValueError for what cannot be."""
     if request.recompute != NEVER or weights_of is not None:
         plan = plan.in_units(bounds, request.recompute)
-    if request.memory_budget is not None and costs is not None:
-        plan = _within_budget(plan, request, bounds, costs, seconds)
+    if request.memory_budget is not None and cut is not None:
+        plan = _within_budget(plan, request, bounds, cut, seconds)
     plan = replace(plan, offloads=request.offloads and plan.units is not None)
     return plan if weights_of is None else plan.sharing(weights_of(plan.unit_bounds(bounds)), request.micro_batches)
 
 
 def _within_budget(
-    plan: SchedulePlan, request: PipelineRequest, bounds: Sequence[range], costs: PipelineCosts, seconds: float
+    plan: SchedulePlan, request: PipelineRequest, bounds: Sequence[range], cut: Cut, seconds: float
 ) -> SchedulePlan:
     """With forwards that are computed again, in units; as it is where none has to be."""
     assert request.memory_budget is not None
     refined = plan.in_units(bounds, NEVER)
-    memory = costs.unit_memory(refined.unit_bounds(bounds), refined.executed_placement)
+    memory = cut.costs.unit_memory(refined.unit_bounds(bounds), refined.executed_placement)
+    limits = request.memory_budget, request.offloads, seconds, cut.exchanged(plan.placement)
     chosen = {
-        count: within_budget(refined.training(count), memory, request.memory_budget, request.offloads, seconds)
-        for count in dict.fromkeys(request.micro_batches)
+        count: within_budget(refined.training(count), memory, *limits) for count in dict.fromkeys(request.micro_batches)
     }
     # A step of another length, at the end of an epoch, is shorter.
     return replace(refined, recompute="always", chosen=chosen) if any(chosen.values()) else plan
@@ -244,20 +249,25 @@ def chunk_costs(
 
 
 class Cut:
-    """A model's cut for any placement, and what it makes of the layers' costs."""
+    """A model's cut for any placement, and what it makes of the layers' costs.
 
-    def __init__(self, request: PipelineRequest, costs: PipelineCosts) -> None:
-        self._request, self._costs = request, costs
+    Attributes:
+        costs: of the layers.
+    """
+
+    def __init__(self, request: PipelineRequest, costs: PipelineCosts, exchanged_of: ExchangedOf | None = None) -> None:
+        self._request, self.costs, self._exchanged_of = request, costs, exchanged_of
         self.bounds_of = lru_cache(maxsize=None)(self._bounds_of)
         self.costs_of = lru_cache(maxsize=None)(self._costs_of)
+        self.exchanged = lru_cache(maxsize=None)(self._exchanged)
 
     def _bounds_of(self, placement: tuple[int, ...]) -> tuple[range, ...]:
         if self._request.bounds is not None:
             return self._request.bounds
-        return tuple(placed_bounds([layer.seconds for layer in self._costs.layers], placement))
+        return tuple(placed_bounds([layer.seconds for layer in self.costs.layers], placement))
 
     def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-        costs = self._costs.of_chunks(self.bounds_of(placement), placement)
+        costs = self.costs.of_chunks(self.bounds_of(placement), placement)
         if self._request.recompute == NEVER:
             return costs
         # A forward that is computed again comes right before its backward, as a part of that.
@@ -269,3 +279,7 @@ class Cut:
             )
             for each in costs
         ]
+
+    def _exchanged(self, placement: tuple[int, ...]) -> Sequence[int]:
+        """Nothing where rows have no owners."""
+        return () if self._exchanged_of is None else self._exchanged_of(self.bounds_of(placement), placement)

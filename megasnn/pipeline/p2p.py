@@ -22,6 +22,7 @@ from torch import Tensor
 from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
+from megasnn.kernels.codec import empty_values
 from megasnn.pinned import without_waiting
 
 MAX_DIMS = 8
@@ -86,7 +87,7 @@ class TensorDescriptor:
         if self.content is Content.DENSE:
             values = payload.to(self.dtype)
         else:
-            values = torch.empty(self.count, dtype=self.dtype, device=payload.device)
+            values = empty_values(self.count, self.dtype, payload.device)
             rows = values.view(-1, 1) if self.content is Content.COUNTS else values.view(1, -1)
             decode_into(payload, self.content, rows)
         sizes = [self.shape[dim] for dim in self.order]

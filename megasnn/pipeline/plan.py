@@ -14,7 +14,8 @@ from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.memory import step_peaks
-from megasnn.pipeline.order import Compared, PipelineRequest, chunk_costs, decide_order
+from megasnn.pipeline.order import Compared, ExchangedOf, PipelineRequest, chunk_costs, decide_order
+from megasnn.pipeline.owned_rows_memory import exchanged_with_owners
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, simulate
@@ -39,6 +40,8 @@ class PipelinePlan:
         compared: the orders that were looked at for a budget, or for weights that replicas share.
         memory_budget: as it was asked for.
         weight_ranks: how many replicas share one copy of the weights.
+        exchanged: bytes that travel to and from those who own rows, on each pipeline rank; empty where rows have no
+            owners, or there is no budget.
     """
 
     bounds: tuple[range, ...]
@@ -49,6 +52,7 @@ class PipelinePlan:
     compared: tuple[Compared, ...] = ()
     memory_budget: float | None = None
     weight_ranks: int = 1
+    exchanged: tuple[int, ...] = ()
 
     @property
     def executed_bounds(self) -> list[range]:
@@ -135,9 +139,10 @@ class PipelinePlan:
         ]
 
     def step_bytes(self, micro_batches: int) -> list[int]:
-        """`peak_bytes`, and tensors in transfer."""
+        """`peak_bytes`, and tensors in transfer between stages and, with a budget, to and from those who own rows."""
         assert self.costs is not None, "the memory of layers was not measured"
-        peaks = step_peaks(self.schedules.training(micro_batches), self.executed_bounds, self.costs)
+        schedule = self.schedules.training(micro_batches)
+        peaks = step_peaks(schedule, self.executed_bounds, self.costs, self.exchanged)
         return [peak.total for peak in peaks]
 
     def _chunk_costs(self) -> list[ChunkCost]:
@@ -180,9 +185,14 @@ def plan_pipeline(
         costs = measure() if key is None else kept_costs(key, state.world, measure)
     request = replace(request, bounds=bounds)
     shares = None if context.weight.size == 1 else partial(_shared, model, context, request)
+    exchanged_of: ExchangedOf | None = None
+    if request.memory_budget is not None and request.rows_have_owners and state.copies.size > 1 and shares is None:
+        exchanged_of = partial(exchanged_with_owners, model, context, state.copies, state.device)
+    ranks = context.weight.size
     order = decided_by_first(
-        state.world, lambda: decide_order(request, stages, len(model.layers), costs, shares, context.weight.size)
+        state.world, lambda: decide_order(request, stages, len(model.layers), costs, shares, ranks, exchanged_of)
     )
+    exchanged = () if exchanged_of is None else tuple(exchanged_of(order.bounds, order.schedules.placement))
     return PipelinePlan(
         order.bounds,
         order.schedules,
@@ -191,7 +201,8 @@ def plan_pipeline(
         order.named,
         order.compared,
         request.memory_budget,
-        context.weight.size,
+        ranks,
+        exchanged,
     )
 
 

@@ -58,7 +58,7 @@ class Transfers:
         self._arrivals: Mapping[Action, int] = {}
         self._sent: Mapping[int, list[Action]] = {}  # all receives of each link
         self._sizes: Sequence[int] = ()
-        self._expected: Callable[[Action], int] = lambda action: 0
+        self._expected: Callable[[Action], int] = _nothing_yet
         self._dense: set[str] = set()  # what did not fit its format
 
     def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], int]) -> None:
@@ -129,9 +129,10 @@ class Transfers:
         return self._early.pop(action)
 
     def wait(self) -> None:
-        """Until everything sent has left."""
+        """Until everything sent has left. What only the step knew is let go, and its tensors with it."""
         for sender in self._senders.values():
             sender.wait()
+        self._sizes, self._expected = (), _nothing_yet
 
     def _belong_together(self, first: Action, second: Action) -> bool:
         """Whether two computations are of units of one chunk, and parts of one forward, or of one backward."""
@@ -150,6 +151,10 @@ class Transfers:
         assert action.micro_batch is not None
         boundary = min(action.chunk, action.peer.chunk)
         return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled(), len(self._dense)
+
+
+def _nothing_yet(receive: Action) -> int:
+    return 0
 
 
 def linked(placement: Sequence[int]) -> list[tuple[int, int]]:

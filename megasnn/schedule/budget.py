@@ -48,6 +48,7 @@ def within_budget(
     budget: float,
     offloads: bool = False,
     seconds: float = SECONDS,
+    exchanged: Sequence[int] = (),
 ) -> Chosen:
     """The cheapest choice.
 
@@ -56,12 +57,14 @@ def within_budget(
         budget: bytes that each rank may need.
         offloads: whether what forwards are computed again from is moved to the host's memory meanwhile.
         seconds: for the search.
+        exchanged: of each rank, the bytes that travel to and from those who own rows; none when not given.
     Raises:
         BudgetError: none keeps it.
     """
     whole = insert_recompute(schedule, lambda unit, m: True)
     whole = insert_offload(whole) if offloads else whole
-    ranks = [_Rank.of(whole, rank, units) for rank in range(schedule.ranks)]
+    exchanged = exchanged or [0] * schedule.ranks
+    ranks = [_Rank.of(whole, rank, units, exchanged[rank]) for rank in range(schedule.ranks)]
     chosen: set[tuple[int, int]] = set()
     short = []
     for rank in ranks:
@@ -90,7 +93,7 @@ class _Rank:
     slopes: NDArray[np.float64]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> _Rank:
+    def of(cls, schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> _Rank:
         """Args: schedule: in which all is computed again that can be."""
         actions = schedule.actions[rank]
         choices = [(unit, m) for unit, kind, m in actions if kind is Kind.RECOMPUTE and m is not None]
@@ -99,7 +102,7 @@ class _Rank:
         place = {choice: index for index, choice in enumerate(choices, start=1)}
         needed = [
             each.kept + each.working + each.messages
-            for each in moments(schedule, rank, units, axes[0], lambda unit, m: axes[place[unit, m]])
+            for each in moments(schedule, rank, units, axes[0], lambda unit, m: axes[place[unit, m]], exchanged)
         ]
         seconds = np.array([units[unit].again for unit, _ in choices])
         table = np.array(needed).reshape(-1, len(choices) + 1) * MB

@@ -56,6 +56,15 @@ def weights_held(schedule: Schedule, rank: int, unit_bytes: Sequence[int]) -> li
     return list(accumulate(change.get(kind, 0) * unit_bytes[unit] for unit, kind, _ in row))
 
 
+def micro_batches_under_way(schedule: Schedule, rank: int) -> dict[int, int]:
+    """Of each chunk of a rank, how many micro-batches at most have been forward and are not yet done with backward."""
+    now, most = Counter[int](), Counter[int]()
+    for chunk, kind, _ in schedule.actions[rank]:
+        now[chunk] += (kind is Kind.FORWARD) - (kind in FINISHING)
+        most[chunk] = max(most[chunk], now[chunk])
+    return dict(most)
+
+
 def stage_shares(placement: Sequence[int]) -> list[float]:
     """The part of its rank's stage that each chunk is: one over the number of chunks on the rank."""
     chunks = Counter(placement)
@@ -73,7 +82,7 @@ class UnitMemory:
         again: seconds to compute the forward again.
         deferred: what an input gradient leaves for the weight gradient; None: all that the forward has kept.
         output: its output, and the gradient of that, while they wait for the unit that takes them.
-        message, gradient: the two on the way to another rank.
+        message, gradient: the two on the way to another rank; no gradient where none is needed of its output.
         cast: its weights in another type, which a step makes once and keeps.
     """
 
@@ -87,6 +96,11 @@ class UnitMemory:
     gradient: float = 0.0
     cast: float = 0.0
 
+    @property
+    def waiting_gradient(self) -> float:
+        """Of its output, while it waits."""
+        return self.output if self.gradient else 0.0
+
 
 class Moment(NamedTuple):
     """What a rank needs while it computes; numbers, or vectors of them.
@@ -94,7 +108,7 @@ class Moment(NamedTuple):
     Attributes:
         kept: what forwards have left for their backwards, and weights in another type.
         working: what the computation needs beside that.
-        messages: outputs and gradients that wait for somebody or are on their way.
+        messages: outputs and gradients that wait for somebody or are on their way, and what travels between replicas.
     """
 
     action: Action
@@ -109,13 +123,15 @@ def moments(
     units: Sequence[UnitMemory],
     one: Any = 1.0,
     share: Callable[[int, int], Any] = lambda unit, m: 1.0,
+    exchanged: int = 0,
 ) -> Iterator[Moment]:
-    """Every computation of a rank.
+    """Every computation of a rank, and what comes behind them.
 
     All is linear in the shares, so that they may be unknown: with vectors for `one` and `share`, vectors come out.
 
     Args:
         units: of each chunk of the schedule.
+        exchanged: bytes that travel to and from those who own rows, behind all computations.
         one: how one is written. share: how much of a forward (unit, micro-batch) is computed again, of those that the
             schedule computes again: all of it, 1, or nothing.
     """
@@ -129,12 +145,12 @@ def moments(
         unit, kind, m = action
         memory, mine = units[unit], one * 0.0 if m is None else again.get((unit, m), 0.0 * one)
         deferred = memory.held if memory.deferred is None else memory.deferred
-        before = units[unit - 1].output if unit else 0.0
+        before, gradient = (units[unit - 1].output, units[unit - 1].waiting_gradient) if unit else (0.0, 0.0)
         if kind is Kind.FORWARD:
             waiting = waiting - one * before
             kept = kept + mine * memory.entering
         elif kind in PROPAGATING and unit < last:
-            waiting = waiting - one * memory.output
+            waiting = waiting - one * memory.waiting_gradient
         if kind in COMPUTE and kind in memory.working:
             coming = sum(_size(units, each) for each in _received_next(row, index))
             # Where a forward is not computed again, that needs nothing.
@@ -147,7 +163,7 @@ def moments(
             kept = kept + mine * (memory.held - memory.entering)
         elif kind in PROPAGATING:
             kept = kept - one * (memory.held - (deferred if kind is Kind.INPUT_GRADIENT else 0.0))
-            waiting = waiting + one * before
+            waiting = waiting + one * gradient
         elif kind is Kind.WEIGHT_GRADIENT:
             kept = kept - one * deferred
         elif kind in MOVES:
@@ -156,13 +172,15 @@ def moments(
         elif kind in SENDS:
             sent[schedule.placement[action.peer.chunk]].append(size := _size(units, action))
             on_the_way += size
-            waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else before)
+            waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else gradient)
         elif kind in RECEIVES:
-            waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.output)
+            waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.waiting_gradient)
             peer = schedule.placement[action.peer.chunk]
             while arrived[peer] < arrivals[action]:
                 on_the_way -= sent[peer].popleft()
                 arrived[peer] += 1
+    if row and exchanged:
+        yield Moment(row[-1], cast_bytes(schedule, rank, units) * one, 0.0 * one, exchanged * one)
 
 
 def cast_bytes(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> float:

@@ -21,7 +21,7 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import built, described_model
 from megasnn.files.durable import write_whole
 from megasnn.kernels.backends import backend_told
-from megasnn.layers.holding import calls_of
+from megasnn.layers.holding import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
@@ -113,11 +113,14 @@ def _sharing(config: PretrainConfig, engine: DistributedModel) -> dict[str, Any]
     if context.context.size == 1:
         return {}
     is_counted = (state.data.rank, state.context.rank, state.tensor.rank) == (0, 0, 0)
-    calls = sum(calls_of(norm) for norm in engine.norms) if is_counted else 0
+    calls, exchanges = sum(calls_of(norm) for norm in engine.norms), exchanges_of(engine.chunks.values())
+    counted = [each * is_counted for each in (calls, *exchanges)]
+    statistics, forward, backward = map(int, engine.sum_over_ranks(counted))
     found: dict[str, Any] = {
         "ranks": context.context.size,
         "cut": context.cut,
-        "exchanges_of_statistics": int(engine.sum_over_ranks([calls])[0]),
+        "exchanges_of_statistics": statistics,
+        "exchanges": {"forward": forward, "backward": backward},
     }
     if context.cut == "samples":
         found["samples"] = [b - a for a, b in pairwise(row_bounds(config.training.micro_batch_size, found["ranks"]))]
@@ -128,10 +131,12 @@ def _told_sharing(sharing: dict[str, Any]) -> list[str]:
     if not sharing:
         return []
     samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
+    with_rows = "; with rows that move and sums over all rows, these are {forward} and {backward}"
+    rows = with_rows.format(**sharing["exchanges"]) if sharing["cut"] == "rows" else ""
     return [
         f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}; norms take "
         f"their statistics over all of it, in {sharing['exchanges_of_statistics']} exchanges forward and as many "
-        "backward"
+        f"backward{rows}"
     ]
 
 

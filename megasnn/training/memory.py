@@ -15,7 +15,8 @@ from megasnn.engine.setup import window_count, wire_options
 from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
+from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.memory import NotMeasuredError, StepPeak, graphs_bytes, measure_memory, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.sharded_tensors import ShardedTensor
@@ -41,6 +42,7 @@ class MemoryForecast:
         of a step's other moments. samples: the batch in use, and on a CPU the one read ahead.
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
         offloaded: what --offload-activations has moved to the host's memory; on a GPU 0.
+        graphs: what CUDA graphs keep beside all that (docs/cuda_graphs.md).
     """
 
     program: float
@@ -53,6 +55,7 @@ class MemoryForecast:
     samples: float
     snapshot: float = 0.0
     offloaded: float = 0.0
+    graphs: float = 0.0
 
     @property
     def total(self) -> float:
@@ -61,7 +64,7 @@ class MemoryForecast:
 
     def __str__(self) -> str:
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
-                 "working": "working memory"}  # fmt: skip
+                 "working": "working memory", "graphs": "CUDA graphs"}  # fmt: skip
         values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
         parts = [f"{name} {value:.0f}" for name, value in values.items() if value]
         return f"{self.total:.0f} MB = " + " + ".join(parts)
@@ -80,11 +83,11 @@ def forecast_memory(
     Measures the layers' memory where the plan has not; see `megasnn.pipeline.memory`.
     """
     try:
-        peak = step_peak(config, distributed, plan, state, TRIAL_SECONDS)
+        costs = _costs(config, distributed, plan, state, TRIAL_SECONDS)
     except NotMeasuredError as reason:
         reporter.line(f"memory is not predicted: {reason}")
         return []
-    owned = distributed.owned
+    peak, owned = _peak(costs, distributed, plan), distributed.owned
     held = (*distributed.copies, *distributed.tensors)
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
@@ -110,6 +113,7 @@ def forecast_memory(
         samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
         offloaded=1e-6 * peak.on_host * on_host,
+        graphs=1e-6 * _graphs(costs, distributed, plan, peak),
     )
     of_ranks = [mine] * state.world.size
     if state.world.size > 1:
@@ -118,20 +122,21 @@ def forecast_memory(
 
 
 def step_peak(
-    config: PretrainConfig,
-    distributed: DistributedModel,
-    plan: PipelinePlan,
-    state: ParallelState,
-    seconds: float = math.inf,
+    config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState
 ) -> StepPeak:
-    """What this rank will need in a usual step. Collective over the world.
+    """What this rank will need in a usual step, without graphs. Collective over the world.
 
-    Args:
-        seconds: see `measure_memory`, for which there is no need where the plan has costs.
     Raises:
         NotMeasuredError: on every rank, where the layers cannot be tried out.
     """
-    costs = plan.costs or measure_memory(
+    return _peak(_costs(config, distributed, plan, state, math.inf), distributed, plan)
+
+
+def _costs(
+    config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState, seconds: float
+) -> PipelineCosts:
+    """Those that the plan has, or of the layers' memory alone. Args: seconds: see `measure_memory`."""
+    return plan.costs or measure_memory(
         distributed.model,
         distributed.context.largest_share(config.training.micro_batch_size),
         distributed.context,
@@ -141,8 +146,20 @@ def step_peak(
         seconds,
         plan.schedules.units is not None,
     )
-    schedule, exchanged = plan.schedules.training(plan.micro_batches), distributed.data_parallel.exchanged_bytes
-    return step_peaks(schedule, plan.executed_bounds, costs, exchanged)[state.pipeline.rank]
+
+
+def _peak(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> StepPeak:
+    schedule = plan.schedules.training(plan.micro_batches)
+    exchanged = [distributed.data_parallel.exchanged_bytes] * schedule.ranks
+    return step_peaks(schedule, plan.executed_bounds, costs, exchanged)[distributed.state.pipeline.rank]
+
+
+def _graphs(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan, peak: StepPeak) -> int:
+    """Bytes beside that peak; nothing where no layer has graphs."""
+    if all(chunk.graphs is None for chunk in distributed.chunks.values()):
+        return 0
+    schedule, rank = plan.schedules.training(plan.micro_batches), distributed.state.pipeline.rank
+    return max(0, graphs_bytes(schedule, rank, plan.executed_bounds, costs) - peak.kept)
 
 
 def _moments(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

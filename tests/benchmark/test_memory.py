@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.benchmark.memory import MemoryBenchmark
 from tools.benchmark.program import main
 
 
@@ -27,6 +28,8 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 def test_flags_without_sense(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--memory", "--rounds", "0", "--memory-budget", "0"]) == 2
+    assert main(["--memory", "--rounds", "0", "--memory-budget", "0", "--only", "always", "often"]) == 2
     told = capsys.readouterr().err
+    assert "--only: 'often' is no row; there are spikingjelly, spikingjelly memopt, never" in told
+    assert [row.name for row in MemoryBenchmark(only=("always",)).rows()] == ["spikingjelly", "never", "always"]
     assert "--rounds must be at least 1" in told and "--memory-budget must be greater than 0" in told

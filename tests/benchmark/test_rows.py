@@ -22,6 +22,7 @@ from tools.benchmark.layouts_rows import Row, parse_row
         ("cp2", (1, 1, 1, 1, 1, 2)),
         ("cp2rows@2", (1, 1, 1, 1, 2, 2, "rows")),
         ("cp2tp2", (1, 2, 1, 1, 1, 2)),
+        ("dp2zero1:2", (2, 1, 1, 2, 1, 1, "samples", True)),
     ],
 )
 def test_a_name_says_the_layout(name: str, row: tuple[int, ...]) -> None:
@@ -35,7 +36,8 @@ def test_compiling_is_no_neuron_of_spikingjelly() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "dp2rows", "spikingjelly:4", "pp2@", "pp2@0"]
+    "name",
+    ["", "dp", "dp0", "xp2", "dp2dp2", "spikingjelly2", "dp2rows", "tp2zero1", "spikingjelly:4", "pp2@"],
 )
 def test_what_is_no_row_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="--rows"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from megasnn.data_parallel import BucketedDataParallel, owned_rows
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Shard
+from megasnn.telemetry.allocations import AllocationCounter
 from tests.distributed.whole import everybody, random
 
 SHAPES = {"a": (5,), "b": (3, 4), "c": (7, 2), "d": (2, 2, 2), "e": ()}
@@ -107,6 +110,41 @@ def test_buckets_of_a_gpu_are_larger(device: str, buckets: int) -> None:
     ]
     data_parallel = BucketedDataParallel([(0, entries)], alone("data"), alone("tensor"))
     assert len(data_parallel._buckets) == buckets
+
+
+def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
+    """A bucket for each parameter of so many rows: what exchanges take, as said and as counted. The least of some times
+    counts, since what threads of the transport give back is not seen."""
+    parameters = [nn.Parameter(torch.zeros(each, 1000)) for each in rows]
+    entries = [ShardedTensor(f"{n}", each, Shard(tuple(each.shape)), True) for n, each in enumerate(parameters)]
+    tensors = [(0, entries)]
+    data_parallel = BucketedDataParallel(tensors, everybody("data"), alone("tensor"), 1, rows_have_owners=True)
+
+    def sum_gradients() -> None:
+        """Each ends while the next one is on its way."""
+        under_way = deque[Callable[[], None]]()
+        for bucket in data_parallel._buckets:
+            assert bucket.owned is not None
+            under_way.append(bucket.owned.start_sum("backward")[1])
+            if len(under_way) > 1:
+                under_way.popleft()()
+        under_way.popleft()()
+
+    peaks = []
+    for exchange in (sum_gradients, data_parallel.share_rows):
+        counters = [AllocationCounter(torch.device("cpu")) for _ in range(4)]
+        for counter in counters:
+            with counter.counting():
+                exchange()
+        peaks.append(min(counter.peak for counter in counters))
+    return data_parallel.exchanged_bytes, max(peaks)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("rows", [(60, 60, 60), (12, 90, 48, 60), (120,)])
+def test_what_exchanges_with_owners_take(ranks, size: int, rows: tuple[int, ...]) -> None:
+    for said, counted in ranks(size, _exchanged, rows):
+        assert counted == pytest.approx(said, rel=0.05)
 
 
 @pytest.mark.parametrize("without", ["a", "e", "abde"])

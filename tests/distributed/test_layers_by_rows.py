@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.comm.group import Group
+from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -29,7 +30,7 @@ from megasnn.layers import (
     WholeImages,
 )
 from megasnn.layers.context import building
-from megasnn.layers.holding import Holding, hold
+from megasnn.layers.holding import Holding, exchanges_of, hold
 from megasnn.sharded_tensors import materialise
 from megasnn.sharding import own_rows
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
@@ -86,6 +87,9 @@ PLIF, SOFT = NeuronSpec("plif", surrogate="atan"), NeuronSpec("lif", v_reset=Non
 CASES: dict[str, list[Case]] = {
     "wide": images(lambda: ParallelConv(C, C, 7, padding=3), 3, 8),
     "dilated": images(lambda: ParallelConv(C, C, 3, padding=4, dilation=4, padding_mode="circular"), 9),
+    "dilated, zeros": images(lambda: ParallelConv(C, C, 5, padding=4, dilation=2), 12, 13),
+    "groups": images(lambda: ParallelConv(C, C, 3, padding=1, groups=4, bias=True), 6, 7),
+    "pooled, stride 1": images(lambda: ParallelConv(C, C, 5, pool=2, padding=2), 12, 13, 8),
     "pooled first": images(lambda: ParallelConv(C, C, 3, pool=2, padding=1, stride=2), 12, 13),
     "strided pointwise": images(lambda: ParallelConv(C, C, 1, stride=2), 7, 8, holds_spikes=False),
     "unit": images(lambda: ConvNormNeuron(C, C, 3, bias=True, neuron=PLIF), 4, 7),
@@ -126,13 +130,18 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
     materialise([("layer", layer)], torch.device("cpu"), seed=1)
     own = own_rows(x.shape[3], group.size, group.rank)
     x = channels_last(x[:, :, :, own.start : own.stop]).requires_grad_()
-    y, weights = layer(x, *keys), random(*shape, seed=4)
+    weights = random(*shape, seed=4)
+    statistics.reset()
+    with statistics.counting():
+        y = layer(x, *keys)
     if case.is_alike:
         weights = weights * (group.rank == 0)
     else:
         out = own_rows(shape[3], group.size, group.rank)
         weights = weights[:, :, :, out.start : out.stop]
-    (y * weights).sum().backward()
+    with statistics.counting():
+        (y * weights).sum().backward()
+    assert statistics.total("context").calls == sum(exchanges_of([layer]))
     gradients = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
@@ -191,3 +200,11 @@ def test_fewer_rows_than_ranks_are_refused(make: Callable[[], nn.Module], height
         ValueError, match=rf"{most} row\(s\) for 3 ranks: .*--context-parallel-size may be {most} at most"
     ):
         layer(torch.empty(T, N, C, height, 5, device="meta"))
+
+
+def test_more_tokens_than_sums_of_two_bytes_count_are_refused() -> None:
+    """In the dry run."""
+    with building(BuildContext(context=Group("context", (0, 1), 0), cut="rows")):
+        layer = SpikingSelfAttention(C, 2)
+    with torch.no_grad(), pytest.raises(ValueError, match="sums of up to 40000 do not fit into the two bytes"):
+        layer(torch.empty(T, N, C, 200, 200, device="meta"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -18,9 +18,13 @@ from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pipeline.executor import PipelineError
+from megasnn.telemetry.reporter import Reporter, RunOutline
+from megasnn.training.memory import forecast_memory
 from tests.models.networks import CLASSES, Sum, between
-from tests.recorded_graphs import recorded_graphs
+from tests.recorded_graphs import RecordedGraphs, recorded_graphs
 
 FLAGS = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2, "neuron_backend": "torch"}
 Between = Callable[[Engine, int], object]
@@ -138,6 +142,34 @@ def test_what_a_check_finds_in_a_replay() -> None:
         with pytest.raises(PipelineError, match="0F0, micro-batch 0: .*stem: pack_bits takes 0 and 1"):
             engine.train_step(images, labels)
         assert graphs.replays > before
+
+
+GRAPHED: list[Model] = [
+    Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=3, time_steps=2),
+    VggDvs(channels="16,32,P,64,P", image_size=16, time_steps=3),
+]
+
+
+@pytest.mark.parametrize("model", GRAPHED, ids=lambda model: model.name)
+def test_what_graphs_keep_is_forecast(model: Model) -> None:
+    """From the sizes of layers alone, beside what a step without graphs keeps."""
+    with recorded_graphs() as graphs, Engine(model, cuda_graphs="on", **FLAGS) as engine:
+        images, labels = torch.rand(8, *engine.distributed.model.input_shape), torch.arange(8) % 10
+        for _ in range(3):
+            engine.train_step(images, labels)
+        reporter = Reporter(RunOutline(1, 1), is_writer=False)
+        arguments = engine.distributed, engine.steps.optimizer, engine.plan, engine.distributed.state, reporter
+        (forecast,) = forecast_memory(engine.config, *arguments)
+        assert forecast.kept + forecast.graphs == pytest.approx(1e-6 * _kept_bytes(engine, graphs), rel=0.1)
+    assert " + CUDA graphs 7" in str(replace(forecast, graphs=7.0)) and forecast.total > forecast.graphs > 0
+
+
+def _kept_bytes(engine: Engine, graphs: RecordedGraphs) -> int:
+    """Of memory that graphs write to and somebody holds, and of the places that they are given something in."""
+    made = [of_layer for chunk in engine.distributed.chunks.values() for of_layer in chunk.graphs._graphs.values()]
+    places = [each for of_layer in made for each in (of_layer.inputs, of_layer._backward._grads)]
+    storages = [place.untyped_storage() for each in places for place in each.tensors]
+    return sum({each._cdata: each.nbytes() for each in (*graphs.held(), *storages)}.values())
 
 
 @pytest.mark.parametrize(("flags", "why"), [

@@ -244,8 +244,9 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
     state = initialize_model_parallel(1, size)
     try:
         bounds = [range(4)] if size == 1 else [range(2), range(2, 4)]
-        model, context = describe(_model(tied)), BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
-        engine = DistributedModel(model, state, context, bounds, "1f1b", 5, is_frozen=frozen.__contains__)
+        model, double = describe(_model(tied)), torch.float64
+        context = BuildContext(dtype=double, compute_dtype=double, is_frozen=frozen.__contains__)
+        engine = DistributedModel(model, state, context, bounds, "1f1b", 5)
         x, labels = images(_model(tied))
         lost = [e for e in engine.copies if unused and e.name == "made.0.conv.weight" and e.tensor.requires_grad]
         for entry in lost:

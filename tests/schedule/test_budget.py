@@ -51,6 +51,16 @@ def seconds(chosen: Chosen, units: list[UnitMemory]) -> float:
     return sum(units[unit].again for unit, _ in chosen)
 
 
+def test_what_travels_behind_all_backwards_counts() -> None:
+    units = units_of(4, 0)
+    schedule = refine(generate("gpipe", 1, 2), [4])
+    alone = within_budget(schedule, units, budget := 100 * MB)
+    assert within_budget(schedule, units, budget, exchanged=[budget]) == alone
+    with pytest.raises(BudgetError) as refused:
+        within_budget(schedule, units, budget, exchanged=[budget + MB])
+    assert refused.value.least == pytest.approx(budget + MB)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_none_is_cheaper(seed: int) -> None:
     """Against all choices, for every budget that makes a difference."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import weakref
 from itertools import cycle, product
 from typing import Any
 from unittest import mock
@@ -11,13 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
+from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.training import Length
+from megasnn.data_parallel import buckets
+from megasnn.data_parallel.buckets import BUCKET_BYTES
 from megasnn.engine import Engine
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import owned_rows_memory
 from megasnn.pipeline.host_memory import HostMemory
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.training.memory import step_peak
@@ -54,6 +59,8 @@ def predicted_and_counted(
     micro_batch: int = MICRO_BATCH,
     precision: str = "fp32",
     bptt_steps: int | None = None,
+    freeze: str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps. What is moved to the host's memory does not count."""
     layout = ParallelConfig(**parallel)
@@ -68,8 +75,12 @@ def predicted_and_counted(
             precision=precision,
             bptt_steps=bptt_steps,
         )
-        config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
-        with Engine(config, length=Length(9)) as engine:
+        frozen = OptimizerConfig(freeze=freeze)
+        config: PretrainConfig = run_config(type(model))(
+            model=model, training=training, parallel=layout, optimizer=frozen
+        )
+        small = (mock.patch.object(module, "BUCKET_BYTES", bucket_bytes) for module in (buckets, owned_rows_memory))
+        with next(small), next(small), Engine(config, length=Length(9)) as engine:
             predicted = step_peak(config, engine.distributed, engine.plan, state).total
             with mock.patch.object(HostMemory, "put", _put_where_nothing_counts):
                 return predicted, _counted(engine, samples)
@@ -129,6 +140,61 @@ def test_of_a_model_with_many_parameters(ranks, parallel: dict[str, Any], precis
     """Weights in bfloat16 are copied once a step; sharded gradients and rows travel in buffers."""
     found = ranks(2, predicted_and_counted, WIDE, parallel, 3, 1, precision)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+def test_of_rows_that_travel_in_several_buckets(ranks) -> None:
+    found = ranks(2, predicted_and_counted, MODELS["vgg"], LAYOUTS["dp2-zero1"][1], 3, 4, "fp32", None, None, 2**17)
+    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+def test_a_budget_counts_what_travels_between_owners(ranks, tmp_path, monkeypatch) -> None:
+    """It is more here than all that backwards need, and no choice makes it less."""
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))
+    flags: dict[str, Any] = {"use_distributed_optimizer": True, "pipeline_schedule": "gpipe"}
+    needed = max(predicted for predicted, _ in ranks(2, predicted_and_counted, WIDE, flags, 1, 1))
+    with pytest.raises(RuntimeError, match=f"the least is --memory-budget {math.ceil(1e-6 * needed)};"):
+        ranks(2, predicted_and_counted, WIDE, {**flags, "memory_budget": 0.9e-6 * needed}, 1, 1)
+    flags["memory_budget"] = 1.001e-6 * needed
+    for predicted, counted in ranks(2, predicted_and_counted, WIDE, flags, 1, 1):
+        assert predicted == pytest.approx(counted, rel=0.05) and predicted <= 1e6 * flags["memory_budget"]
+
+
+FROZEN = {"spikformer": "patch_embed.*,blocks.1.attention*", "vgg": "features.0.*,features.1.*,features.3.conv.*"}
+
+
+@pytest.mark.parametrize(("name", "layout"), [("spikformer", "always"), ("vgg", "never"), ("vgg", "pp2-zb1p")])
+def test_with_frozen_weights(ranks, name: str, layout: str) -> None:
+    """Layers in front of the first that learns keep nothing, and no gradient reaches them."""
+    size, parallel = LAYOUTS[layout]
+    if size > 1:  # measured times would cut it where they like
+        parallel = {**parallel, "pipeline_model_parallel_layout": "2|3"}
+    found = ranks(size, predicted_and_counted, MODELS[name], parallel, 3, MICRO_BATCH, "fp32", None, FROZEN[name])
+    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+def _samples_left(parallel: dict[str, Any]) -> int:
+    """How many of a step's micro-batches are in memory behind it, where nobody else has them."""
+    initialize_model_parallel(1, ParallelConfig(**parallel).pipeline_model_parallel_size)
+    try:
+        training = TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=9)
+        model = MODELS["vgg"]
+        config = run_config(type(model))(model=model, training=training, parallel=ParallelConfig(**parallel))
+        with Engine(config, length=Length(9)) as engine:
+            images, labels = torch.randn(4, *engine.config.model.input_shape), torch.arange(4)
+            micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, 4, 0))
+            alive = [weakref.ref(micro) for micro in micro_batches]
+            engine.distributed.forward_backward(micro_batches, 4)
+            del micro_batches
+            gc.collect()
+            return sum(each() is not None for each in alive)
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_leaves_nothing_behind(ranks, stages: int) -> None:
+    """What it left would be given back in the next one, where memory is counted that torch has not seen taken."""
+    assert ranks(stages, _samples_left, {"pipeline_model_parallel_size": stages}) == [0] * stages
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -64,9 +64,9 @@ class LayoutBenchmark(Flags):
     rows: tuple[str, ...] = ()
     """spikingjelly, spikingjelly-compiled (under torch.compile), on a GPU also spikingjelly-torch, -triton or -cuda
     (with its neurons of that name), megasnn (one rank), or layouts like dp2, tp2, pp2, dp2tp2, cp2 and cp2tp2 (ranks
-    share each micro-batch by samples) or cp2rows (by rows), where :MICRO_BATCHES and then @THREADS or @all may follow;
-    by default spikingjelly megasnn dp2 tp2 pp2 cp2 cp2rows megasnn@all spikingjelly@all, and on a GPU spikingjelly
-    megasnn."""
+    share each micro-batch by samples) or cp2rows (by rows), where zero1 (the sharded optimizer), :MICRO_BATCHES and
+    then @THREADS or @all may follow; by default spikingjelly megasnn dp2 tp2 pp2 cp2 cp2rows megasnn@all
+    spikingjelly@all, and on a GPU spikingjelly megasnn."""
     threads_all: int | None = None
     """Threads that @all stands for; by default all cores."""
     rounds: int = 3

@@ -72,6 +72,7 @@ class LayoutRank:
             pipeline_model_parallel_size=row.pipeline,
             context_parallel_size=row.context,
             context_parallel_cut=row.cut if row.context > 1 else "auto",
+            use_distributed_optimizer=row.zero1,
             pipeline_schedule=flags.pipeline_schedule,
         )
 

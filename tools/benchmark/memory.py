@@ -17,6 +17,7 @@ from typing import Literal
 from megasnn.config.checks import above, at_least
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.schedule.refine import NEVER
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, summary
 from tools.benchmark.log import Line
 from tools.benchmark.memory_rank import MemoryRank, MemoryRow, MemoryWork
@@ -50,6 +51,8 @@ class MemoryBenchmark(Flags):
     """MB; a row with --memory-budget more."""
     ranks: int = 1
     """With 2 or more: further rows with so many data parallel replicas, with the plain and the sharded optimizer."""
+    only: tuple[str, ...] = ()
+    """Of the rows beside SpikingJelly's and never, those that are measured, by name; by default all."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda needs a GPU for each rank."""
     rounds: int = 5
@@ -61,7 +64,10 @@ class MemoryBenchmark(Flags):
 
     def problems(self) -> list[str]:
         sizes = "micro_batch_size", "micro_batches", "ranks", "rounds", "steps"
-        return at_least(self, 1, *sizes) + above(self, 0, "timeout", "memory_budget")
+        names = [row.name for row in self._possible_rows()]
+        unknown = [name for name in self.only if name not in names]
+        wrong = [f"--only: {name!r} is no row; there are {', '.join(names)}" for name in unknown]
+        return wrong + at_least(self, 1, *sizes) + above(self, 0, "timeout", "memory_budget")
 
     def dimensions(self) -> Dimensions:
         if self.model == "cifar10_dvs_vgg":
@@ -69,9 +75,13 @@ class MemoryBenchmark(Flags):
         return Spikformer(variant=self.model, num_classes=10, image_size=IMAGE_SIZES[self.model])
 
     def rows(self) -> list[MemoryRow]:
-        """The first one is SpikingJelly's, and the third one ours as it is."""
+        """SpikingJelly's as it is, ours as it is, and others."""
+        wanted = {SPIKINGJELLY, NEVER, *self.only}
+        return [row for row in self._possible_rows() if not self.only or row.name in wanted]
+
+    def _possible_rows(self) -> list[MemoryRow]:
         found = [MemoryRow(SPIKINGJELLY), MemoryRow(f"{SPIKINGJELLY} memopt", optimized=True)]
-        found += [MemoryRow(mode, {"recompute": mode}) for mode in ("never", "except-last", "always")]
+        found += [MemoryRow(mode, {"recompute": mode}) for mode in (NEVER, "except-last", "always")]
         if self.memory_budget is not None:
             found.append(MemoryRow(f"budget {self.memory_budget:g}", {"memory_budget": self.memory_budget}))
         if self.ranks > 1:
@@ -121,7 +131,7 @@ def _started(flags: MemoryBenchmark) -> Iterator[dict[str, RankProcesses]]:
 
 
 def _figures(flags: MemoryBenchmark, measured: dict[str, _Measured]) -> list[Figures]:
-    theirs, never = measured[SPIKINGJELLY], measured["never"]
+    theirs, never = measured[SPIKINGJELLY], measured[NEVER]
     usual = [median(times) for times in never.times]
     lines = []
     for name, row in measured.items():
