@@ -24,7 +24,16 @@ CONTENTS = {
     "Models": ["models", "python", "recipes", "optimizers", "precision"],
     "Data": ["data", "events"],
     "Many ranks": [
-        *("parallelism", "schedules", "memory", "sharded_optimizer", "weight_parallel", "cuda_graphs", "clusters"),
+        *(
+            "parallelism",
+            "schedules",
+            "memory",
+            "sharded_optimizer",
+            "weight_parallel",
+            "cuda_graphs",
+            "clusters",
+            "scale",
+        ),
     ],
     "Runs": ["checkpoints", "restarts", "security"],
 }

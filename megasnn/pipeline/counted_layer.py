@@ -95,7 +95,7 @@ class CountedLayer:
         findings: Findings = deque()
         with AllocationCounter(self._device).counting(), first_forward(findings):
             self._layer.output_of(self._inputs, self._samples)
-        parts = [part for each in findings for part in (each if isinstance(each, list) else [each])]
+        parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
         found = sum(part.nbytes for part in parts)
         with self._layer.only_graph(), second_forward(findings):
             return found, self._forward()[1]

@@ -40,6 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "except-last": (1, {"recompute": "except-last", "pipeline_schedule": "gpipe"}),
     "dp2": (2, {}),
     "cp2": (2, {"context_parallel_size": 2}),
+    "cp2-always": (2, {"context_parallel_size": 2, "recompute": "always"}),
+    "cp2-rows-always": (2, {"context_parallel_size": 2, "context_parallel_cut": "rows", "recompute": "always"}),
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2-always": (2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}),
