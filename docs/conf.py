@@ -33,6 +33,7 @@ CONTENTS = {
             "weight_parallel",
             "cuda_graphs",
             "clusters",
+            "scale",
         ),
     ],
     "Runs": ["checkpoints", "restarts", "security"],

@@ -6,7 +6,6 @@ the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,20 +16,11 @@ from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class SharedStatistics:
-    """The exchange over a group of several ranks; see `megasnn.kernels.norm_neuron.Shared`.
-
-    Attributes:
-        meanwhile: called in backward while sums travel, to compute what can be computed then.
-    """
+    """The exchange over a group of several ranks; see `megasnn.kernels.norm_neuron.Shared`."""
 
     group: Group
-    meanwhile: Callable[[], None] = _nothing
 
     def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Pools mean and biased variance (Chan et al. 1983, equation 2.1, on biased variances). A rank may have no
@@ -42,7 +32,7 @@ class SharedStatistics:
             `[2, C]` over the values of all ranks, and their number, a scalar on the device.
         """
         mine = torch.cat([own.flatten(), own.new_full((1,), count)])
-        parts = self._start(mine, "forward")()
+        parts = self._gathered(mine, "forward")
         counts, (means, variances) = parts[:, -1:], parts[:, :-1].unflatten(1, own.shape).unbind(1)
         total = counts.sum(0)
         shares = counts / total
@@ -52,17 +42,14 @@ class SharedStatistics:
 
     def total(self, sums: Tensor) -> Tensor:
         """The sum over the ranks of a tensor in backward, in rank order."""
-        finish = self._start(sums, "backward")
-        self.meanwhile()
-        return finish().sum(0)
+        return self._gathered(sums, "backward").sum(0)
 
-    def _start(self, mine: Tensor, direction: str) -> Callable[[], Tensor]:
-        """Starts telling the others; the returned function waits for `[ranks, ...]`."""
+    def _gathered(self, mine: Tensor, direction: str) -> Tensor:
+        """`[ranks, ...]`."""
         statistics.record(self.group.name, "all_gather", direction, (self.group.size - 1) * mine.nbytes)
-        finish = start_small_gather(mine.reshape(-1), self.group)
-        return lambda: finish().view(self.group.size, *mine.shape)
+        return start_small_gather(mine.reshape(-1), self.group)().view(self.group.size, *mine.shape)
 
 
-def shared_over(group: Group, meanwhile: Callable[[], None]) -> SharedStatistics | None:
-    """The exchange over a group; None where it has only this rank. Args: meanwhile: as of SharedStatistics."""
-    return SharedStatistics(group, meanwhile) if group.size > 1 else None
+def shared_over(group: Group) -> SharedStatistics | None:
+    """The exchange over a group; None where it has only this rank."""
+    return SharedStatistics(group) if group.size > 1 else None

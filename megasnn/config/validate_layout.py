@@ -12,8 +12,6 @@ from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
 
-FINER: tuple[Axis, ...] = ("weight", "context")
-
 
 def grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """The world size, and whether there is work for every replica."""
@@ -34,9 +32,16 @@ def grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
     return [
         f"--global-batch-size {training.global_batch_size} with "
         f"--micro-batch-size {training.micro_batch_size} is {training.micro_batches} micro-batch(es), but there "
-        f"are {grid.replicas} data parallel replicas (world size {world_size} / tensor {tensor} / pipeline "
-        f"{pipeline}) and each needs at least one"
+        f"are {grid.replicas} data parallel replicas ({_quotient(grid, 'context')}) and each needs at least one"
     ]
+
+
+def _quotient(grid: Grid, finer: Axis) -> str:
+    """What a number of ranks is the quotient of, with a finer axis where it has several ranks."""
+    size = grid.size(finer)
+    return f"world size {grid.world_size} / tensor {grid.tensor} / pipeline {grid.pipeline}" + (
+        f" / {finer} {size}" if size > 1 else ""
+    )
 
 
 def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
@@ -137,12 +142,10 @@ def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size, parallel.context_parallel_size)
-    finer = "".join(f" / {axis} {grid.size(axis)}" for axis in FINER if grid.size(axis) > 1)
-    sizes = f"world size {world_size} / tensor {tensor} / pipeline {pipeline}{finer}"
-    alike = grid.data * grid.context
+    sizes, alike = _quotient(grid, "weight"), grid.data * grid.context
     if parallel.replica_mismatch == "majority" and alike < 3:
         return [
-            f"--replica-mismatch majority needs three data parallel replicas or more, and there are {alike} "
+            f"--replica-mismatch majority needs three ranks or more that hold the same, and there are {alike} "
             f"({sizes}); use stop"
         ]
     if parallel.check_replicas_interval and grid.replicas * grid.context * grid.tensor == 1:

@@ -13,6 +13,7 @@ from megasnn.lazy import lazy_names
 if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
     from megasnn.data.dataset import BrokenSample as BrokenSample
     from megasnn.data.dataset import ShardDataset as ShardDataset
+    from megasnn.data.epochs import check_shares as check_shares
     from megasnn.data.epochs import epoch_samples as epoch_samples
     from megasnn.data.epochs import order_identity as order_identity
     from megasnn.data.loader import BatchLoader as BatchLoader

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
-from megasnn.data.epochs import check_shares, epoch_samples
+from megasnn.data.epochs import epoch_samples
 from megasnn.data.feed import Feed
 from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Stretch
@@ -95,8 +95,7 @@ class BatchLoader:
     pin_for: a GPU, to which images and labels are copied while the rank goes on, as soon as they are loaded.
 
     Raises:
-        ValueError: a data parallel rank would have no micro-batch in training, or a rank no sample of one; an epoch
-            would have no batch.
+        ValueError: an epoch would have no batch.
     """
 
     def __init__(
@@ -122,8 +121,6 @@ class BatchLoader:
         whole: bool = False,
     ) -> None:
         change = dataset.format.augmentation(augment)
-        if training:
-            check_shares(len(dataset), global_batch_size, micro_batch_size, dp_size, cp_size, last_batch)
         self.dataset = dataset
         self.skipped = 0
         epoch = epoch_samples(len(dataset), global_batch_size, last_batch) if training else None

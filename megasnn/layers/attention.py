@@ -78,6 +78,7 @@ class SpikingSelfAttention(nn.Module):
         if x.is_meta:
             self._tokens = x.shape[3:].numel()  # of whole images
             if self._rows is not None:
+                count_type(self._tokens)  # refuses what cannot travel
                 note_exchanges(self, backward=self._rows.exchanges_of_sum)
         shared = None if self._rows is None or x.is_meta else (self._rows.group, self._tokens)
         out = _Attend.apply(to_rows(qkv), bits_of(qkv), qkv.shape[0] * qkv.shape[1], self.local_heads, shared)

@@ -57,8 +57,7 @@ class ParallelBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.time_steps = context.time_steps
-        self.shared = shared_over(context.context, context.weight_gradients.catch_up)
+        self.time_steps, self.shared = context.time_steps, shared_over(context.context)
         self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
         self._local_channels = channels if whole else channels // context.tensor.size

@@ -8,7 +8,6 @@ kernel. Backward, their gradients are computed first, and travel while those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,34 +62,26 @@ class ConvolveRows(torch.autograd.Function):
         weight, payload, *parts = ctx.saved_tensors
         plan, halo, shape = ctx.plan, ctx.halo, ctx.shape
         grad_images = from_rows(to_rows(grad), grad.shape).flatten(0, 1)
-        finish = None
+        total = None
         if ctx.needs_input_grad[0]:
-            finish = _start_input_gradient(grad_images, images_kernel(weight, grad.dtype), plan, halo, shape)
+            total = _input_gradient(grad_images, images_kernel(weight, grad.dtype), plan, halo, shape)
         if ctx.leave is not None:
             ctx.leave(partial(_add_weight_gradient, plan, halo, payload, parts, shape, grad_images))
-        grad_x = None if finish is None else finish()
+        grad_x = None if total is None else unpooled(total.reshape(-1, shape[2]), shape, plan.pool)
         return grad_x, None, None, None, None, None, None
 
 
-def _start_input_gradient(
-    grad: Tensor, kernel: Tensor, plan: ConvPlan, halo: Halo, shape: torch.Size
-) -> Callable[[], Tensor]:
-    """Starts sending the gradients of others' rows, and computes those of this rank's own, `shape`.
-
-    The returned function waits for what others have sent of these, and gives the sum.
-    """
+def _input_gradient(grad: Tensor, kernel: Tensor, plan: ConvPlan, halo: Halo, shape: torch.Size) -> Tensor:
+    """Of the pooled input, `[T, N, rows, W, C]`, with what others add to it: computed while that of others' rows, which
+    comes first, travels. shape: of the input."""
     space = pooled_space(shape[3:], plan.pool)
-    of_others = [_halo_gradient(grad, kernel, plan, side, space[1]) for side in halo.sides]
-    images = torch.cat(of_others, dim=2).unflatten(0, shape[:2]).movedim(2, -1)
-    exchange = start_gradients(images, halo.pooled, halo.group)
+    of_others = torch.cat([_halo_gradient(grad, kernel, plan, side, space[1]) for side in halo.sides], dim=2)
+    exchange = start_gradients(of_others.unflatten(0, shape[:2]).movedim(2, -1), halo.pooled, halo.group)
+    del of_others
     own = plan.products.input_gradient(grad, kernel, space)
-
-    def finish() -> Tensor:
-        total = own.unflatten(0, shape[:2]).movedim(2, -1)
-        add_gradients(total, exchange.wait(), halo.pooled, halo.group)
-        return unpooled(total.reshape(-1, shape[2]), shape, plan.pool)
-
-    return finish
+    total = own.unflatten(0, shape[:2]).movedim(2, -1)
+    add_gradients(total, exchange.wait(), halo.pooled, halo.group)
+    return total
 
 
 def _add_weight_gradient(

@@ -8,6 +8,9 @@ exchange what they need.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +43,29 @@ def refuse_unshareable(module: nn.Module, context: BuildContext) -> None:
                 f"{what} mixes rows of images, or does not say that it computes each by itself (mixes_rows = False in "
                 f"its class): it cannot be computed with {asked} by rows; use --context-parallel-cut samples"
             )
+
+
+@contextmanager
+def one_height(layer: nn.Module) -> Iterator[None]:
+    """Inside, a layer is run on whole images. Raises ValueError where it calls a module that moves rows with images of
+    two heights, since the module knows for one of them which rows move."""
+    heights: dict[nn.Module, tuple[int, ...]] = {}
+
+    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        height = inputs[0].shape[3:4]
+        if (first := heights.setdefault(module, height)) != height:
+            raise ValueError(
+                f"this {type(module).__name__} is called with images of {first[0]} rows and of {height[0]}, which with "
+                "--context-parallel-cut rows needs a module for each"
+            )
+
+    moving = [each for each in layer.modules() if vars(each).get("_rows") is not None]
+    noted = [each.register_forward_pre_hook(note) for each in moving]
+    try:
+        yield
+    finally:
+        for each in noted:
+            each.remove()
 
 
 def mixes_rows(module: nn.Module) -> bool:

@@ -35,7 +35,6 @@ class WeightGradients:
         self.observer: Callable[[Tensor], None] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
         self._deferred: list[Task] | None = None
-        self._one_behind, self._last = False, list[Task]()
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
@@ -57,18 +56,10 @@ class WeightGradients:
 
     def leave(self, task: Task) -> None:
         """Runs a task now, or when deferred tasks are run."""
-        if self._deferred is not None:
-            self._deferred.append(task)
-        elif self._one_behind:
-            self.catch_up()
-            self._last.append(task)
-        else:
+        if self._deferred is None:
             task()
-
-    def catch_up(self) -> None:
-        """Runs the task that waits, if one does: to be called where there is nothing else to do."""
-        while self._last:
-            self._last.pop()()
+        else:
+            self._deferred.append(task)
 
     def added(self, parameter: Tensor) -> None:
         """To be called when a task has added a gradient."""
@@ -94,18 +85,6 @@ class WeightGradients:
             yield tasks
         finally:
             self._deferred = None
-
-    @contextmanager
-    def one_behind(self) -> Iterator[None]:
-        """Inside, each task waits until `catch_up` is called or another one is left, and the last one until the end: so
-        that there is something to compute while ranks tell each other something."""
-        self._one_behind = True
-        try:
-            yield
-            self.catch_up()
-        finally:
-            self._one_behind = False
-            self._last.clear()
 
     def _add(self, parameter: Tensor, add: AddGradient) -> None:
         with torch.no_grad():

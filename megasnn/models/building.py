@@ -22,7 +22,7 @@ from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
 from megasnn.layers.own_values import tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
-from megasnn.layers.shareable import refuse_unshareable
+from megasnn.layers.shareable import one_height, refuse_unshareable
 from megasnn.layers.whole import apply_layer, is_called_as_sharded, make_whole, placed
 from megasnn.models.description import (
     DRY_SAMPLES,
@@ -250,7 +250,8 @@ def dry_run(
             shared = [x for number, x in zip(numbers, inputs, strict=True) if uses[number] > 1]
             before = _versions(shared)
             try:
-                output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
+                with one_height(layer):
+                    output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
                 entries_of(output)
                 if _versions(shared) != before:
                     raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")

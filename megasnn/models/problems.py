@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -52,10 +53,20 @@ def _problem_of_cut(described: ModelDescription, tensor_parallel: int) -> str | 
 
 
 def _problem_of_sharing(described: ModelDescription, context_parallel: int, cut: ContextCut) -> str | None:
-    """Why ranks cannot share what these layers take: a layer mixes it, or there is too little."""
+    """Why ranks cannot share what these layers take, and how many could: a layer mixes it, or there is too little."""
     if context_parallel == 1:
         return None
-    return _problem_of(described, BuildContext(context=Group("context", tuple(range(context_parallel))), cut=cut))
+
+    def problem_of(ranks: int) -> str | None:
+        return _problem_of(described, BuildContext(context=Group("context", tuple(range(ranks))), cut=cut))
+
+    problem = problem_of(context_parallel)
+    if problem is None or cut == "samples":
+        return problem
+    fewer = range(2, context_parallel)
+    most = 1 + bisect_left(fewer, True, key=lambda ranks: problem_of(ranks) is not None)
+    by_rows = f"by rows {most} ranks can share this model" if most > 1 else "fewer ranks cannot share it by rows either"
+    return f"{problem}; {by_rows}, by samples as many as --micro-batch-size has"
 
 
 def _problem_of(described: ModelDescription, context: BuildContext) -> str | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +102,8 @@ class CountedLayer:
         findings: Findings = deque()
         with AllocationCounter(self._device).counting(), first_forward(findings):
             self._layer.output_of(self._inputs, self._samples)
-        found = sum(part.nbytes for part in _tensors_in(list(findings)))
+        parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
+        found = sum(part.nbytes for part in parts)
         with self._layer.only_graph(), second_forward(findings):
             return found, self._forward()[1]
 
@@ -136,15 +136,6 @@ class CountedLayer:
 
     def _ones(self) -> list[Tensor]:
         return [torch.ones_like(each, device=self._device) for each in self._learning]
-
-
-def _tensors_in(found: Any) -> Iterator[Tensor]:
-    """Those in what a forward has found: in lists and tuples, beside numbers."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, (list, tuple)):
-        for each in found:
-            yield from _tensors_in(each)
 
 
 def _nothing() -> None:

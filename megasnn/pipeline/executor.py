@@ -259,9 +259,7 @@ class PipelineExecutor:
 
     def _whole_backward(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action)
-        weight_gradients = self._chunks[action.chunk].weight_gradients
-        with weight_gradients.one_behind() if self._state.context.size > 1 else nullcontext():
-            run.backward(_key(action))
+        run.backward(_key(action))
         self._done(action)
 
     def _input_gradient(self, run: StepState, action: Action) -> None:

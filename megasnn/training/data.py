@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megasnn.config import PretrainConfig
-from megasnn.data import BatchLoader, Datasets, epoch_samples, open_datasets, order_identity
+from megasnn.data import BatchLoader, Datasets, check_shares, epoch_samples, open_datasets, order_identity
 from megasnn.engine import Engine
 from megasnn.preprocess.sample import shards_of_sample
 from megasnn.process.fault import placed
@@ -12,6 +12,10 @@ from megasnn.process.fault import placed
 class RunData:
     """The data of a run, and how long the run is by it.
 
+    Args:
+        replicas: that have other micro-batches.
+    Raises:
+        ValueError: one of these would have no micro-batch of some batch, or a rank no sample of one that it shares.
     Attributes:
         datasets: for training and for evaluation.
         length: of the whole training.
@@ -20,11 +24,15 @@ class RunData:
     """
 
     @placed("while opening the data")
-    def __init__(self, config: PretrainConfig) -> None:
+    def __init__(self, config: PretrainConfig, replicas: int) -> None:
         self._config = config
         data, training, model = config.data, config.training, config.model
         self.datasets: Datasets = open_datasets(data, model.input_shape, model.num_classes, shards_of_sample)
         batch, last_batch = training.global_batch_size, data.last_batch
+        if not training.evaluate_only:
+            micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
+            sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
+            check_shares(len(self.datasets.train), batch, micro_batch, replicas, sharing, last_batch)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
         self.place: dict[str, object] = {

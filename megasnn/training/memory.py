@@ -68,7 +68,7 @@ def forecast_memory(
         kept=1e-6 * peak.kept,
         working=1e-6 * peak.working,
         messages=1e-6 * peak.messages,
-        samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config)),
+        samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
         offloaded=1e-6 * peak.on_host * on_host,
         graphs=1e-6 * _graphs(costs, distributed, plan, peak),
@@ -125,13 +125,12 @@ def _moments(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:
     return state_bytes(trained, config.optimizer)
 
 
-def _sample_bytes(config: PretrainConfig, distributed: DistributedModel, micro_batches: int) -> int:
+def _sample_bytes(config: PretrainConfig, distributed: DistributedModel, micro_batches: int, on_host: bool) -> int:
     """Stages behind the first see no samples."""
     if not distributed.takes_images:
         return 0
     context = distributed.context
     share = context.largest_share(config.training.micro_batch_size)
-    on_host = distributed.state.device.type == "cpu"
     return sample_bytes(config, context.dtype.itemsize, micro_batches, share, on_host)
 
 

@@ -23,7 +23,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
         ),
         ("--precision tf32 --device cpu", "--precision tf32 is for GPUs, not --device cpu; use --precision fp32"),
         ("--check-replicas-interval 100", "--check-replicas-interval 100 compares ranks that hold the same"),
-        ("--replica-mismatch majority", "three data parallel replicas or more, and there are 1 (world size 1 /"),
+        ("--replica-mismatch majority", "three ranks or more that hold the same, and there are 1 (world size 1 /"),
         (
             "--replica-mismatch majority --check-replicas-interval 0",
             "--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more",

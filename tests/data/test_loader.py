@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megasnn.data import check_shares
 from megasnn.data.order import SampleOrder
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard, write_shards
 
@@ -60,9 +61,9 @@ def test_ranks_share_a_micro_batch_by_samples(dataset):
             assert numbers(one) == numbers(a) + numbers(b) and one.first == a.first == b.first
             assert (a.start, b.start) == (one.start, one.start + a.size)
     with pytest.raises(ValueError, match="a batch of 10 samples .* has a micro-batch of 1: too few for --context-par"):
-        loader(dataset, cp_size=2)
+        check_shares(30, 10, 3, 1, 2, "continue")
     with pytest.raises(ValueError, match="a batch of 3 samples .*--last-batch keep.* has a micro-batch of 1: too few"):
-        loader(dataset, cp_size=2, micro_batch_size=2, last_batch="keep")
+        check_shares(3, 10, 2, 1, 2, "keep")
 
 
 def test_a_run_continues_where_it_was_on_any_layout(dataset):
@@ -133,7 +134,7 @@ def test_a_rank_without_a_share_of_the_last_validation_batch(dataset):
 
 def test_training_without_a_micro_batch_for_a_rank_is_refused(dataset):
     with pytest.raises(ValueError, match="4 micro-batch"):
-        loader(dataset, dp_size=5)
+        check_shares(23, 10, 3, 5, 1, "continue")
 
 
 def test_augmentation_does_not_depend_on_ranks_workers_or_resuming(tmp_path):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megasnn.config import ConfigError, parse, validate
-from megasnn.data import order_identity
+from megasnn.data import check_shares, order_identity
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FrameSettings
 from megasnn.data.event_frames import EventFormat
@@ -115,7 +115,7 @@ def test_ends_of_epochs_that_cannot_be(dataset) -> None:
     with pytest.raises(ValueError, match="--last-batch drop leaves nothing of 30 .*--global-batch-size is 31"):
         loader(dataset, global_batch_size=31, last_batch="drop")
     with pytest.raises(ValueError, match="--last-batch keep makes a batch of 6 samples, 3 micro-batch.*4 data"):
-        loader(dataset, global_batch_size=8, micro_batch_size=2, dp_size=4, last_batch="keep")
+        check_shares(30, 8, 2, 4, 1, "keep")
     flags = "--train-iters none --train-samples 100 --global-batch-size 8 --last-batch keep".split()
     with pytest.raises(ConfigError, match="--train-iters or --train-epochs rather than --train-samples"):
         validate(parse(run_config(Spikformer), flags), 1)

@@ -200,3 +200,11 @@ def test_fewer_rows_than_ranks_are_refused(make: Callable[[], nn.Module], height
         ValueError, match=rf"{most} row\(s\) for 3 ranks: .*--context-parallel-size may be {most} at most"
     ):
         layer(torch.empty(T, N, C, height, 5, device="meta"))
+
+
+def test_more_tokens_than_sums_of_two_bytes_count_are_refused() -> None:
+    """In the dry run."""
+    with building(BuildContext(context=Group("context", (0, 1), 0), cut="rows")):
+        layer = SpikingSelfAttention(C, 2)
+    with torch.no_grad(), pytest.raises(ValueError, match="sums of up to 40000 do not fit into the two bytes"):
+        layer(torch.empty(T, N, C, 200, 200, device="meta"))

@@ -93,6 +93,25 @@ def test_under_tensor_parallelism_a_layer_costs_its_rank_what_its_own_part_costs
         assert all(cost.held < 0.8 * of_all.held for cost, of_all in zip(mine, whole, strict=True))
 
 
+def _measured_by_rows() -> list[LayerCost]:
+    state = initialize_model_parallel(1, 1, context_parallel_size=2)
+    try:
+        return measure_layers(MODEL, 4, BuildContext(context=state.context, cut="rows"), CPU, WireOptions())
+    finally:
+        destroy_model_parallel()
+
+
+def test_by_rows_a_layer_costs_a_rank_what_its_rows_cost(ranks) -> None:
+    whole = measured(4)
+    for mine in ranks(2, _measured_by_rows):
+        assert [cost.parameters for cost in mine] == [cost.parameters for cost in whole]
+        # All but the head give half of their rows to the next stage; what is kept has rows of others, too.
+        assert [2 * cost.gradient for cost in mine[:-1]] == [cost.gradient for cost in whole[:-1]]
+        assert [2 * cost.message for cost in mine[:-1]] == [cost.message for cost in whole[:-1]]
+        assert all(cost.held < 0.8 * of_all.held for cost, of_all in zip(mine[:-1], whole[:-1], strict=True))
+        assert all(min(cost.collectives, cost.exchanged) > 0 for cost in mine), "what is exchanged is in the seconds"
+
+
 def test_costs_of_chunks_are_sums() -> None:
     layers = tuple(LayerCost(1.0, 2.0, 3.0, 10, (50, 60, 70), 100, 400, 0.25, 0.5) for _ in range(3))
     costs = PipelineCosts(layers, LinkCost(0.125, 0.01, 0.002, 0.003))
@@ -144,6 +163,28 @@ def test_ranks_get_the_plan_of_the_first_and_it_is_the_best(ranks) -> None:
         assert schedule.placement == first.schedules.placement
     said = "\n".join(first.describe("auto"))
     assert "named ones: " in said and "micro-batches' activations" in said
+
+
+def _plan_by_rows() -> PipelinePlan:
+    """On two stages of two ranks each, of which all measure differently."""
+    state = initialize_model_parallel(1, 2, context_parallel_size=2)
+
+    def measure(*given: object) -> list[LayerCost]:
+        found = enumerate(measure_layers(*given))  # type: ignore[arg-type]
+        return [replace(cost, forward=cost.forward * (1 + state.rank * index)) for index, cost in found]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_module, "measure_layers", measure)
+        context = BuildContext(context=state.context, cut="rows")
+        try:
+            return plan_pipeline(MODEL, REQUEST, context, state, WireOptions())
+        finally:
+            destroy_model_parallel()
+
+
+def test_ranks_that_share_rows_get_the_plan_of_the_first(ranks) -> None:
+    first, *others = ranks(4, _plan_by_rows)
+    assert others == [first] * 3 and first.costs.layers[1].exchanged > 0
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,16 +11,12 @@ from megasnn.comm.group import Group, alone
 from megasnn.comm.statistics import statistics
 from megasnn.layers import (
     BuildContext,
-    ConvNormNeuron,
     ParallelConv,
     ParallelLinear,
     SpikingSelfAttention,
 )
-from megasnn.layers.context import building
-from megasnn.layers.holding import Holding
 from megasnn.layers.initialisers import trunc_normal
-from megasnn.layers.weight_gradients import Task, WeightGradients
-from megasnn.sharded_tensors import materialise
+from megasnn.layers.weight_gradients import Task
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6
@@ -128,53 +121,3 @@ def test_what_is_kept_is_packed() -> None:
     add = task.args[1]
     payloads = add.args[1]
     assert [(p.dtype, p.numel()) for p in payloads] == [(torch.uint8, T * N * CHANNELS * SIDE * SIDE // 8)]
-
-
-def test_one_task_waits_for_something_to_wait_for() -> None:
-    found, gradients = list[str](), WeightGradients()
-    with gradients.one_behind():
-        for name in "abc":
-            gradients.leave(partial(found.append, name))
-        assert found == ["a", "b"]
-        gradients.catch_up()
-        assert found == ["a", "b", "c"]
-        gradients.leave(partial(found.append, "d"))
-    assert found == ["a", "b", "c", "d"]
-    with pytest.raises(ValueError, match="in between"), gradients.one_behind():
-        gradients.leave(partial(found.append, "e"))
-        raise ValueError("in between")
-    gradients.leave(partial(found.append, "f"))
-    assert found == ["a", "b", "c", "d", "f"]
-
-
-def _behind(size: int) -> list[str]:
-    """The order in which two units, whose norms ranks share, exchange sums and add weights' gradients in backward."""
-    found = list[str]()
-    context = BuildContext(context=everybody("context"), neuron_backend="torch")
-    with building(context):
-        model = nn.Sequential(ConvNormNeuron(size, size, 3), ConvNormNeuron(size, size, 3))
-    x = torch.empty(T, N, size, SIDE, SIDE, device="meta")
-    with torch.no_grad(), Holding():
-        model(x)
-    materialise([("layer", model)], torch.device("cpu"), seed=1)
-    weights = {unit.conv.weight: f"weight {number}" for number, unit in enumerate(model)}
-    context.weight_gradients.observer = lambda weight: found.append(weights[weight])
-    y = model(channels_last(random(*x.shape, dtype=torch.float32)))
-
-    def told(number: int, total: Callable[[Tensor], Tensor], sums: Tensor) -> Tensor:
-        found.append(f"sums {number}")
-        result = total(sums)
-        found.append(f"known {number}")
-        return result
-
-    for number, unit in enumerate(model):
-        shared = unit.norm.shared
-        vars(shared)["total"] = partial(told, number, shared.total)
-    with context.weight_gradients.one_behind():
-        y.sum().backward()
-    return found
-
-
-def test_a_weight_gradient_is_added_while_the_sums_of_the_layer_before_travel(ranks) -> None:
-    for found in ranks(2, _behind, CHANNELS):
-        assert found == ["sums 1", "known 1", "sums 0", "weight 1", "known 0", "weight 0"]

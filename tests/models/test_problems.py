@@ -109,10 +109,26 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_built() -> None:
     (problem,) = building_problems(model, NeuronSpec(), 1, context_parallel=4, cut="rows")
     assert problem == (
         "sew_resnet: layer4.0, given [4, 2, 256, 4, 4]: in first.conv: there are 2 row(s) for 4 ranks: with "
-        "--context-parallel-cut rows, --context-parallel-size may be 2 at most here"
+        "--context-parallel-cut rows, --context-parallel-size may be 2 at most here; by rows 2 ranks can share this "
+        "model, by samples as many as --micro-batch-size has"
     )
     assert building_problems(model, NeuronSpec(), 1, context_parallel=2, cut="rows") == []
     assert building_problems(model, NeuronSpec(), 1, context_parallel=4) == []
+
+
+MOST = {"qkformer": 2, "sew_resnet": 1, "spike_driven": 2, "spikformer": 8, "vgg_dvs": 4}
+"""How many ranks can share images of 32 rows."""
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_the_number_of_ranks_that_is_named_would_do(name: str) -> None:
+    """In every layer: the first one that has too few rows may have more than a later one."""
+    model, most = replace(MODELS[name](), image_size=32), MOST[name]
+    (problem,) = building_problems(model, NeuronSpec(), 1, context_parallel=16, cut="rows")
+    said = f"by rows {most} ranks can" if most > 1 else "fewer ranks cannot share it by rows either"
+    assert said in problem
+    assert building_problems(model, NeuronSpec(), 1, context_parallel=most, cut="rows") == []
+    assert building_problems(model, NeuronSpec(), 1, context_parallel=most + 1, cut="rows") != []
 
 
 @dataclass(frozen=True, kw_only=True)

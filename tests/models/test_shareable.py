@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.comm.group import Group
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelGroupNorm, ParallelLayerNorm, SpikingNeuron
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    MaxPool,
+    MeanOverSpace,
+    ParallelConv,
+    ParallelGroupNorm,
+    ParallelLayerNorm,
+    SpikingNeuron,
+    WholeImages,
+)
 from megasnn.layers.own_neuron import State
 from megasnn.models.building import describe
 from megasnn.models.layer import layer
@@ -63,6 +73,21 @@ class Mixing(nn.Module):
         return x - x.mean(1, keepdim=True)
 
 
+class TwoHeights(nn.Module):
+    """Calls a layer with images of two heights."""
+
+    mixes_rows = False
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.unit, self.pool, self.twice = ConvNormNeuron(4, 4), MaxPool(), make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.unit(x)
+        self.twice(y), self.twice(self.pool(y))
+        return y
+
+
 class Own(SpikingNeuron):
     """Neurons of one's own."""
 
@@ -99,6 +124,15 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
     "around ours": ("rows", WithUnit, rf"WithUnit mixes .*{SAYS_ROWS}"),
     "group norm": ("rows", lambda: ParallelGroupNorm(2, 4), rf"ParallelGroupNorm mixes .*{SAYS_ROWS}"),
     "layer norm": ("rows", lambda: ParallelLayerNorm((4, 6, 6)), rf"ParallelLayerNorm mixes .*{SAYS_ROWS}"),
+    **{
+        f"twice, {name}": ("rows", partial(TwoHeights, make), rf"this {name} is called with images of 6 rows and of 3")
+        for name, make in {
+            "MaxPool": MaxPool,
+            "MeanOverSpace": MeanOverSpace,
+            "ParallelConv": lambda: ParallelConv(4, 4, 3, padding=1),
+            "WholeImages": WholeImages,
+        }.items()
+    },
     "samples": ("samples", Mixing, r"Mixing mixes samples .*cannot be computed with --context-parallel-size 2 by samp"),
     "rows that are too few": (
         "rows",

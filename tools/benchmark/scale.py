@@ -13,7 +13,7 @@ from tools.benchmark.scale_parts import Checkpointed, make_groups, measure_execu
 from tools.benchmark.table import change, table
 
 MOST_TENSOR = 8
-LEAST_DEPTH = 8
+LEAST_DEPTH = 4
 
 
 @dataclass(frozen=True)
