@@ -26,6 +26,7 @@ CONTENTS = {
     "Many ranks": [
         *(
             "parallelism",
+            "planner",
             "schedules",
             "memory",
             "sharded_optimizer",

@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megasnn.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Place
 
-Initialiser = Callable[[Tensor, torch.Generator], object]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Initialiser = Callable[["Tensor", "torch.Generator"], object]
 
 
 @dataclass(frozen=True)

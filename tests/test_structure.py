@@ -29,6 +29,7 @@ LAYERS = [
     ["models"],
     ["optim", "data_parallel"],
     ["pipeline"],
+    ["planner"],
     ["engine"],
     ["training"],
     ["convert", "pretraining"],

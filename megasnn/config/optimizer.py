@@ -66,6 +66,11 @@ class OptimizerConfig:
     sgd_nesterov: bool = False
     """Of sgd: look ahead by the momentum, as torch's SGD does."""
 
+    def state_kinds(self) -> tuple[str, ...]:
+        """The kinds of state that the optimizer keeps of each parameter."""
+        recipe = OPTIMIZERS[self.optimizer]
+        return recipe.state(**{name: getattr(self, name) for name in recipe.flags})
+
     def warmup_iterations(self, iterations: int, epoch: Fraction = Fraction(1)) -> int | Fraction:
         """Iterations of warm-up in a training of so many, with `epoch` of them in an epoch."""
         if self.lr_warmup_fraction is not None:

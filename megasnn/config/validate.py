@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.names import unknown_names
 from megasnn.config.pretrain import PretrainConfig
@@ -36,22 +38,32 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     if unknown:
         raise ConfigError(unknown)
     of_model = config.model.problems(parallel.tensor_model_parallel_size)
-    of_parallel = parallel.problems()
-    problems = [*of_model, *of_parallel, *(problem for part in others for problem in part.problems())]
-    problems += grid_problems(config, world_size)
-    if not of_model and not of_parallel:
-        problems += partition_problems(config)
-    if len(problems) == 0:
-        problems += memory_problems(config, world_size) + replica_problems(config, world_size)
-    problems += _length_problems(config) + _evaluation_problems(config) + _optimizer_problems(config, world_size)
-    problems += _mixing_problems(config) + _window_problems(config) + recompute_problems(config)
-    problems += _kernel_problems(config) + _wire_problems(config) + _profile_problems(config)
-    problems += _arithmetic_problems(config) + _waiting_problems(config)
-    problems += _graph_problems(config)
+    problems = [*of_model, *(problem for part in others for problem in part.problems())]
+    problems += layout_problems(config, world_size, config.model.units if not problems else None)
+    problems += _length_problems(config) + _evaluation_problems(config)
+    problems += _mixing_problems(config) + _window_problems(config)
+    problems += _kernel_problems(config) + _profile_problems(config) + _waiting_problems(config)
     if not config.logging.problems():
         problems += _trace_problems(config, world_size)
     if problems:
         raise ConfigError(problems)
+
+
+def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[], Sequence[str]] | None) -> list[str]:
+    """What cannot be on so many ranks, of a configuration that one rank can have.
+
+    Args:
+        units: gives the unit of each layer; None where the model's dimensions are wrong.
+    """
+    problems = config.parallel.problems()
+    sound = not problems
+    problems += grid_problems(config, world_size)
+    if sound and units is not None:
+        problems += partition_problems(config, units)
+    if not problems and units is not None:
+        problems += memory_problems(config, world_size) + replica_problems(config, world_size)
+    problems += _optimizer_problems(config, world_size) + recompute_problems(config)
+    return problems + _wire_problems(config) + _arithmetic_problems(config) + _graph_problems(config)
 
 
 def _length_problems(config: PretrainConfig) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.checks import refusal
 from megasnn.config.pretrain import PretrainConfig
@@ -79,12 +81,16 @@ def _context_problems(config: PretrainConfig) -> list[str]:
     return []
 
 
-def partition_problems(config: PretrainConfig) -> list[str]:
-    """Whether the model's layers can be laid out on the pipeline's chunks."""
+def partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[str]]) -> list[str]:
+    """Whether the model's layers can be laid out on the pipeline's chunks.
+
+    Args:
+        units_of: gives the unit of each layer.
+    """
     parallel = config.parallel
     if parallel.layout is None and parallel.chunks == 1:
         return []
-    units = config.model.units()
+    units = units_of()
     if parallel.layout is not None:
         return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
     if parallel.chunks > len(units):

@@ -18,7 +18,6 @@ from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.steps import Steps
 from megasnn.files.problems import CheckpointError
-from megasnn.optim import state_kinds
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.random import GENERATOR
@@ -81,7 +80,7 @@ class Checkpoints:
             if weights_only
             else {
                 "optimizer": self._steps.optimizer,
-                "optimizer_state": state_kinds(self._config.optimizer),
+                "optimizer_state": self._config.optimizer.state_kinds(),
                 "owned": self._distributed.owned,
                 "config": identity(self._config),
                 "averages": None if average is None else average.tensors,

@@ -41,14 +41,9 @@ def build_optimizer(
     return recipe.build(parts, lr=config.lr, **_flags(config), **norms)
 
 
-def state_kinds(config: OptimizerConfig) -> tuple[str, ...]:
-    """The kinds of state that the optimizer of this configuration keeps of each parameter."""
-    return OPTIMIZERS[config.optimizer].state(**_flags(config))
-
-
 def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig = OptimizerConfig()) -> int:  # noqa: B008  (frozen)
     """What the state of that optimizer takes after a step."""
-    kinds = state_kinds(config)
+    kinds = config.state_kinds()
     return sum(4 if kind == "step" else parameter.nbytes for parameter in trained for kind in kinds)
 
 

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from megasnn.models.description import ModelDescription
-from megasnn.pipeline.link import LinkCost
 from megasnn.schedule import ChunkCost, Kind, Transfer
 from megasnn.schedule.memory import UnitMemory, stage_shares
 
+if TYPE_CHECKING:
+    from megasnn.models.description import ModelDescription
+
 HOST_BYTES_PER_SECOND = 10e9  # between a GPU and its host, as PCI Express 3 gives them
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A message of b bytes takes `latency + b * per_byte` seconds with both ends idle.
+
+    Where every core of a host computes, the transport takes its time from the computing: `sender_per_byte` and
+    `receiver_per_byte` seconds, parts of `per_byte`. Both are 0 where there are cores to spare, and on GPUs.
+    """
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+    sender_per_byte: float = 0.0
+    receiver_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -199,6 +215,21 @@ def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerC
         times = {name: sum(getattr(each, name) for each in carried) for name in ("pack", "unpack")}
         found.append(replace(cost, **sizes, **times))
     return found
+
+
+def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
+    """The bytes of a layer for so many samples, from those counted for the first: each more needs as much more."""
+    first, second = counted[0], counted[-1]
+
+    def grown(few: int, more: int) -> int:
+        return max(0, few + (samples - sizes[0]) * (more - few))
+
+    values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
+    forward, inputs, weights = map(grown, first.working, second.working)
+    return replace(first, working=(forward, inputs, weights), **values)
+
+
+_IN_BYTES = "held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output", "exchanged"
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:

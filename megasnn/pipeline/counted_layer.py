@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megasnn.again import Findings, first_forward, second_forward
 from megasnn.bundle import Bundle, entries_of, map_entries
+from megasnn.comm.statistics import statistics
 from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.models.description import INPUT
 from megasnn.pipeline.edges import backward_of
@@ -20,7 +21,8 @@ from megasnn.telemetry.allocations import AllocationCounter
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What a layer keeps and needs for a micro-batch, in bytes; the fields are those of LayerCost."""
+    """What a layer keeps and needs for a micro-batch, in bytes, and what ranks that share it exchange; the fields are
+    those of LayerCost."""
 
     held: int
     working: tuple[int, int, int]
@@ -29,6 +31,8 @@ class LayerMemory:
     output: int
     found: int
     working_again: int
+    collectives: int
+    exchanged: int
 
 
 class CountedLayer:
@@ -45,12 +49,15 @@ class CountedLayer:
         self._layer, self._inputs, self._samples, self._device = layer, inputs, samples, device
         layer.forget()
         # What is left of this goes while something else is counted: torch warns of memory that it did not see taken.
-        with AllocationCounter(device).counting():
+        before = statistics.total()
+        with AllocationCounter(device).counting(), statistics.counting():
             y = layer.output_of(inputs, samples)
             self._learning = [_without_values(each) for each in entries_of(y).values() if each.requires_grad]
             self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
             self._layer.taken_gradients()
             self.output = map_entries(_copied, y)
+        after = statistics.total()
+        self._traffic = after.calls - before.calls, after.bytes - before.bytes
 
     def memory(self, repeats: bool) -> LayerMemory:
         """What forward and backward take.
@@ -63,7 +70,7 @@ class CountedLayer:
         inputs, deferred, weights = self._parts_of_backward()
         found, again = self._again() if repeats else (0, 0)
         output = sum(each.nbytes for each in entries_of(self.output).values())
-        return LayerMemory(held, (forward, inputs, weights), whole, deferred, output, found, again)
+        return LayerMemory(held, (forward, inputs, weights), whole, deferred, output, found, again, *self._traffic)
 
     def _whole_backward(self) -> tuple[int, int, int]:
         """What forward keeps and needs, and what the whole backward needs."""

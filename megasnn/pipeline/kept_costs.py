@@ -13,9 +13,8 @@ from megasnn.cache import CacheError, cache_folder, name_in_cache
 from megasnn.comm.agreement import decided_by_first
 from megasnn.comm.group import Group
 from megasnn.files.durable import write_whole
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.graphs import KNOWN
-from megasnn.pipeline.link import LinkCost
 
 
 def kept_costs(key: tuple[str, ...], world: Group, measure: Callable[[], PipelineCosts]) -> PipelineCosts:

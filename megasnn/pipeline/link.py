@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megasnn.comm.group import Group
+from megasnn.pipeline.costs import LinkCost
 
 MESSAGES = 8
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes
-
-
-@dataclass(frozen=True)
-class LinkCost:
-    """A message of b bytes takes `latency + b * per_byte` seconds with both ends idle.
-
-    Where every core of a host computes, the transport takes its time from the computing: `sender_per_byte` and
-    `receiver_per_byte` seconds, parts of `per_byte`. Both are 0 where there are cores to spare, and on GPUs.
-    """
-
-    latency: float = 0.0
-    per_byte: float = 0.0
-    sender_per_byte: float = 0.0
-    receiver_per_byte: float = 0.0
 
 
 def measure_link(group: Group, device: torch.device) -> LinkCost:

@@ -19,8 +19,8 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, ModelDescription, frames_of
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
-from megasnn.pipeline.link import LinkCost, measure_link
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts, crossing
+from megasnn.pipeline.link import measure_link
 from megasnn.pipeline.measured_layer import ROUNDS, MeasuredLayer, MeasuredLayers
 from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.p2p import WireOptions

@@ -1,11 +1,11 @@
-"""What a step needs in memory on each pipeline rank, known before the first one."""
+"""The bytes that each layer needs for a micro-batch, counted before the first step."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 
@@ -16,74 +16,12 @@ from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.context import BuildContext
 from megasnn.layers.rows import own_rows_of
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
-from megasnn.pipeline.costs import LayerCost, PipelineCosts, crossing
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts, crossing, for_samples
 from megasnn.pipeline.counted_layer import CountedLayer, LayerMemory
-from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
-from megasnn.schedule import Schedule
-from megasnn.schedule.memory import UnitMemory, micro_batches_under_way, moments
-from megasnn.schedule.offload import most_on_host
 
 TRIAL_SAMPLES = 1, 2
-
-
-@dataclass(frozen=True)
-class StepPeak:
-    """Bytes at the moment of a step when a pipeline rank needs most, above weights, gradients and optimizer state.
-
-    Attributes:
-        kept: what forwards have left for their backwards.
-        working: what the computation under way needs beside that.
-        messages: tensors that wait, or are on their way from and to other stages, or to replicas that own them.
-        on_host: of all moments the most that is in the host's memory, which is no part of the total.
-    """
-
-    kept: int
-    working: int
-    messages: int
-    on_host: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.kept + self.working + self.messages
-
-
-def step_peaks(
-    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
-) -> list[StepPeak]:
-    """Of each pipeline rank.
-
-    Args:
-        bounds: the layers of each chunk.
-        exchanged: of each, the bytes that travel to and from those who own rows, when all backwards are done.
-    """
-    units = costs.unit_memory(bounds, schedule.placement)
-    return [
-        replace(_peak(schedule, rank, units, each), on_host=round(most_on_host(schedule, rank, units)))
-        for rank, each in enumerate(exchanged or [0] * schedule.ranks)
-    ]
-
-
-def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> StepPeak:
-    found = moments(schedule, rank, units, exchanged=exchanged)
-    needed = [(each.kept, each.working, each.messages) for each in found]
-    return StepPeak(*map(round, max(needed, key=sum)))
-
-
-def graphs_bytes(schedule: Schedule, rank: int, bounds: Sequence[range], costs: PipelineCosts) -> int:
-    """What the graphs of layers keep on a rank from their first replays on, see graphs.py: for as many micro-batches as
-    are under way at once, what forwards and first parts of backwards leave, outputs, and gradients of inputs.
-
-    Args: as of `step_peaks`.
-    """
-    total = 0
-    for chunk, slots in micro_batches_under_way(schedule, rank).items():
-        span = bounds[chunk]
-        layers, before = costs.layers[span.start : span.stop], costs.layers[max(0, span.start - 1) : span.stop]
-        total += slots * sum(each.held + each.deferred_bytes + each.waiting for each in layers)
-        total += slots * sum(each.waiting for each in before if each.gradient)
-    return total
 
 
 class NotMeasuredError(Exception):
@@ -135,7 +73,7 @@ def measure_memory(
                     counted = [_with_messages(each.memory(repeats), each.output, description, wires) for each in tried]
                     computed += time.thread_time() - begun
                     cast = casts.held_bytes if context.weight.size == 1 else 0  # weights are gathered as such
-                cost = replace(_for_samples(counted, samples, sizes), cast=cast)
+                cost = replace(for_samples(counted, samples, sizes), cast=cast)
                 known[kind] = cost, [each.output for each in tried]
             except Exception as caught:
                 if context.tensor.size > 1 or context.context.size > 1:
@@ -175,18 +113,3 @@ def _with_messages(memory: LayerMemory, y: Bundle, description: LayerDescription
         width = (wires.gradient_dtype or entry.dtype).itemsize if entry.requires_grad else 0
         gradient += entry.numel() * width
     return LayerCost(0, 0, 0, message=message, gradient=gradient, **vars(memory))
-
-
-def _for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
-    """The cost for so many samples, from those for the first sizes."""
-    first, second = counted[0], counted[-1]
-
-    def grown(few: int, more: int) -> int:
-        return max(0, few + (samples - sizes[0]) * (more - few))
-
-    values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
-    forward, inputs, weights = map(grown, first.working, second.working)
-    return replace(first, working=(forward, inputs, weights), **values)
-
-
-_IN_BYTES = ("held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output")

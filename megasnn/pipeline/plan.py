@@ -13,10 +13,10 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.measured import agreed_costs
-from megasnn.pipeline.memory import step_peaks
 from megasnn.pipeline.order import Compared, ExchangedOf, PipelineRequest, chunk_costs, decide_order
 from megasnn.pipeline.owned_rows_memory import exchanged_with_owners
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.peaks import step_peaks
 from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, simulate
 from megasnn.schedule.evaluate import Forecast, forecast

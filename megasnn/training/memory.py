@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -16,58 +16,16 @@ from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.memory import NotMeasuredError, StepPeak, graphs_bytes, measure_memory, step_peaks
+from megasnn.pipeline.memory import NotMeasuredError, measure_memory
+from megasnn.pipeline.peaks import StepPeak, graphs_bytes, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.shared_weights import gathered_and_buffers
+from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
 from megasnn.telemetry.reporter import Reporter
 
 TRIAL_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class MemoryForecast:
-    """MB (10^6 bytes) on one rank.
-
-    Attributes:
-        program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
-        weights: parameters and buffers, and their average where one is kept; where replicas share weights, this rank's
-            rows, the most that is gathered, and the buffers that it comes in. gradients: their buckets, and the sums of
-            the rows that the rank owns where rows have owners.
-        optimizer: its state.
-        kept: the most that forwards leave for backward.
-        working: what the largest layer computes with, at the moment when that and `kept` are most.
-        messages: between stages; or what sharded gradients and rows take between replicas, where that is more than all
-        of a step's other moments. samples: the batch in use, and on a CPU the one read ahead.
-        snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
-        offloaded: what --offload-activations has moved to the host's memory; on a GPU 0.
-        graphs: what CUDA graphs keep beside all that (docs/cuda_graphs.md).
-    """
-
-    program: float
-    weights: float
-    gradients: float
-    optimizer: float
-    kept: float
-    working: float
-    messages: float
-    samples: float
-    snapshot: float = 0.0
-    offloaded: float = 0.0
-    graphs: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The peak that is predicted."""
-        return sum(asdict(self).values())
-
-    def __str__(self) -> str:
-        names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
-                 "working": "working memory", "graphs": "CUDA graphs"}  # fmt: skip
-        values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
-        parts = [f"{name} {value:.0f}" for name, value in values.items() if value]
-        return f"{self.total:.0f} MB = " + " + ".join(parts)
 
 
 def forecast_memory(
@@ -168,17 +126,12 @@ def _moments(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:
 
 
 def _sample_bytes(config: PretrainConfig, distributed: DistributedModel, micro_batches: int, on_host: bool) -> int:
-    """Of the batch that is trained on, and on the host the one read ahead; stages behind the first see no samples."""
+    """Stages behind the first see no samples."""
     if not distributed.takes_images:
         return 0
-    of_sample = distributed.context.dtype.itemsize
-    for length in config.model.input_shape:
-        of_sample *= length
-    batches = 2 if on_host and config.data.num_workers else 1
-    samples = config.training.micro_batch_size
-    if not config.data.mixes:  # those are read whole
-        samples = distributed.context.largest_share(samples)
-    return of_sample * micro_batches * samples * batches
+    context = distributed.context
+    share = context.largest_share(config.training.micro_batch_size)
+    return sample_bytes(config, context.dtype.itemsize, micro_batches, share, on_host)
 
 
 def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:

@@ -17,7 +17,6 @@ from megasnn.files.problems import raise_problems
 from megasnn.layers import BuildContext, KeyedLayer
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
-from megasnn.optim import state_kinds
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
@@ -194,7 +193,7 @@ class Start:
                 folder,
                 tensors=self._engine.distributed.tensors,
                 optimizer=None if leaves_optimizer else self._engine.steps.optimizer,
-                optimizer_state=state_kinds(self._config.optimizer),
+                optimizer_state=self._config.optimizer.state_kinds(),
                 owned=self._engine.distributed.owned,
                 model=self._config.model.name,
                 config=identity(self._config),

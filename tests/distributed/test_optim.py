@@ -21,7 +21,6 @@ from megasnn.optim import (
     learning_rate,
     require_course,
     state_bytes,
-    state_kinds,
 )
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -229,6 +228,6 @@ def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
             parameter.grad = torch.ones_like(parameter)
         built.step()
         kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
-        assert kept == set(state_kinds(config))
+        assert kept == set(config.state_kinds())
         assert held_state_bytes(built) == state_bytes(trained, config)
         build_optimizer([], config).step()  # a stage without layers

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
-from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.order import Order, PipelineRequest, chunk_costs, decide_order
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import simulate

@@ -19,8 +19,7 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline import link
 from megasnn.pipeline import measured as measured_module
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
-from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions

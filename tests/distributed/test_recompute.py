@@ -27,10 +27,9 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.kept_costs import code_of, kept_costs
 from megasnn.pipeline.kept_input import KeptInput
-from megasnn.pipeline.link import LinkCost
 from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions

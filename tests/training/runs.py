@@ -21,8 +21,7 @@ from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import plan
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
-from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun

@@ -26,11 +26,11 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optim import build_optimizer, held_state_bytes, state_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
-from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.measured_layer import MeasuredLayer, MeasuredLayers
-from megasnn.pipeline.memory import NotMeasuredError, StepPeak, measure_memory, step_peaks
+from megasnn.pipeline.memory import NotMeasuredError, measure_memory
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.peaks import StepPeak, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.preprocess.sample import shards_of_sample
 from megasnn.schedule import generate, plan_schedule

@@ -26,8 +26,7 @@ from megasnn.models.layer import layer
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
-from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.schedule import Kind, plan_schedule

@@ -16,6 +16,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark --data                         # the loader, beside PyTorch's DataLoader
     python tools/benchmark --kernels                      # norm and neuron, in copies of their input
     python tools/benchmark --memory                       # what a step takes, beside SpikingJelly and predictions
+    python tools/benchmark --plans                        # steps of layouts, beside what the planner foresees
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
     python tools/benchmark --scale                        # what grows with ranks, stages and micro-batches
 
@@ -37,6 +38,7 @@ from tools.benchmark.layouts import LAYOUTS
 from tools.benchmark.loading import LOADING
 from tools.benchmark.memory import MEMORY
 from tools.benchmark.pipeline import PIPELINE
+from tools.benchmark.plans import PLANS
 from tools.benchmark.ranks import RankError
 from tools.benchmark.readers import READERS
 from tools.benchmark.rehearsal import REHEARSAL
@@ -49,6 +51,7 @@ OTHERS: dict[str, Case[Any]] = {
     "--memory": MEMORY,
     "--readers": READERS,
     "--pipeline": PIPELINE,
+    "--plans": PLANS,
     "--rehearsal": REHEARSAL,
     "--scale": SCALE,
 }

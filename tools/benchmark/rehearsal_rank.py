@@ -13,8 +13,7 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
 from megasnn.parallel_state import initialize_model_parallel
-from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
-from megasnn.pipeline.link import LinkCost
+from megasnn.pipeline.costs import LinkCost, PipelineCosts, layers_per_chunk
 from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions

@@ -1,0 +1,198 @@
+"""What is known of a model before a layout is chosen: the costs of its layers at every size that they can be cut to.
+
+This is the costs file: written where the model can be built, read where it cannot, without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import with_config
+
+from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.serialise import to_dict
+from megasnn.files.described import STRICT, DescriptionError, FreeForm, described, open_regular, read_bounded
+from megasnn.files.durable import write_whole
+from megasnn.grid import ContextCut
+from megasnn.pipeline.costs import LayerCost
+from megasnn.planner.machines import Machine
+
+FORMAT: Literal[1] = 1
+SIZES = 1, 2  # samples of which memory is counted
+_ADVICE = "make it anew with `analyze`"
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of a layer, as one rank holds it.
+
+    Attributes:
+        shape: of this rank's part. itemsize: bytes of an element. travels: the same where it is gathered to be used.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_parameter: bool
+    travels: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class LayerFacts:
+    """
+    Attributes:
+        name, unit: as in `Layer`. parameters: number of their elements, of the whole layer.
+        operations: multiply-adds in a sample's forward. output: bytes of a sample's output, packed as it travels.
+        spikes: whether its input is spikes or counts, so that a multiply-add is a synaptic operation.
+        rows: of the images that it gives; 1 where these are none.
+    """
+
+    name: str
+    unit: str
+    parameters: int
+    operations: int
+    output: int
+    spikes: bool
+    rows: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Counted:
+    """The layers as one of so many ranks has them, or why it cannot.
+
+    Attributes:
+        tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
+        refused: what building them has answered; None where it can be.
+        one, two: bytes of each layer for one sample and for two; seconds are 0.
+        tensors: of each layer.
+    """
+
+    tensor: int
+    context: int
+    cut: ContextCut
+    refused: str | None = None
+    one: tuple[LayerCost, ...] = ()
+    two: tuple[LayerCost, ...] = ()
+    tensors: tuple[tuple[HeldTensor, ...], ...] = ()
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one micro-batch through one layer; fields as in `LayerCost`."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    again: float
+    pack: float
+    unpack: float
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Timed:
+    """Measured seconds of all layers.
+
+    Attributes:
+        tensor, context, cut: as in `Counted`; where they are more than one, exchanges are a part of the seconds.
+        samples: that this rank computes. ranks: how many computed at the same time on the machine.
+        seconds: of each layer.
+    """
+
+    tensor: int
+    context: int
+    cut: ContextCut
+    samples: int
+    ranks: int
+    seconds: tuple[LayerSeconds, ...]
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Analysis:
+    """
+    Attributes:
+        model: its name. about: what the figures depend on; see `identity`.
+        counted: every size that was asked for, those that cannot be too.
+        machine: where it was measured; None: nowhere.
+    """
+
+    format: Literal[1]
+    model: str
+    about: FreeForm
+    layers: tuple[LayerFacts, ...]
+    counted: tuple[Counted, ...]
+    timed: tuple[Timed, ...] = ()
+    machine: Machine | None = None
+
+    @cached_property
+    def units(self) -> list[str]:
+        """The unit of each layer."""
+        return [each.unit for each in self.layers]
+
+    def of(self, tensor: int, context: int, cut: ContextCut) -> Counted | None:
+        """The layers at some sizes; None where they were not asked for."""
+        found = (each for each in self.counted if (each.tensor, each.context, each.cut) == (tensor, context, cut))
+        return next(found, None)
+
+    def possible(self, axis: Literal["tensor", "samples", "rows"]) -> dict[int, str | None]:
+        """The sizes of an axis that were asked for, and why each cannot be; None where it can."""
+        if axis == "tensor":
+            return {each.tensor: each.refused for each in self.counted if each.context == 1}
+        return {each.context: each.refused for each in self.counted if each.context > 1 and each.cut == axis}
+
+
+def identity(config: PretrainConfig) -> FreeForm:
+    """All of a configuration that the layers' costs depend on, but for the size of micro-batches."""
+    training = config.training
+    return json.loads(
+        json.dumps(
+            {
+                "model": {"name": config.model.name, **to_dict(config.model)},
+                "neuron": to_dict(config.neuron),
+                "precision": training.precision,
+                "fp32_products": training.fp32_products,
+                "gradients_between_stages": config.parallel.pipeline_gradient_dtype,
+            }
+        )
+    )
+
+
+def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
+    """In what the model that was analysed is another one than that of a configuration."""
+    theirs, mine = _flat(analysis.about), _flat(identity(config))
+    return [
+        f"{name} is {theirs.get(name, 'not there')} in the costs and {mine.get(name, 'not there')} here"
+        for name in sorted({*theirs, *mine})
+        if theirs.get(name) != mine.get(name)
+    ]
+
+
+def _flat(values: FreeForm) -> FreeForm:
+    found: FreeForm = {}
+    for name, value in values.items():
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+def write(analysis: Analysis, path: Path) -> None:
+    """Writes the costs file."""
+    write_whole(path, json.dumps(asdict(analysis)))
+
+
+def read(path: Path) -> Analysis:
+    """The costs in a file. Raises DescriptionError for one that cannot be read, or is none."""
+    try:
+        with open_regular(path) as stream:
+            content = read_bounded(stream, path)
+    except OSError as error:
+        raise DescriptionError(f"cannot read {path}: {error}; {_ADVICE}") from None
+    return described(Analysis, content, path, advice=_ADVICE)

@@ -1,0 +1,39 @@
+"""`apply`: the configuration file of a plan, and the command that runs it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from megasnn.config import PretrainConfig
+from megasnn.config.serialise import to_json
+from megasnn.config.training import LENGTHS
+from megasnn.files.durable import write_whole
+from megasnn.planner.layout import with_layout
+from megasnn.planner.plan import Plan
+
+
+def configuration(plan: Plan, config: PretrainConfig) -> PretrainConfig:
+    """Of a run on the layout of the plan, with the cut that was planned."""
+    return with_layout(config, plan.layout, plan.bounds)
+
+
+def apply(plan: Plan, config: PretrainConfig, path: Path) -> str:
+    """Writes the file that `--config` takes; the command that runs it."""
+    write_whole(path, to_json(configuration(plan, config)))
+    return command(plan, config, path)
+
+
+def command(plan: Plan, config: PretrainConfig, path: Path) -> str:
+    """The command that runs a plan; on several nodes, the one for each of them."""
+    ranks, of_node = plan.layout.ranks, plan.cluster.ranks_of_node
+    run = f"megasnn {config.model.name} --config {shlex.quote(str(path))}"
+    if all(getattr(config.training, name) is None for name in LENGTHS):
+        run += " --train-epochs N"
+    if ranks == 1:
+        return f"python -m {run}"
+    if ranks <= of_node:
+        return f"torchrun --standalone --nproc-per-node {ranks} -m {run}"
+    nodes = -(-ranks // of_node)
+    meet = "--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {of_node} {meet} -m {run}"

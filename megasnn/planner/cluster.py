@@ -1,0 +1,45 @@
+"""The devices that a plan is for, and how they are connected."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megasnn.grid import AXES, Axis, Grid
+from megasnn.pipeline.costs import LinkCost
+from megasnn.planner.layout import Layout
+from megasnn.planner.machines import Machine
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """
+    Attributes:
+        ranks: devices that there are. ranks_of_node: of them on one node.
+        machine: what each of them is, with the bytes that it may need.
+        spread: by how much the speed of ranks differs, as a standard deviation; everybody waits for the slowest.
+    """
+
+    ranks: int
+    ranks_of_node: int
+    machine: Machine
+    spread: float = 0.0
+
+    def link(self, layout: Layout, axis: Axis) -> LinkCost:
+        """Between the ranks along an axis; across nodes where they are not all of one."""
+        within = is_within_node(layout.grid, axis, self.ranks_of_node)
+        return self.machine.within if within else self.machine.between
+
+    def slowest(self, ranks: int) -> float:
+        """How much longer the slowest of so many ranks takes than the mean of them."""
+        return 1 + self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 1.0
+
+
+def is_within_node(grid: Grid, axis: Axis, ranks_of_node: int) -> bool:
+    """Whether the ranks along an axis are of one node, where neighbouring ranks are."""
+    extent = 1
+    for each in reversed(AXES):
+        extent *= grid.size(each)
+        if each == axis:
+            return extent <= ranks_of_node and ranks_of_node % extent == 0
+    raise ValueError(f"unknown axis {axis!r}")

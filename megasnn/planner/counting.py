@@ -1,0 +1,91 @@
+"""The bytes of a model's layers at a size of tensor and context parallelism, counted on one process.
+
+The other ranks are pretended: a transport gives back what it is given, so that layers compute with values that mean
+nothing and tensors of the right sizes, and what they exchange is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megasnn.config import PretrainConfig
+from megasnn.grid import ContextCut
+from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
+from megasnn.models.description import ModelDescription
+from megasnn.models.problems import building_problems
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.memory import measure_memory
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.planner.analysis import SIZES, Counted, HeldTensor
+from megasnn.precisions import PRECISIONS
+from megasnn.sharded_tensors import sharded_tensors
+
+CPU = torch.device("cpu")
+
+
+def counted(
+    model: ModelDescription, config: PretrainConfig, tensor: int, context: int = 1, cut: ContextCut = "samples"
+) -> Counted:
+    """What the first of so many ranks has and keeps, or why it cannot be."""
+    refused = config.model.problems(tensor)
+    neuron = config.neuron
+    refused = refused or building_problems(config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut)
+    if refused:
+        return Counted(tensor, context, cut, refused[0])
+    with _pretended_ranks(tensor, context) as state:
+        built_for = context_of(state, config, cut)
+        one, two = (
+            measure_memory(model, size, built_for, CPU, wires_of(config), repeats=True).layers for size in SIZES
+        )
+        layers = model.named_layers(built_for)
+        tensors = tuple(tuple(_tensors_of(name, layer)) for name, layer in layers)
+    return Counted(tensor, context, cut, None, one, two, tensors)
+
+
+@contextmanager
+def _pretended_ranks(tensor: int, context: int) -> Iterator[ParallelState]:
+    if tensor * context > 1:
+        dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
+    try:
+        yield initialize_model_parallel(tensor, device=CPU, context_parallel_size=context)
+    finally:
+        destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut) -> BuildContext:
+    """What layers are built with on a rank of a grid."""
+    return replace(one_rank(config), tensor=state.tensor, context=state.context, cut=cut)
+
+
+def one_rank(config: PretrainConfig) -> BuildContext:
+    """The same for a rank that shares nothing."""
+    types, backend = PRECISIONS[config.training.precision], config.neuron.neuron_backend
+    weights, products = getattr(torch, types.weights), getattr(torch, types.products)
+    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend)
+
+
+def wires_of(config: PretrainConfig) -> WireOptions:
+    """How tensors travel between stages."""
+    asked = config.parallel.pipeline_gradient_dtype
+    return WireOptions(gradient_dtype=None if asked is None else getattr(torch, PRECISIONS[asked].products))
+
+
+def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:
+    multiplied = {
+        module.weight: module.compute_dtype.itemsize
+        for module in layer.modules()
+        if isinstance(module, (ParallelConv, ParallelLinear))
+    }
+    for entry in sharded_tensors([(name, layer)]):
+        shape, size = tuple(entry.tensor.shape), entry.tensor.itemsize
+        travels = multiplied.get(entry.tensor, size)
+        yield HeldTensor(entry.name, shape, size, entry.is_parameter, travels)

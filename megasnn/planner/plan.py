@@ -1,0 +1,141 @@
+"""`plan`: which layout to take on a cluster, and why none of the others. Reads a costs file, and needs no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megasnn.config import ConfigError, PretrainConfig
+from megasnn.config.parallel import ParallelConfig
+from megasnn.planner.analysis import Analysis, differences
+from megasnn.planner.cluster import Cluster
+from megasnn.planner.layout import Layout
+from megasnn.planner.search import Candidate, PlanError, Prefer, Search, layouts
+from megasnn.planner.step import Predicted
+
+SIMULATIONS, SECONDS = 20, 20.0
+DECIDED = "--memory-budget", "--pipeline-memory-limit", "--pipeline-model-parallel-layout", "--weight-memory-limit"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do, and why.
+
+    Attributes:
+        layout: the one to take. predicted: its step.
+        bytes: that its largest rank needs, with what an allocator keeps. largest_micro_batch: samples of the largest
+            micro-batch that would fit.
+        candidates: all that were looked at, the one that was taken first, then the others from the best one on.
+        simulated: how many of them were simulated. seconds: that planning took.
+        advice: what would help and is not the planner's to change. warnings: what makes the figures doubtful.
+    """
+
+    layout: Layout
+    predicted: Predicted
+    bytes: float
+    largest_micro_batch: int
+    cluster: Cluster
+    prefer: Prefer
+    micro_batches: int
+    candidates: tuple[Candidate, ...]
+    simulated: int
+    seconds: float
+    advice: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def bounds(self) -> tuple[range, ...]:
+        """The layers of each chunk."""
+        return self.predicted.bounds
+
+
+def plan(
+    analysis: Analysis,
+    config: PretrainConfig,
+    cluster: Cluster,
+    prefer: Prefer = "speed",
+    simulations: int = SIMULATIONS,
+    seconds: float = SECONDS,
+) -> Plan:
+    """Looks at all layouts by bounds, and simulates the best of them.
+
+    Sizes and number of micro-batches are those of the configuration: they define what is computed. Flags of layouts
+    that it gives are kept: only layouts with these are looked at.
+
+    Args:
+        prefer: the fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches.
+        simulations: at most. seconds: for them.
+    Raises:
+        ConfigError: what no layout can be right for. PlanError: costs of another model, or no layout that fits.
+    """
+    begin = time.monotonic()
+    _check(analysis, config)
+    search = Search(analysis, config, cluster, prefer)
+    looked_at = [search.looked_at(layout) for layout in layouts(analysis, config, cluster)]
+    chosen, predicted, looked_at, simulated = search.best(
+        looked_at, simulations, max(begin + seconds, time.monotonic() + seconds / 4)
+    )
+    rest = sorted((each for each in looked_at if each.layout != chosen.layout), key=search.rank)
+    return Plan(
+        layout=chosen.layout,
+        predicted=predicted,
+        bytes=chosen.bytes or 0.0,
+        largest_micro_batch=search.largest_micro_batch(chosen),
+        cluster=cluster,
+        prefer=prefer,
+        micro_batches=chosen.layout.micro_batches(config.training.micro_batches),
+        candidates=(chosen, *(search.with_reason(each, chosen) for each in rest)),
+        simulated=simulated,
+        seconds=time.monotonic() - begin,
+        advice=tuple(_advice(config, chosen.layout, cluster)),
+        warnings=tuple(_warnings(analysis, cluster)),
+    )
+
+
+def _check(analysis: Analysis, config: PretrainConfig) -> None:
+    if analysis.model != config.model.name:
+        raise PlanError(f"these are costs of {analysis.model}, and the model is {config.model.name}: analyze that one")
+    if other := differences(analysis, config):
+        raise PlanError(f"these are costs of another {analysis.model}: {'; '.join(other)}; analyze this one")
+    parallel, default = config.parallel, ParallelConfig()
+    wrong = [
+        f"{name} is decided by the plan, or given to the run behind it: leave it out"
+        for name in DECIDED
+        if getattr(parallel, name[2:].replace("-", "_")) != getattr(default, name[2:].replace("-", "_"))
+    ]
+    wrong += ["--offload-activations is not planned: give it to the run"] * parallel.offload_activations
+    if config.training.bptt_steps is not None:
+        wrong.append(f"--bptt-steps {config.training.bptt_steps} is not planned: leave it out")
+    training = config.training
+    wrong += training.problems() + config.optimizer.problems()
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
+    """What is not the planner's to change."""
+    training, grid = config.training, layout.grid
+    count, stages = layout.micro_batches(training.micro_batches), grid.pipeline
+    if stages > 1 and count < 4 * stages:
+        size = max(1, training.global_batch_size // (4 * stages * grid.replicas))
+        if size < training.micro_batch_size:
+            yield (
+                f"{count} micro-batches for {stages} stages are few, about four a stage hide the bubble: "
+                f"--micro-batch-size {size} would give them, and norms would see {size} samples and not "
+                f"{training.micro_batch_size}"
+            )
+    if training.micro_batches % grid.replicas:
+        yield f"{training.micro_batches} micro-batches on {grid.replicas} replicas are uneven: some wait for others"
+    if layout.ranks < cluster.ranks:
+        yield (
+            f"{cluster.ranks - layout.ranks} of {cluster.ranks} devices are left out: with --global-batch-size "
+            f"{training.global_batch_size} in micro-batches of {training.micro_batch_size} they would not help"
+        )
+
+
+def _warnings(analysis: Analysis, cluster: Cluster) -> Iterator[str]:
+    measured = analysis.machine
+    if measured is None or measured.name != cluster.machine.name:
+        where = "nowhere" if measured is None else f"on {measured.name}"
+        yield f"layers were measured {where}, and the plan is for {cluster.machine.name}: {cluster.machine.told}"

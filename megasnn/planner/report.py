@@ -1,0 +1,114 @@
+"""A plan as people read it, and as programs do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from megasnn.grid import AXES
+from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.planner.analysis import Analysis
+from megasnn.planner.energy import joules_of_step
+from megasnn.planner.layout import Layout
+from megasnn.planner.plan import Plan
+from megasnn.planner.search import Candidate
+
+SHOWN = 12  # candidates
+GB = 1e9
+
+
+def cuts(analysis: Analysis) -> str:
+    """What of the model can be cut, along which axis, and why not."""
+    lines = [f"{analysis.model}: {len(analysis.layers)} layers, "
+             f"{sum(each.parameters for each in analysis.layers):,} parameters, "
+             f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip
+    lines.append(f"pipeline: up to {len(analysis.layers)} stages, a layer each")
+    for axis, name in (("tensor", "tensor"), ("samples", "context by samples"), ("rows", "context by rows")):
+        sizes = analysis.possible(axis)  # type: ignore[arg-type]
+        able = [str(size) for size, refused in sizes.items() if refused is None]
+        lines.append(f"{name}: {', '.join(able) or 'none'}")
+        why = dict[str, list[str]]()
+        for size, refused in sizes.items():
+            if refused is not None:
+                why.setdefault(refused, []).append(str(size))
+        lines += [f"  not {', '.join(found)}: {refused}" for refused, found in why.items()]
+    return "\n".join(lines)
+
+
+def table(plan: Plan) -> str:
+    """The plan and the best of the others, aligned for people."""
+    time, largest = plan.predicted.time, max(plan.predicted.memory, key=lambda each: each.total)
+    cluster, layout = plan.cluster, plan.layout
+    lines = [
+        f"plan for {cluster.ranks} x {cluster.machine.name}, {cluster.ranks_of_node} a node, preferring {plan.prefer}: "
+        f"{layout}",
+        f"  step {1e3 * time.total:.1f} ms = forward and backward {1e3 * time.pipeline:.1f} (ranks idle "
+        f"{plan.predicted.idle:.1%}) + sums of gradients that are not hidden {1e3 * time.reduction:.1f} + optimizer "
+        f"{1e3 * time.update:.1f} + rows of owners {1e3 * time.sharing:.1f}",
+        f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: {largest}",
+        f"  {plan.micro_batches} micro-batches a replica"
+        + (f", layers of each chunk {layers_per_chunk(plan.bounds)}" if layout.grid.pipeline > 1 else ""),
+        f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated",
+    ]
+    watts = f"{cluster.machine.watts:g} W a device"
+    lines.append(f"  {joules_of_step(plan):.4g} J a step at {watts}")
+    lines += [f"advice: {each}" for each in plan.advice] + [f"WARNING: {each}" for each in plan.warnings]
+    rows = [("layout", "step, ms", "GB", "", "why not"), *map(_row, plan.candidates[:SHOWN])]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
+        lines.append("  ".join([*cells, row[4]]).rstrip())
+    refused = Counter(each.reason for each in plan.candidates if each.seconds is None)
+    lines += [f"{count} cannot be: {reason}" for reason, count in refused.most_common(SHOWN)]
+    return "\n".join(lines)
+
+
+def _row(each: Candidate) -> tuple[str, str, str, str, str]:
+    if each.seconds is None or each.bytes is None:
+        return str(each.layout), "-", "-", "", each.reason
+    how = "simulated" if each.simulated else "at least"
+    return str(each.layout), f"{1e3 * each.seconds:.1f}", f"{each.bytes / GB:.2f}", how, each.reason or "taken"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """All of it, for programs; seconds and bytes."""
+    return {
+        "layout": _layout(plan.layout),
+        "layers": [len(span) for span in plan.bounds],
+        "micro_batches": plan.micro_batches,
+        "prefer": plan.prefer,
+        "cluster": asdict(plan.cluster),
+        "step": {**asdict(plan.predicted.time), "total": plan.predicted.time.total, "idle": plan.predicted.idle},
+        "bytes": plan.bytes,
+        "joules": joules_of_step(plan),
+        "largest_micro_batch": plan.largest_micro_batch,
+        "memory_mb": [{**asdict(each), "total": each.total} for each in plan.predicted.memory],
+        "simulated": plan.simulated,
+        "planning_seconds": plan.seconds,
+        "advice": list(plan.advice),
+        "warnings": list(plan.warnings),
+        "candidates": [
+            {
+                "layout": _layout(each.layout),
+                "seconds": each.seconds,
+                "bytes": each.bytes,
+                "simulated": each.simulated,
+                "reason": each.reason,
+            }
+            for each in plan.candidates
+        ],
+    }
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    sizes: dict[str, Any] = {axis: layout.grid.size(axis) for axis in AXES}
+    return {
+        "ranks": layout.ranks,
+        **sizes,
+        "cut": layout.cut,
+        "schedule": layout.schedule,
+        "chunks": layout.chunks,
+        "recompute": layout.recompute,
+        "sharded_optimizer": layout.shards_optimizer,
+    }

@@ -1,0 +1,221 @@
+"""Candidates for a plan: every layout of a cluster, and of those that can be the best, simulated."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from megasnn.config import PretrainConfig
+from megasnn.config.parallel import ParallelConfig
+from megasnn.config.validate import layout_problems
+from megasnn.grid import ContextCut, Grid
+from megasnn.planner.analysis import Analysis
+from megasnn.planner.cluster import Cluster
+from megasnn.planner.layout import Layout, grids, schedules, with_layout
+from megasnn.planner.step import Predicted, Predictor
+from megasnn.schedule.refine import NEVER
+
+Prefer = Literal["speed", "memory", "capacity"]
+MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
+PATIENCE = 3  # times the time for simulations, where nothing has fitted yet
+GB = 1e9
+
+
+class PlanError(ValueError):
+    """There is no plan. The message says by how much something is missing, and what would do."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that was looked at.
+
+    Attributes:
+        seconds, bytes: of a step, and that the largest rank needs; by closed bounds, or simulated. None: it cannot be.
+        reason: why it was not taken; "" of the one that was.
+    """
+
+    layout: Layout
+    seconds: float | None
+    bytes: float | None
+    simulated: bool
+    reason: str
+
+
+def layouts(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> Iterator[Layout | tuple[Layout, str]]:
+    """Every layout, with the reason of those that cannot be."""
+    counts = sorted(
+        {cluster.ranks, *(1 << power for power in range(cluster.ranks.bit_length()) if 1 << power <= cluster.ranks)}
+    )
+    tensors, cuts = analysis.possible("tensor"), ("samples", "rows")
+    contexts: list[int] = sorted({1, *analysis.possible("samples")})
+    layers = len(analysis.layers)
+    for count in counts:
+        for grid in grids(count, list(tensors), contexts, layers):
+            for cut in cuts if grid.context > 1 else cuts[:1]:
+                yield from _of_grid(analysis, config, grid, cut)  # type: ignore[arg-type]
+
+
+def _of_grid(
+    analysis: Analysis, config: PretrainConfig, grid: Grid, cut: ContextCut
+) -> Iterator[Layout | tuple[Layout, str]]:
+    plain = Layout(grid, cut)
+    if not _is_asked(config, plain):
+        return
+    refused = analysis.possible("tensor")[grid.tensor]
+    if refused is None and grid.context > 1:
+        refused = analysis.possible(cut).get(grid.context, "was not asked for by analyze")
+    if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size, None)):
+        refused = problems[0]
+    if refused is not None:
+        yield plain, refused
+        return
+    copies = grid.data * grid.context
+    for name, chunks in schedules(grid.pipeline):
+        for recompute in (NEVER, "always"):
+            for shards in (False, True)[: 1 + (copies > 1)]:
+                layout = Layout(grid, cut, name, chunks, recompute, shards)
+                if _is_asked(config, layout, whole=True):
+                    problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
+                    yield (layout, problems[0]) if problems else layout
+
+
+def _is_asked(config: PretrainConfig, layout: Layout, whole: bool = False) -> bool:
+    """Whether a layout is one with the flags that were given."""
+    given, default = config.parallel, ParallelConfig()
+    mine = layout.parallel(default)
+    names = [each.name for each in fields(given) if getattr(given, each.name) != getattr(default, each.name)]
+    of_sizes = [name for name in names if name.endswith("_size") or name == "context_parallel_cut"]
+    of_others = [name for name in names if name in _OF_LAYOUTS] if whole else []
+    return all(getattr(given, name) == getattr(mine, name) for name in (*of_sizes, *of_others))
+
+
+_OF_LAYOUTS = {
+    *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "recompute", "use_distributed_optimizer"),
+}
+
+
+def _step_of(seconds: float) -> int:
+    """In steps of one per cent: of what is as fast, as far as the planner can tell, the simplest is taken."""
+    return round(100 * math.log(max(seconds, 1e-12)))
+
+
+class Search:
+    """Candidates, and which of them is the best."""
+
+    def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster, prefer: Prefer) -> None:
+        self._config, self._cluster, self._prefer = config, cluster, prefer
+        self._predictor = Predictor(analysis, config, cluster)
+
+    def looked_at(self, layout: Layout | tuple[Layout, str]) -> Candidate:
+        """By bounds."""
+        if isinstance(layout, tuple):
+            return Candidate(layout[0], None, None, False, layout[1])
+        try:
+            seconds, need = self._predictor.least(layout)
+        except ValueError as error:
+            return Candidate(layout, None, None, False, str(error))
+        return Candidate(layout, seconds, need, False, self._misfit(need))
+
+    def _misfit(self, need: float) -> str:
+        limit = self._cluster.machine.memory
+        return "" if need <= limit else f"needs {need / GB:.2f} GB a rank, and there are {limit / GB:.2f}"
+
+    def rank(self, each: Candidate) -> tuple[object, ...]:
+        """The best first: what fits, by what is preferred, then by the other; those that cannot be come last."""
+        if each.seconds is None or each.bytes is None:
+            return (2,)
+        misfits = bool(self._misfit(each.bytes))
+        if self._prefer == "speed":
+            return (misfits, _step_of(each.seconds), each.layout.parts, each.seconds, each.bytes)
+        if self._prefer == "capacity":
+            return (misfits, -self.largest_micro_batch(each), _step_of(each.seconds), each.layout.parts, each.seconds)
+        return (misfits, each.bytes, each.seconds, each.layout.parts)
+
+    def largest_micro_batch(self, each: Candidate) -> int:
+        """Samples of the largest micro-batch that would fit, as far as bounds tell: states do not grow with it."""
+        assert each.bytes is not None
+        size, states = self._config.training.micro_batch_size, self._predictor.without_samples(each.layout)
+        growing = max(each.bytes - states, 1.0)
+        return max(0, int(size * (self._cluster.machine.memory - states) / growing))
+
+    def best(
+        self, looked_at: Sequence[Candidate], simulations: int, until: float
+    ) -> tuple[Candidate, Predicted, list[Candidate], int]:
+        """The one to take, simulated, its step, all candidates with what simulations have shown, and their number."""
+        order = sorted((each for each in looked_at if each.seconds is not None), key=self.rank)
+        fitting = [each for each in order if not each.reason]
+        found: dict[Layout, Candidate] = {}
+        last = time.monotonic() + PATIENCE * (until - time.monotonic())
+        best: tuple[Candidate, Predicted] | None = None
+        one = [each for each in fitting if each.layout.ranks == 1][:1]  # there is always something to be faster than
+        for each in [*one, *fitting]:
+            if each.layout in found:
+                continue
+            enough = len(found) >= simulations or time.monotonic() > until
+            if best is not None and (enough or self.rank(each) >= self.rank(best[0])):
+                break
+            if time.monotonic() > last:
+                break
+            if self._computations(each.layout) > MOST_COMPUTATIONS:
+                continue
+            try:
+                predicted = self._predictor.predict(each.layout)
+            except ValueError as error:
+                found[each.layout] = replace(each, reason=str(error), seconds=None, bytes=None)
+                continue
+            tensors = max(1e6 * (memory.total - memory.program) for memory in predicted.memory)
+            need = self._predictor.with_program(tensors)
+            mine = replace(each, seconds=predicted.time.total, bytes=need, simulated=True, reason=self._misfit(need))
+            found[each.layout] = mine
+            if not mine.reason and (best is None or self.rank(mine) < self.rank(best[0])):
+                best = mine, predicted
+        if best is None:
+            raise PlanError(self._what_would_fit([found.get(each.layout, each) for each in order]))
+        return *best, [found.get(each.layout, each) for each in looked_at], len(found)
+
+    def _computations(self, layout: Layout) -> int:
+        count = layout.micro_batches(self._config.training.micro_batches)
+        units = len(layout.placement) if layout.recompute == NEVER and layout.grid.weight == 1 else 24
+        return 3 * count * units
+
+    def _what_would_fit(self, order: Sequence[Candidate]) -> str:
+        possible = [each for each in order if each.bytes is not None and each.reason]
+        size, limit = self._config.training.micro_batch_size, self._cluster.machine.memory
+        if not possible:
+            return f"no layout of {self._cluster.ranks} device(s) can be: see the reasons of the sizes"
+        least = min(possible, key=lambda each: each.bytes or 0.0)
+        assert least.bytes is not None, "it does not fit"
+        over = least.bytes - limit
+        ways = [f"--memory {least.bytes / GB:.2f}GB for each device"]
+        if size > 1:
+            ways.append(f"a smaller --micro-batch-size than {size}, which changes what norms see")
+        ways.append("more devices (--gpus)")
+        return (
+            f"no layout of {self._cluster.ranks} device(s) fits into {limit / GB:.2f} GB each: the least needs "
+            f"{least.bytes / GB:.2f} GB, {over / GB:.2f} GB more ({least.layout}); what would do: {'; or '.join(ways)}"
+        )
+
+    def with_reason(self, each: Candidate, chosen: Candidate) -> Candidate:
+        """Why it was not taken."""
+        if each.reason or each.seconds is None or each.bytes is None:
+            return each
+        how = "simulated" if each.simulated else "at least"
+        if self._prefer == "capacity":
+            mine, best = self.largest_micro_batch(each), self.largest_micro_batch(chosen)
+            if mine <= best and not each.simulated:
+                return replace(each, reason=f"micro-batches of {mine} samples fit at most, and of {best} in the other")
+            return replace(each, reason=f"micro-batches of {mine} samples fit, and of {best} in the other, or as fast")
+        if self._prefer == "speed":
+            assert chosen.seconds is not None
+            if _step_of(each.seconds) == _step_of(chosen.seconds) and each.layout.parts >= chosen.layout.parts:
+                return replace(each, reason=f"{how} as long, within 1 %, and no simpler")
+            if each.seconds >= chosen.seconds:
+                return replace(each, reason=f"slower: {how} {each.seconds / chosen.seconds:.2f} times its step")
+        else:
+            assert chosen.bytes is not None
+            if each.bytes >= chosen.bytes:
+                return replace(each, reason=f"needs more memory: {how} {each.bytes / chosen.bytes:.2f} times as much")
+        return replace(each, reason="not simulated: others were taken first, and time or number of simulations was up")

@@ -1,0 +1,282 @@
+"""Time and memory of a step on a layout: by closed bounds for many layouts, and by simulating a replica for a few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
+
+from megasnn.config import PretrainConfig
+from megasnn.grid import Grid
+from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.order import chunk_costs
+from megasnn.pipeline.peaks import step_peaks
+from megasnn.planner.analysis import Analysis, HeldTensor
+from megasnn.planner.cluster import Cluster
+from megasnn.planner.costs import Links, Share, layer_costs
+from megasnn.planner.layout import Layout
+from megasnn.planner.memory import MemoryForecast, sample_bytes
+from megasnn.planner.reduction import reduction_ends
+from megasnn.planner.sized import SizedLayers
+from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
+from megasnn.precisions import PRECISIONS
+from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule.memory import weights_held
+from megasnn.schedule.named import SCHEDULES, least_held
+from megasnn.schedule.refine import NEVER
+from megasnn.schedule.weights import SharedWeights
+
+AT_ONCE = 2  # buffers in which gathered weights come
+ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        pipeline: forwards and backwards, with all that holds them up.
+        reduction: what is left of gradients' sums behind them.
+        update: the optimizer. sharing: rows that owners then give to the others.
+    """
+
+    pipeline: float
+    reduction: float
+    update: float
+    sharing: float
+
+    @property
+    def total(self) -> float:
+        return self.pipeline + self.reduction + self.update + self.sharing
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """
+    Attributes:
+        memory: of each pipeline rank. bounds: the layers of each chunk.
+        idle: share of the ranks' time in which they do not compute, in the pipeline.
+    """
+
+    time: StepTime
+    memory: tuple[MemoryForecast, ...]
+    bounds: tuple[range, ...]
+    idle: float
+    schedule: Schedule
+    simulation: Simulation
+
+
+class Predictor:
+    """What a model's step takes on a cluster, layout by layout."""
+
+    def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
+        self._analysis, self._config, self._cluster = analysis, config, cluster
+        self._on_gpu = cluster.machine.kind == "cuda"
+        self._layers = lru_cache(maxsize=None)(self._layers_of)
+        self._states = lru_cache(maxsize=None)(self._states_of)
+
+    def costs(self, layout: Layout) -> PipelineCosts:
+        """Of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
+        cluster = self._cluster
+        between, replicas = cluster.link(layout, "pipeline"), cluster.link(layout, "weight")
+        return PipelineCosts(self._sized(layout).costs, between, replicas)
+
+    def bounds(self, layout: Layout) -> tuple[range, ...]:
+        """The layers of each chunk: balanced by cost."""
+        return self._sized(layout).bounds(layout.placement)
+
+    def _sized(self, layout: Layout) -> SizedLayers:
+        grid, cluster = layout.grid, self._cluster
+        links = Links(cluster.link(layout, "tensor"), cluster.link(layout, "context"))
+        at_work = min(layout.ranks, cluster.ranks_of_node)
+        samples = layout.own_samples(self._config.training.micro_batch_size)
+        return self._layers(Share(grid.tensor, grid.context, layout.cut, samples, at_work), links)
+
+    def _layers_of(self, share: Share, links: Links) -> SizedLayers:
+        return SizedLayers(layer_costs(self._analysis, self._cluster.machine, share, links))
+
+    # --- bounds
+
+    def least(self, layout: Layout) -> tuple[float, float]:
+        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, and the
+        fewest micro-batches that the schedule keeps, when a backward begins."""
+        chunks = self._sized(layout).chunks(self._cluster.link(layout, "pipeline"), layout.placement)
+        recomputes = layout.recompute != NEVER
+        count = layout.micro_batches(self._config.training.micro_batches)
+        split = SCHEDULES[layout.schedule].looks_at_costs
+        work, held = [0.0] * layout.grid.pipeline, [0.0] * layout.grid.pipeline
+        ahead = [math.inf] * layout.grid.pipeline
+        before = 0.0
+        for chunk, rank in enumerate(layout.placement):
+            cost = chunks.costs[chunk]
+            again = chunks.again[chunk] if recomputes else 0.0
+            work[rank] += cost.forward + (cost.split_backward if split else cost.backward) + again
+            held[rank] += chunks.entering[chunk] if recomputes else chunks.held[chunk]
+            ahead[rank] = min(ahead[rank], before)
+            before += cost.forward + (0.0 if split else cost.backward)
+        busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
+        # In whole stages' micro-batches: of chunks that are not equally large, one is what is certain.
+        kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
+        need = 0.0
+        reduced = updated = 0
+        for rank in range(layout.grid.pipeline):
+            states = self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
+            reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
+            stash = held[rank] * (kept if rank == 0 else 1)
+            last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
+            mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
+            need = max(need, mine + self._samples(layout, rank))
+        time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
+        time += self._sharing(layout, updated) + max(0.0, self._reduction(layout, reduced) - busy)
+        return time, self.with_program(need)
+
+    def without_samples(self, layout: Layout) -> float:
+        """Bytes of the largest rank that do not depend on the size of micro-batches."""
+        ranks = range(layout.grid.pipeline)
+        states = [self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank)) for rank in ranks]
+        return self.with_program(max(each.weights + each.gradients + each.optimizer for each in states))
+
+    def with_program(self, tensors: float) -> float:
+        """Bytes of a rank whose tensors take so many."""
+        machine = self._cluster.machine
+        return machine.program + tensors * (1 + machine.rest)
+
+    def _of_rank(self, layout: Layout, rank: int) -> tuple[range, ...]:
+        bounds = self.bounds(layout)
+        return tuple(bounds[chunk] for chunk in layout.chunks_of(rank))
+
+    def _states_of(self, grid: Grid, shards: bool, spans: tuple[range, ...]) -> States:
+        layout = Layout(grid, shards_optimizer=shards)
+        chunks = [list(chain(*(self._tensors(layout)[i] for i in span))) for span in spans]
+        return states_of(chunks, layout, self._config.optimizer, self._on_gpu)
+
+    def _tensors(self, layout: Layout) -> Sequence[Sequence[HeldTensor]]:
+        found = self._analysis.of(layout.grid.tensor, 1, "samples")
+        assert found is not None, "costs were asked for before"
+        return found.tensors
+
+    def _samples(self, layout: Layout, rank: int) -> int:
+        """Bytes of images, which the first stage has."""
+        if rank != layout.placement[0]:
+            return 0
+        config = self._config
+        itemsize = ITEM_SIZES[PRECISIONS[config.training.precision].weights]
+        share = layout.own_samples(config.training.micro_batch_size)
+        count = layout.micro_batches(config.training.micro_batches)
+        return sample_bytes(config, itemsize, count, share, not self._on_gpu)
+
+    def _sharing(self, layout: Layout, updated: int) -> float:
+        """Seconds until all have the rows that others own."""
+        copies = layout.grid.data * layout.grid.context
+        if not layout.shards_optimizer or copies == 1:
+            return 0.0
+        link = self._cluster.link(layout, "data")
+        return link.latency * math.log2(copies) + link.per_byte * updated * (copies - 1)
+
+    def _reduction(self, layout: Layout, size: int) -> float:
+        """Seconds of the links until gradients of so many bytes, those of the rows that a rank keeps, are summed."""
+        grid, seconds = layout.grid, 0.0
+        if grid.weight > 1:  # whole gradients go to those who keep the rows
+            link = self._cluster.link(layout, "weight")
+            seconds = link.latency * math.log2(grid.weight) + link.per_byte * size * (grid.weight - 1)
+        copies = grid.data * grid.context
+        if copies > 1:
+            link, ways = self._cluster.link(layout, "data"), 1 if layout.shards_optimizer else 2
+            seconds += ways * (link.latency * math.log2(copies) + link.per_byte * size * (copies - 1) / copies)
+        return seconds
+
+    # --- simulated
+
+    def predict(self, layout: Layout) -> Predicted:
+        """By the simulation of one replica. Raises ValueError for what the schedule cannot place or keep."""
+        costs, bounds = self.costs(layout), self.bounds(layout)
+        count = layout.micro_batches(self._config.training.micro_batches)
+        plan = self._schedule_plan(layout, bounds, costs, count)
+        schedule = plan.training(count)
+        executed = plan.unit_bounds(bounds)
+        result = simulate(schedule, chunk_costs(plan, bounds, costs, layout.grid.weight), plan.wholes)
+        scale = self._cluster.slowest(layout.ranks)
+        states = [
+            self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
+            for rank in range(layout.grid.pipeline)
+        ]
+        pieces = [self._pieces(layout, span, costs) for span in executed]
+        ends = reduction_ends(schedule, result, pieces, lambda size: self._reduction(layout, size))
+        updated = max(each.updated for each in states)
+        time = StepTime(
+            pipeline=result.makespan * scale,
+            reduction=max(0.0, max(ends) - result.makespan) + self._of_processor(layout, states),
+            update=updated * self._cluster.machine.update,
+            sharing=self._sharing(layout, updated),
+        )
+        idle = sum(result.idle) / (result.makespan * len(result.idle)) if result.makespan else 0.0
+        memory = self._memory(layout, plan, schedule, executed, costs, states)
+        return Predicted(time, memory, bounds, idle, schedule, result)
+
+    def _schedule_plan(
+        self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
+    ) -> SchedulePlan:
+        def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
+            return costs.of_chunks(self._sized(layout).bounds(placement), placement)
+
+        plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
+        plan = replace(plan, decided=(plan.of_chunks(count),))
+        if layout.recompute != NEVER or layout.grid.weight > 1:
+            plan = plan.in_units(bounds, layout.recompute)
+        if layout.grid.weight > 1:
+            tensors, ranks = self._tensors(layout), layout.grid.weight
+            units = [list(chain(*(tensors[i] for i in span))) for span in plan.unit_bounds(bounds)]
+            travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
+            plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), [count])
+        return plan
+
+    def _pieces(self, layout: Layout, span: range, costs: PipelineCosts) -> list[tuple[int, float]]:
+        """Of a chunk's layers, from the last one: bytes of gradients, and when in its backward they are complete."""
+        found, done = [], 0.0
+        whole = sum(costs.layers[i].input_gradient + costs.layers[i].weight_gradient for i in span) or 1.0
+        for i in reversed(span):
+            done += costs.layers[i].input_gradient + costs.layers[i].weight_gradient
+            size = self._states(layout.grid, layout.shards_optimizer, (range(i, i + 1),)).reduced
+            if size:
+                found.append((size, done / whole))
+        return found
+
+    def _of_processor(self, layout: Layout, states: Sequence[States]) -> float:
+        """What the transport takes from the computing where every core computes."""
+        copies = layout.grid.data * layout.grid.context
+        link, ways = self._cluster.link(layout, "data"), 1 if layout.shards_optimizer else 2
+        size = max(each.reduced for each in states) * ways * (copies - 1) / copies
+        return size * (link.sender_per_byte + link.receiver_per_byte)
+
+    def _memory(
+        self,
+        layout: Layout,
+        plan: SchedulePlan,
+        schedule: Schedule,
+        executed: Sequence[range],
+        costs: PipelineCosts,
+        states: Sequence[States],
+    ) -> tuple[MemoryForecast, ...]:
+        found = []
+        peaks = step_peaks(schedule, executed, costs, [each.exchanged for each in states])
+        for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
+            gathered = 0
+            if (shared := plan.weights) is not None:
+                units = [shared.travelling[u] for u in schedule.chunks_of(rank) if shared.unit_bytes[u]]
+                gathered = max(weights_held(schedule, rank, shared.unit_bytes))
+                gathered += max(units, default=0) * min(AT_ONCE, len(units))
+            found.append(
+                MemoryForecast(
+                    program=1e-6 * self._cluster.machine.program,
+                    weights=1e-6 * (mine.weights + gathered),
+                    gradients=1e-6 * mine.gradients,
+                    optimizer=1e-6 * mine.optimizer,
+                    kept=1e-6 * peak.kept,
+                    working=1e-6 * peak.working,
+                    messages=1e-6 * peak.messages,
+                    samples=1e-6 * self._samples(layout, rank),
+                )
+            )
+        return tuple(found)

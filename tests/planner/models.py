@@ -1,0 +1,31 @@
+"""A model that the planner's tests analyse once for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from megasnn.config import PretrainConfig, TrainingConfig
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.planner.analysis import Analysis
+from megasnn.planner.analyze import analyze
+from megasnn.planner.cluster import Cluster
+from megasnn.planner.machines import DEVICES
+
+MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=16, in_channels=3, time_steps=2)
+
+
+def config(samples: int = 16, micro_batch: int = 4) -> PretrainConfig:
+    training = TrainingConfig(micro_batch_size=micro_batch, global_batch_size=samples, train_iters=9)
+    return run_config(Spikformer)(model=MODEL, training=training)
+
+
+@cache
+def analysis() -> Analysis:
+    return analyze(config(), tensor_sizes=(2, 3), context_sizes=(2, 8))
+
+
+def cluster(ranks: int = 8, gigabytes: float = 4.0, device: str = "cpu-core") -> Cluster:
+    machine = DEVICES[device].machine(device, "fp32")
+    return Cluster(ranks, min(ranks, 8), replace(machine, memory=1e9 * gigabytes))

@@ -1,0 +1,99 @@
+"""The costs file: what is asked of whom, what is measured, and what follows for sizes that were not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megasnn.config import ConfigError
+from megasnn.models.building import describe
+from megasnn.models.problems import building_problems
+from megasnn.pipeline.costs import LinkCost
+from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
+from megasnn.planner.analyze import analyze, counted_sizes
+from megasnn.planner.costs import Links, Share, counted_costs, layer_costs
+from megasnn.planner.fitting import rates
+from megasnn.planner.machines import DEVICES
+from megasnn.planner.measuring import measured
+from tests.planner.models import analysis, config
+
+FREE = Links(LinkCost(), LinkCost())
+SECONDS = LayerSeconds(2e-3, 3e-3, 1e-3, 2e-3, 0.0, 0.0)
+
+
+def test_refusals_are_those_of_a_run() -> None:
+    known, run = analysis(), config()
+    assert known.possible("tensor") == {1: None, 2: None, 3: run.model.problems(3)[0]}
+    assert known.possible("samples") == {2: None, 8: None}
+    assert known.possible("rows")[8] == building_problems(run.model, run.neuron.spec, 1, "auto", 8, "rows")[0]
+    with pytest.raises(ConfigError, match="--embed-dim 33"):
+        analyze(replace(run, model=replace(run.model, embed_dim=33)))
+
+
+def test_what_is_exchanged() -> None:
+    """Norms tell each other rank 40 bytes a channel and 8 for each norm, whatever the number of samples."""
+    channels = [4, 8, 16, 32, 32, 3 * 32 + 32, 128 + 32]
+    few, many = (counted_costs(analysis(), Share(1, 8, "samples", samples, 8)) for samples in (1, 3))
+    norms = [1, 1, 1, 1, 1, 2, 2]
+    expected = [7 * (40 * count + 8 * number) for count, number in zip(channels, norms, strict=True)]
+    assert [cost.exchanged for cost in few[:-1]] == [cost.exchanged for cost in many[:-1]] == expected
+
+
+def test_tensor_parallel_ranks_keep_less() -> None:
+    whole, part = (counted_costs(analysis(), Share(size, 1, "samples", 4, size)) for size in (1, 2))
+    assert sum(cost.held for cost in part) < 0.6 * sum(cost.held for cost in whole)
+    with pytest.raises(ValueError, match="tensor 3: --num-heads 2 must be"):
+        counted_costs(analysis(), Share(3, 1, "samples", 4, 3))
+    with pytest.raises(ValueError, match="tensor 5: was not asked for"):
+        counted_costs(analysis(), Share(5, 1, "samples", 4, 5))
+
+
+def test_measured_seconds_are_taken_and_scaled() -> None:
+    known = analysis()
+    count = len(known.layers)
+    alone, both = (Timed(1, 1, "samples", 4, ranks, (SECONDS,) * count) for ranks in (1, 2))
+    slower = replace(both, seconds=(replace(SECONDS, forward=4e-3),) * count)
+    timed = replace(known, timed=(alone, slower))
+    machine = replace(DEVICES["cpu-core"].machine("x", "fp32"), least=0.0)
+    exact, crowded = (layer_costs(timed, machine, Share(1, 1, "samples", 4, ranks), FREE) for ranks in (1, 2))
+    assert [cost.forward for cost in exact] == [2e-3] * count and [cost.forward for cost in crowded] == [4e-3] * count
+    twice = layer_costs(timed, machine, Share(1, 1, "samples", 8, 1), FREE)
+    assert [cost.forward for cost in twice] == pytest.approx([4e-3] * count, rel=0.05)
+    halves = layer_costs(timed, machine, Share(2, 1, "samples", 4, 2), FREE)
+    assert all(cost.forward < 4e-3 for cost in halves[:-1])
+    slow = Links(LinkCost(latency=1.0), LinkCost())
+    waiting = layer_costs(timed, machine, Share(2, 1, "samples", 4, 2), slow)
+    extra = [slower.input_gradient - cost.input_gradient for slower, cost in zip(waiting, halves, strict=True)]
+    assert extra == pytest.approx([cost.collectives for cost in waiting])
+
+
+def test_rates_are_found_again() -> None:
+    """Seconds that were computed from rates give these rates."""
+    known = analysis()
+    machine = replace(DEVICES["cpu-core"].machine("x", "fp32"), least=0.0)
+    computed = layer_costs(known, machine, Share(1, 1, "samples", 4, 1), FREE)
+    seconds = tuple(
+        LayerSeconds(each.forward, each.input_gradient, each.weight_gradient, each.forward, 0.0, 0.0)
+        for each in computed
+    )
+    found = rates(known, [Timed(1, 1, "samples", 4, 1, seconds)])
+    assert found == pytest.approx((machine.operations, machine.moved))
+
+
+def measured_here(rank_known: Analysis) -> Analysis:
+    import torch.distributed as dist
+
+    run = config()
+    return measured(describe(run.model, run.neuron.spec), run, rank_known if dist.get_rank() == 0 else None)
+
+
+def test_two_ranks_measure(ranks) -> None:
+    run = config()
+    known = counted_sizes(describe(run.model, run.neuron.spec), run, [1], [2])
+    first, second = ranks(2, measured_here, known)
+    assert first == second and first.machine is not None and first.machine.within.per_byte > 0
+    sizes = [(each.tensor, each.context, each.cut, each.samples, each.ranks) for each in first.timed]
+    whole, shared = (1, 1, "samples", 4), (1, 2, "samples", 2, 2)
+    assert sizes == [(*whole, 1), (*whole, 2), shared, (1, 2, "rows", 4, 2)]
+    assert all(seconds.forward > 0 for each in first.timed for seconds in each.seconds)

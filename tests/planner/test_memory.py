@@ -1,0 +1,86 @@
+"""What the planner foresees of a rank's memory is what the run's own forecast says: of states and messages to the byte.
+
+Of what layers keep and work with it is within 5 %: with ranks that are there a transport keeps some of it for a while.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megasnn.config.training import Length
+from megasnn.engine import Engine
+from megasnn.grid import Grid
+from megasnn.optim import state_bytes
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.shared_weights import gathered_and_buffers
+from megasnn.planner.analysis import Analysis
+from megasnn.planner.layout import Layout, with_layout
+from megasnn.planner.memory import MemoryForecast
+from megasnn.planner.step import Predictor
+from megasnn.training.memory import step_peak
+from tests.planner.models import analysis, cluster, config
+
+LAYOUTS = {
+    "one": Layout(Grid()),
+    "one, always": Layout(Grid(), recompute="always"),
+    "data": Layout(Grid(data=2)),
+    "data, sharded": Layout(Grid(data=2), shards_optimizer=True),
+    "weight": Layout(Grid(weight=2)),
+    "weight, always": Layout(Grid(weight=2), recompute="always"),
+    "tensor": Layout(Grid(tensor=2)),
+    "tensor, always": Layout(Grid(tensor=2), recompute="always"),
+    "context": Layout(Grid(context=2)),
+    "context, sharded, always": Layout(Grid(context=2), shards_optimizer=True, recompute="always"),
+    "1f1b": Layout(Grid(pipeline=2)),
+    "zb1p": Layout(Grid(pipeline=2), schedule="zb1p"),
+    "zbv": Layout(Grid(pipeline=2), schedule="zbv", chunks=2),
+    "interleaved": Layout(Grid(pipeline=2), schedule="interleaved", chunks=2, recompute="always"),
+}
+PARTS = {"weights": True, "gradients": True, "optimizer": True, "kept": False, "working": False, "messages": False}
+
+
+def foreseen(layout: Layout, known: Analysis) -> tuple[tuple[range, ...], tuple[MemoryForecast, ...]]:
+    predicted = Predictor(known, config(), cluster(layout.ranks)).predict(layout)
+    return predicted.bounds, predicted.memory
+
+
+def of_run(layout: Layout, bounds: tuple[range, ...]) -> dict[str, float]:
+    """MB of this rank, as a run's forecast counts them."""
+    grid = layout.grid
+    sizes = grid.tensor, grid.pipeline
+    state = initialize_model_parallel(*sizes, weight_parallel_size=grid.weight, context_parallel_size=grid.context)
+    try:
+        run = with_layout(config(), layout, bounds)
+        with Engine(run, length=Length(9)) as engine:
+            distributed, plan = engine.distributed, engine.plan
+            peak = step_peak(run, distributed, plan, state)
+            schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
+            gathered = 0 if shared is None else sum(gathered_and_buffers(shared, schedule, state.pipeline.rank))
+            trained = [entry.tensor for entry in distributed.owned if entry.is_parameter]
+            found = {
+                "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + gathered,
+                "gradients": distributed.data_parallel.held_bytes,
+                "optimizer": state_bytes(trained, run.optimizer),
+                "kept": peak.kept,
+                "working": peak.working,
+                "messages": peak.messages,
+            }
+        return {name: 1e-6 * value for name, value in found.items()}
+    finally:
+        destroy_model_parallel()
+
+
+USUAL = "one, always", "data, sharded", "weight", "tensor", "context, sharded, always", "zbv"
+CASES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.matrix) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_a_run_foresees_it(ranks, name: str) -> None:
+    layout = LAYOUTS[name]
+    bounds, memory = foreseen(layout, analysis())
+    found = ranks(layout.ranks, of_run, layout, bounds)
+    stages = found[:: len(found) // layout.grid.pipeline]
+    assert len(stages) == len(memory)
+    for mine, theirs in zip(memory, stages, strict=True):
+        for part, exact in PARTS.items():
+            assert getattr(mine, part) == pytest.approx(theirs[part], rel=1e-9 if exact else 0.05), part

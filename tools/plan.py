@@ -1,0 +1,10 @@
+"""The program megasnn-plan from a checkout: `python tools/plan.py`."""
+
+from __future__ import annotations
+
+import sys
+
+from megasnn.commands.plan import program
+
+if __name__ == "__main__":
+    sys.exit(program())
