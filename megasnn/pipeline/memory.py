@@ -22,6 +22,8 @@ from megasnn.pipeline.measured_layer import MeasuredLayers
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 
 TRIAL_SAMPLES = 1, 2
+COUNTED_AS_THEY_ARE = 4
+"""Samples of a micro-batch. Of few, other moments are the peak than of many: weights' gradients take most."""
 
 
 class NotMeasuredError(Exception):
@@ -40,8 +42,9 @@ def measure_memory(
 ) -> PipelineCosts:
     """The bytes that each layer needs for a micro-batch of `samples` samples, on copies of its own; times are 0.
 
-    Counted with one sample and with two: each more needs as much more. Layers that are built alike and take the same
-    shape are tried once. It takes the memory of one layer. Collective over `world`.
+    Up to four samples are counted as they are; more with one sample and with two: each more needs as much more. Layers
+    that are built alike and take the same shape are tried once. It takes the memory of one layer. Collective over
+    `world`.
 
     Args:
         world: the group that takes part; None is this rank alone.
@@ -53,7 +56,7 @@ def measure_memory(
             wait for this one in the middle of a layer, an error is raised as it is.
     """
     world, computed = world or alone("world"), 0.0
-    sizes = TRIAL_SAMPLES if samples > TRIAL_SAMPLES[-1] else (samples,)
+    sizes = TRIAL_SAMPLES if samples > COUNTED_AS_THEY_ARE else (samples,)
     context = replace(context, cast_weights=(casts := CastWeights()))
     layers = MeasuredLayers(model, context, range(samples), device)
     outputs = [{INPUT: _images(model, size, context, device)} for size in sizes]

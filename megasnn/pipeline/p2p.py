@@ -12,7 +12,7 @@ A message has the size that was planned, whatever the values: a packed one that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 
 import torch
@@ -243,8 +243,13 @@ class Receiver:
             buffer = self._known[key].buffer(self._wire, self._pins)
             self._posted = key, self._start(buffer), buffer
 
-    def receive(self, key: Hashable) -> Tensor:
-        """Waits for the tensor. Of a kind that is known, it is posted now where it was not before."""
+    def receive(self, key: Hashable, here: Callable[[], None] = lambda: None) -> Tensor:
+        """Waits for the tensor. Of a kind that is known, it is posted now where it was not before.
+
+        Args:
+            here: called when the message has come, before there is a tensor of it: what may go now goes before that
+                takes memory.
+        """
         if key not in self._known:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
             self._start(header).wait()
@@ -254,6 +259,7 @@ class Receiver:
         assert self._posted is not None and self._posted[0] == key, f"receive {key} while {self._posted} is announced"
         (_, work, buffer), self._posted = self._posted, None
         work.wait()
+        here()
         return self._known[key].restore(without_waiting(buffer, self._device))
 
     def _start(self, buffer: Tensor) -> dist.Work:

@@ -124,8 +124,9 @@ class Transfers:
         while action not in self._early:
             first = coming.popleft()
             keys = [self._key(first, index) for index in range(self._expected(first))]
-            self._early[first] = [receiver.receive(key) for key in keys]
-            self._senders[peer].arrived(self._arrivals[first])
+            let_go = partial(self._senders[peer].arrived, self._arrivals[first])
+            self._early[first] = [receiver.receive(key, let_go) for key in keys]
+            let_go()
         return self._early.pop(action)
 
     def wait(self) -> None:

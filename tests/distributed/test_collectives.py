@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,11 +55,12 @@ def test_gather_puts_every_ranks_columns_side_by_side(ranks, size) -> None:
 
 def test_a_gpu_gathers_into_one_tensor(monkeypatch) -> None:
     """A list of tensors would be filled from it. The meta device stands for a GPU."""
-    calls = []
-    monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", lambda into, mine, group: calls.append((into, mine)))
+    gather = Mock()
+    monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", gather)
     rows = torch.empty(6, 4, device="meta")
     _, payloads = gather_columns(rows, Group("tensor", (0, 1, 2)), Content.SPIKES)
-    ((into, mine),) = calls
+    (into, mine), _ = gather.call_args
+    assert gather.call_count == gather.return_value.wait.call_count == 1
     assert into.shape == (9,) and mine.shape == (3,) and [each.shape for each in payloads] == [(3,)] * 3
     assert all(each.untyped_storage()._cdata == into.untyped_storage()._cdata for each in payloads)
 

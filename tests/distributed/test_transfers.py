@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -39,7 +39,8 @@ class _Link:
         assert self._posted is None
         self._posted = key, self.computed
 
-    def receive(self, key: Hashable) -> torch.Tensor:
+    def receive(self, key: Hashable, here: Callable[[], None]) -> torch.Tensor:
+        here()
         posted, self._posted = self._posted or (key, self.computed), None
         assert posted[0] == key
         self.order.append(key)

@@ -127,6 +127,19 @@ def test_within_five_percent(ranks, name: str, layout: str) -> None:
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_of_more_samples_than_are_tried(ranks, name: str) -> None:
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 1, 9)
+    assert predicted == pytest.approx(counted, rel=0.05)
+
+
+def test_what_has_arrived_is_gone_before_what_comes_takes_memory(ranks) -> None:
+    """In front of the last two layers, what travels is more than what they keep."""
+    cut = {**LAYOUTS["pp2"][1], "pipeline_model_parallel_layout": "3|2"}
+    found = ranks(2, predicted_and_counted, MODELS["vgg"], cut)
+    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
 @pytest.mark.parametrize(("name", "steps"), [("spikformer", 2), ("vgg", 1)])
 def test_windows_of_time_steps(ranks, name: str, steps: int) -> None:
     """Neurons go on from one to the next."""
