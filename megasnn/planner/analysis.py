@@ -25,6 +25,9 @@ FORMAT: Literal[1] = 1
 SIZES = 1, 2  # samples of which memory is counted
 _ADVICE = "make it anew with `analyze`"
 
+CutAxis = Literal["tensor", "samples", "rows"]
+"""Along which ranks share layers."""
+
 
 @with_config(STRICT)
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Analysis:
         found = (each for each in self.counted if (each.tensor, each.context, each.cut) == (tensor, context, cut))
         return next(found, None)
 
-    def possible(self, axis: Literal["tensor", "samples", "rows"]) -> dict[int, str | None]:
+    def possible(self, axis: CutAxis) -> dict[int, str | None]:
         """The sizes of an axis that were asked for, and why each cannot be; None where it can."""
         if axis == "tensor":
             return {each.tensor: each.refused for each in self.counted if each.context == 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 from megasnn.grid import AXES
 from megasnn.pipeline.costs import layers_per_chunk
-from megasnn.planner.analysis import Analysis
+from megasnn.planner.analysis import Analysis, CutAxis
 from megasnn.planner.energy import joules_of_step
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import Plan
@@ -16,6 +16,11 @@ from megasnn.planner.search import Candidate
 
 SHOWN = 12  # candidates
 GB = 1e9
+WAYS: tuple[tuple[CutAxis, str], ...] = (
+    ("tensor", "tensor"),
+    ("samples", "context by samples"),
+    ("rows", "context by rows"),
+)
 
 
 def cuts(analysis: Analysis) -> str:
@@ -24,8 +29,8 @@ def cuts(analysis: Analysis) -> str:
              f"{sum(each.parameters for each in analysis.layers):,} parameters, "
              f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip
     lines.append(f"pipeline: up to {len(analysis.layers)} stages, a layer each")
-    for axis, name in (("tensor", "tensor"), ("samples", "context by samples"), ("rows", "context by rows")):
-        sizes = analysis.possible(axis)  # type: ignore[arg-type]
+    for axis, name in WAYS:
+        sizes = analysis.possible(axis)
         able = [str(size) for size, refused in sizes.items() if refused is None]
         lines.append(f"{name}: {', '.join(able) or 'none'}")
         why = dict[str, list[str]]()

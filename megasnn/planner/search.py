@@ -49,13 +49,14 @@ def layouts(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> Ite
     counts = sorted(
         {cluster.ranks, *(1 << power for power in range(cluster.ranks.bit_length()) if 1 << power <= cluster.ranks)}
     )
-    tensors, cuts = analysis.possible("tensor"), ("samples", "rows")
+    tensors = analysis.possible("tensor")
+    cuts: tuple[ContextCut, ...] = "samples", "rows"
     contexts: list[int] = sorted({1, *analysis.possible("samples")})
     layers = len(analysis.layers)
     for count in counts:
         for grid in grids(count, list(tensors), contexts, layers):
             for cut in cuts if grid.context > 1 else cuts[:1]:
-                yield from _of_grid(analysis, config, grid, cut)  # type: ignore[arg-type]
+                yield from _of_grid(analysis, config, grid, cut)
 
 
 def _of_grid(
