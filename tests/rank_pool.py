@@ -62,6 +62,7 @@ class PoolRank:
         import torch.distributed as dist
 
         join_ranks(store, self._rank, world_size)
+        dist.barrier()  # a job without messages would end on one rank while another is still connecting to it
         result = function(*args)
         if dist.is_initialized():
             dist.destroy_process_group()
