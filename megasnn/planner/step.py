@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
 from megasnn.config import PretrainConfig
+from megasnn.config.patterns import last_match
 from megasnn.grid import Grid
 from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.order import chunk_costs
+from megasnn.pipeline.order import chunk_costs, with_forwards_again
 from megasnn.pipeline.peaks import step_peaks
 from megasnn.planner.analysis import Analysis, HeldTensor
 from megasnn.planner.cluster import Cluster
+from megasnn.planner.collectives import all_reduce, exchange
 from megasnn.planner.costs import Links, Share, layer_costs
 from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast, sample_bytes
-from megasnn.planner.reduction import reduction_ends
+from megasnn.planner.reduction import (
+    Summed,
+    gradients_complete,
+    keepers_end,
+    reduction_end,
+    sums_for_keepers,
+)
 from megasnn.planner.sized import SizedLayers
-from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
+from megasnn.planner.states import States, buckets_of, gathered_bytes, row_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.memory import weights_held
@@ -39,17 +47,19 @@ class StepTime:
     Attributes:
         pipeline: forwards and backwards, with all that holds them up.
         reduction: what is left of gradients' sums behind them.
-        update: the optimizer. sharing: rows that owners then give to the others.
+        agreement: all ranks wait for each other with loss and norm. update: the optimizer. sharing: rows that owners
+            then give to the others.
     """
 
     pipeline: float
     reduction: float
+    agreement: float
     update: float
     sharing: float
 
     @property
     def total(self) -> float:
-        return self.pipeline + self.reduction + self.update + self.sharing
+        return self.pipeline + self.reduction + self.agreement + self.update + self.sharing
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ class Predictor:
         self._on_gpu = cluster.machine.kind == "cuda"
         self._layers = lru_cache(maxsize=None)(self._layers_of)
         self._states = lru_cache(maxsize=None)(self._states_of)
+        self._whole = lru_cache(maxsize=None)(self._whole_of)
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
@@ -119,18 +130,18 @@ class Predictor:
         busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
         # In whole stages' micro-batches: of chunks that are not equally large, one is what is certain.
         kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
-        need = 0.0
-        reduced = updated = 0
+        need = reduction = behind = 0.0
         for rank in range(layout.grid.pipeline):
             states = self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
-            reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
+            summed = self._whole(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
+            reduction = max(reduction, summed.to_keepers + summed.over_copies)
+            behind = max(behind, states.updated * self._cluster.machine.update + summed.sharing)
             stash = held[rank] * (kept if rank == 0 else 1)
             last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
             mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
             need = max(need, mine + self._samples(layout, rank))
-        time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
-        time += self._sharing(layout, updated) + max(0.0, self._reduction(layout, reduced) - busy)
-        return time, self.with_program(need)
+        time = busy * self._cluster.slowest(layout.ranks) + max(0.0, reduction - busy)
+        return time + self._agreement(layout) + behind, self.with_program(need)
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
@@ -152,6 +163,12 @@ class Predictor:
         chunks = [list(chain(*(self._tensors(layout)[i] for i in span))) for span in spans]
         return states_of(chunks, layout, self._config.optimizer, self._on_gpu)
 
+    def _whole_of(self, grid: Grid, shards: bool, spans: tuple[range, ...]) -> Summed:
+        """All gradients of a rank at once, as if they were one bucket: more of them take no less."""
+        layout, frozen = Layout(grid, shards_optimizer=shards), self._config.optimizer.frozen_patterns()
+        held = [each for span in spans for i in span for each in self._tensors(layout)[i]]
+        return self._summed(layout, [e for e in held if e.is_parameter and last_match(frozen, e.name) is None])
+
     def _tensors(self, layout: Layout) -> Sequence[Sequence[HeldTensor]]:
         found = self._analysis.of(layout.grid.tensor, 1, "samples")
         assert found is not None, "costs were asked for before"
@@ -167,25 +184,34 @@ class Predictor:
         count = layout.micro_batches(config.training.micro_batches)
         return sample_bytes(config, itemsize, count, share, not self._on_gpu)
 
-    def _sharing(self, layout: Layout, updated: int) -> float:
-        """Seconds until all have the rows that others own."""
-        copies = layout.grid.data * layout.grid.context
-        if not layout.shards_optimizer or copies == 1:
-            return 0.0
-        link = self._cluster.link(layout, "data")
-        return link.latency * math.log2(copies) + link.per_byte * updated * (copies - 1)
+    def _agreement(self, layout: Layout) -> float:
+        """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
+        machine = self._cluster.machine
+        link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
+        return all_reduce(link, layout.ranks, 0, self._on_gpu)
 
-    def _reduction(self, layout: Layout, size: int) -> float:
-        """Seconds of the links until gradients of so many bytes, those of the rows that a rank keeps, are summed."""
-        grid, seconds = layout.grid, 0.0
+    def _summed(self, layout: Layout, tensors: Sequence[HeldTensor], layers: Iterable[int] = ()) -> Summed:
+        """What it takes to sum the gradients of these tensors in one bucket."""
+        grid, copies = layout.grid, (layout.grid.data, layout.grid.context)
+        to_keepers = over_copies = sharing = 0.0
         if grid.weight > 1:  # whole gradients go to those who keep the rows
-            link = self._cluster.link(layout, "weight")
-            seconds = link.latency * math.log2(grid.weight) + link.per_byte * size * (grid.weight - 1)
-        copies = grid.data * grid.context
-        if copies > 1:
-            link, ways = self._cluster.link(layout, "data"), 1 if layout.shards_optimizer else 2
-            seconds += ways * (link.latency * math.log2(copies) + link.per_byte * size * (copies - 1) / copies)
-        return seconds
+            to_keepers = exchange(self._cluster.link(layout, "weight"), grid.weight, row_bytes(tensors, grid.weight))
+        link, ranks = self._cluster.link(layout, "data"), math.prod(copies)
+        if layout.shards_optimizer and ranks > 1:
+            over_copies = sharing = exchange(link, ranks, row_bytes(tensors, grid.weight, *copies))
+        elif ranks > 1:
+            over_copies = all_reduce(link, ranks, row_bytes(tensors, grid.weight), self._on_gpu)
+        return Summed(frozenset(layers), to_keepers, over_copies, sharing)
+
+    def _buckets(self, layout: Layout, rank: int, bounds: tuple[range, ...]) -> list[Summed]:
+        """In the order in which a rank's gradients are summed."""
+        tensors, found = self._tensors(layout), list[Summed]()
+        for chunk in reversed(layout.chunks_of(rank)):
+            layer_of = {each.name: i for i in bounds[chunk] for each in tensors[i]}
+            held = [each for i in bounds[chunk] for each in tensors[i]]
+            for bucket in buckets_of(held, layout, self._config.optimizer, self._on_gpu):
+                found.append(self._summed(layout, bucket, {layer_of[each.name] for each in bucket}))
+        return found
 
     # --- simulated
 
@@ -196,20 +222,36 @@ class Predictor:
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule = plan.training(count)
         executed = plan.unit_bounds(bounds)
-        result = simulate(schedule, chunk_costs(plan, bounds, costs, layout.grid.weight), plan.wholes)
+        buckets = [self._buckets(layout, rank, bounds) for rank in range(layout.grid.pipeline)]
+        sums = {
+            (rank, place): seconds
+            for rank, summed in enumerate(buckets)
+            if layout.grid.weight > 1
+            for place, seconds in sums_for_keepers(schedule.actions[rank], executed, summed).items()
+        }
+        result = simulate(schedule, chunk_costs(plan, bounds, costs, layout.grid.weight), plan.wholes, sums)
+        ends = [
+            keepers_end(row, {place: seconds for (of, place), seconds in sums.items() if of == rank}, buckets[rank])
+            if sums
+            else reduction_end(row, buckets[rank], gradients_complete(row, executed, costs.layers))
+            for rank, row in enumerate(result.timeline)
+        ]
         scale = self._cluster.slowest(layout.ranks)
         states = [
             self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
             for rank in range(layout.grid.pipeline)
         ]
-        pieces = [self._pieces(layout, span, costs) for span in executed]
-        ends = reduction_ends(schedule, result, pieces, lambda size: self._reduction(layout, size))
-        updated = max(each.updated for each in states)
+        behind = [
+            (each.updated * self._cluster.machine.update, sum(bucket.sharing for bucket in summed))
+            for each, summed in zip(states, buckets, strict=True)
+        ]
+        update = max(seconds for seconds, _ in behind)
         time = StepTime(
             pipeline=result.makespan * scale,
             reduction=max(0.0, max(ends) - result.makespan) + self._of_processor(layout, states),
-            update=updated * self._cluster.machine.update,
-            sharing=self._sharing(layout, updated),
+            agreement=self._agreement(layout),
+            update=update,
+            sharing=max(map(sum, behind)) - update,
         )
         idle = sum(result.idle) / (result.makespan * len(result.idle)) if result.makespan else 0.0
         memory = self._memory(layout, plan, schedule, executed, costs, states)
@@ -219,7 +261,8 @@ class Predictor:
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
     ) -> SchedulePlan:
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-            return costs.of_chunks(self._sized(layout).bounds(placement), placement)
+            found = costs.of_chunks(self._sized(layout).bounds(placement), placement)
+            return found if layout.recompute == NEVER else with_forwards_again(found)
 
         plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
         plan = replace(plan, decided=(plan.of_chunks(count),))
@@ -231,17 +274,6 @@ class Predictor:
             travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
             plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), [count])
         return plan
-
-    def _pieces(self, layout: Layout, span: range, costs: PipelineCosts) -> list[tuple[int, float]]:
-        """Of a chunk's layers, from the last one: bytes of gradients, and when in its backward they are complete."""
-        found, done = [], 0.0
-        whole = sum(costs.layers[i].input_gradient + costs.layers[i].weight_gradient for i in span) or 1.0
-        for i in reversed(span):
-            done += costs.layers[i].input_gradient + costs.layers[i].weight_gradient
-            size = self._states(layout.grid, layout.shards_optimizer, (range(i, i + 1),)).reduced
-            if size:
-                found.append((size, done / whole))
-        return found
 
     def _of_processor(self, layout: Layout, states: Sequence[States]) -> float:
         """What the transport takes from the computing where every core computes."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from unittest import mock
 
 from megasnn.comm.codec import Content
@@ -125,8 +125,10 @@ class SleepingPlansBenchmark(Flags):
             1,
             self.configuration().model.name,
             identity(self.configuration()),
-            tuple(LayerFacts(name, name, each.parameters // FLOAT, 0, each.message, False, 1)
-                  for name, each in zip(names, costs, strict=True)),
+            tuple(
+                LayerFacts(name, name, each.parameters // FLOAT, 0, each.message, False, 1)
+                for name, each in zip(names, costs, strict=True)
+            ),
             (Counted(1, 1, "samples", None, counted, counted, tuple(map(_tensors, names, layers))),),
             (Timed(1, 1, "samples", 1, 1, tuple(map(_seconds, costs))),),
             self.cluster(1).machine,
@@ -138,8 +140,8 @@ MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=16, in_channel
 
 def _counted(cost: LayerCost) -> LayerCost:
     """Its bytes; it keeps nothing but what goes through it."""
-    nothing = {"working_again": 0, "working_whole": 0, "deferred": 0, "output": cost.gradient}
-    return replace(cost, forward=0.0, input_gradient=0.0, weight_gradient=0.0, again=0.0, **nothing)
+    still = replace(cost, forward=0.0, input_gradient=0.0, weight_gradient=0.0, again=0.0)
+    return replace(still, working_again=0, working_whole=0, deferred=0, output=cost.gradient)
 
 
 def _seconds(cost: LayerCost) -> LayerSeconds:

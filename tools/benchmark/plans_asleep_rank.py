@@ -96,7 +96,9 @@ class LayoutsAsleep:
     def _step(self, model: DistributedModel) -> Whole:
         """From the first forward until the rows of all owners are here."""
         image, label = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
-        each = MicroBatchInput(image if model.takes_images else None, label if model.gives_logits else None, 1, range(1))
+        each = MicroBatchInput(
+            image if model.takes_images else None, label if model.gives_logits else None, 1, range(1)
+        )
         data, count = model.state.data, self._flags.micro_batches
         micro_batches = [each] * len(micro_batches_of(count, data.size, data.rank))
         begin = self._begin_together()
