@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
+from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.config.patterns import last_match
 from megasnn.grid import Grid
@@ -265,14 +266,18 @@ class Predictor:
             return found if layout.recompute == NEVER else with_forwards_again(found)
 
         plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
-        plan = replace(plan, decided=(plan.of_chunks(count),))
+        counts = [count]
+        if layout.grid.weight > 1:  # which cannot be where replicas would gather in other orders
+            all_of_step, replicas = self._config.training.micro_batches, layout.grid.replicas
+            counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
+        plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
         if layout.recompute != NEVER or layout.grid.weight > 1:
             plan = plan.in_units(bounds, layout.recompute)
         if layout.grid.weight > 1:
             tensors, ranks = self._tensors(layout), layout.grid.weight
             units = [list(chain(*(tensors[i] for i in span))) for span in plan.unit_bounds(bounds)]
             travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
-            plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), [count])
+            plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
         return plan
 
     def _of_processor(self, layout: Layout, states: Sequence[States]) -> float:
