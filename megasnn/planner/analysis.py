@@ -22,7 +22,7 @@ from megasnn.pipeline.costs import LayerCost
 from megasnn.planner.machines import Machine
 
 FORMAT: Literal[1] = 1
-SIZES = 1, 2  # samples of which memory is counted
+SIZES = 1, 2, 4  # samples of which memory is counted: of few and of many, other moments are the peak
 _ADVICE = "make it anew with `analyze`"
 
 CutAxis = Literal["tensor", "samples", "rows"]
@@ -73,7 +73,7 @@ class Counted:
     Attributes:
         tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
         refused: what building them has answered; None where it can be.
-        one, two: bytes of each layer for one sample and for two; seconds are 0.
+        costs: bytes of each layer, for each number of samples in `SIZES`; seconds are 0.
         tensors: of each layer.
     """
 
@@ -81,8 +81,7 @@ class Counted:
     context: int
     cut: ContextCut
     refused: str | None = None
-    one: tuple[LayerCost, ...] = ()
-    two: tuple[LayerCost, ...] = ()
+    costs: tuple[tuple[LayerCost, ...], ...] = ()
     tensors: tuple[tuple[HeldTensor, ...], ...] = ()
 
 

@@ -47,7 +47,7 @@ def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
     found = analysis.of(share.tensor, 1, "samples")
     if found is None or found.refused is not None:
         raise ValueError(f"tensor {share.tensor}: {found.refused if found else 'was not asked for by analyze'}")
-    costs = [for_samples(pair, share.samples, SIZES) for pair in zip(found.one, found.two, strict=True)]
+    costs = [for_samples(of_sizes, share.samples, SIZES) for of_sizes in zip(*found.costs, strict=True)]
     if share.context == 1:
         return costs
     pair = _pair(analysis)
@@ -55,9 +55,8 @@ def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
         costs = [_by_rows(*each, share.context) for each in zip(costs, analysis.layers, strict=True)]
     whole = analysis.of(1, 1, "samples")
     assert whole is not None, "analyze always asks for one rank"
-    return [
-        _with_norms(*each, share.context - 1, share.tensor) for each in zip(costs, pair.one, whole.one, strict=True)
-    ]
+    together = zip(costs, pair.costs[0], whole.costs[0], strict=True)
+    return [_with_norms(*each, share.context - 1, share.tensor) for each in together]
 
 
 def _with_norms(cost: LayerCost, shared: LayerCost, alone: LayerCost, others: int, tensor: int) -> LayerCost:

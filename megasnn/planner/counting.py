@@ -41,12 +41,11 @@ def counted(
         return Counted(tensor, context, cut, refused[0])
     with _pretended_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut)
-        one, two = (
-            measure_memory(model, size, built_for, CPU, wires_of(config), repeats=True).layers for size in SIZES
-        )
+        wires = wires_of(config)
+        costs = tuple(measure_memory(model, size, built_for, CPU, wires, repeats=True).layers for size in SIZES)
         layers = model.named_layers(built_for)
         tensors = tuple(tuple(_tensors_of(name, layer)) for name, layer in layers)
-    return Counted(tensor, context, cut, None, one, two, tensors)
+    return Counted(tensor, context, cut, None, costs, tensors)
 
 
 @contextmanager

@@ -62,13 +62,14 @@ def forecast_memory(
     release_free_memory()
     mine = MemoryForecast(
         program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
-        weights=1e-6 * (weights + gathered),
+        weights=1e-6 * weights,
         gradients=1e-6 * gradients,
         optimizer=1e-6 * moments,
         kept=1e-6 * peak.kept,
         working=1e-6 * peak.working,
         messages=1e-6 * peak.messages,
         samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
+        gathered=1e-6 * gathered,
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
         offloaded=1e-6 * peak.on_host * on_host,
         graphs=1e-6 * _graphs(costs, distributed, plan, peak),

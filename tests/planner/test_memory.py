@@ -37,7 +37,7 @@ LAYOUTS = {
     "zbv": Layout(Grid(pipeline=2), schedule="zbv", chunks=2),
     "interleaved": Layout(Grid(pipeline=2), schedule="interleaved", chunks=2, recompute="always"),
 }
-STATES = "weights", "gradients", "optimizer"
+STATES = "weights", "gathered", "gradients", "optimizer"
 
 
 def foreseen(layout: Layout, known: Analysis) -> tuple[tuple[range, ...], tuple[MemoryForecast, ...]]:
@@ -59,7 +59,8 @@ def of_run(layout: Layout, bounds: tuple[range, ...]) -> dict[str, float]:
             gathered = 0 if shared is None else sum(gathered_and_buffers(shared, schedule, state.pipeline.rank))
             trained = [entry.tensor for entry in distributed.owned if entry.is_parameter]
             found = {
-                "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + gathered,
+                "weights": sum(entry.tensor.nbytes for entry in distributed.tensors),
+                "gathered": gathered,
                 "gradients": distributed.data_parallel.held_bytes,
                 "optimizer": state_bytes(trained, run.optimizer),
                 "peak": peak.kept + peak.working + peak.messages,

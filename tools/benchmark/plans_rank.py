@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch.distributed as dist
 
 from megasnn.config import ParallelConfig
 from megasnn.models.building import describe
+from megasnn.optim.building import held_state_bytes
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.measuring import measured
@@ -23,10 +25,16 @@ from tools.benchmark.training_steps import MegaSNNStep
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of each step on this rank, and bytes that one has needed above weights, gradients and optimizer state."""
+    """
+    Attributes:
+        seconds: of each step on this rank.
+        held: bytes of weights, gradients and optimizer state. needed: what a step needs at most above that. Both are 0
+            where they were not asked for.
+    """
 
     seconds: list[float]
-    bytes: int
+    held: int
+    needed: int
 
 
 class PlansRank:
@@ -47,7 +55,11 @@ class PlansRank:
         return found
 
     def steps(self, parallel: ParallelConfig, ranks: int, count: int, counts_memory: bool) -> Taken | None:
-        """Builds the model on the first ranks, takes two steps to warm up and then so many; None on the others."""
+        """Builds the model on the first ranks, takes two steps to warm up and then so many; None on the others.
+
+        Args:
+            counts_memory: whether the first step's memory is wanted: buffers that stay from then on are a part of it.
+        """
         if self._task.rank >= ranks:
             self._calls += 1
             return None
@@ -57,20 +69,22 @@ class PlansRank:
         with ExitStack() as at_end:
             at_end.callback(self._leave)
             at_end.callback(work.engine.close)
+            needed = self._first_step(work, counts_memory)
             ends = [time.monotonic()]
-            for _ in range(2 + count):
+            for _ in range(1 + count):
                 work.forward_backward()
                 work.update()
                 ends.append(time.monotonic())
-            times = [end - begin for begin, end in zip(ends[2:], ends[3:], strict=False)]
-            return Taken(times, self._counted(work) if counts_memory else 0)
+            times = [end - begin for begin, end in pairwise(ends)]
+            return Taken(times[1:], _held_bytes(work) if counts_memory else 0, needed)
 
-    def _counted(self, work: MegaSNNStep) -> int:
+    def _first_step(self, work: MegaSNNStep, counts_memory: bool) -> int:
         gc.collect()
         counter = AllocationCounter(work.engine.distributed.state.device)
-        with counter.counting():
+        with counter.counting() if counts_memory else nullcontext():
             work.forward_backward()
             work.engine.distributed.share_rows()
+        work.update()
         return counter.peak
 
     def _join(self, ranks: int) -> None:
@@ -82,3 +96,9 @@ class PlansRank:
     def _leave() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _held_bytes(work: MegaSNNStep) -> int:
+    distributed = work.engine.distributed
+    weights = sum(entry.tensor.nbytes for entry in distributed.tensors)
+    return weights + distributed.data_parallel.held_bytes + held_state_bytes(work.engine.steps.optimizer)
