@@ -14,8 +14,9 @@ class MemoryForecast:
     Attributes:
         program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
         weights: parameters and buffers, and their average where one is kept; where replicas share weights, this rank's
-            rows. gradients: their buckets, and the sums of the rows that the rank owns where rows have owners.
-        gathered: where replicas share weights, the most that is gathered, and the buffers that it comes in.
+            rows, and buffers that others' come in.
+        gradients: their buckets, and the sums of the rows that the rank owns where rows have owners.
+        gathered: where replicas share weights, the most that is gathered at once.
         optimizer: its state.
         kept: the most that forwards leave for backward.
         working: what the largest layer computes with, at the moment when that and `kept` are most.

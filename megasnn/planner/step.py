@@ -273,15 +273,15 @@ class Predictor:
         found = []
         peaks = step_peaks(schedule, executed, costs, [each.exchanged for each in states])
         for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
-            gathered = 0
+            gathered = buffers = 0
             if (shared := plan.weights) is not None:
                 units = [shared.travelling[u] for u in schedule.chunks_of(rank) if shared.unit_bytes[u]]
                 gathered = max(weights_held(schedule, rank, shared.unit_bytes))
-                gathered += max(units, default=0) * min(AT_ONCE, len(units))
+                buffers = max(units, default=0) * min(AT_ONCE, len(units))
             found.append(
                 MemoryForecast(
                     program=1e-6 * self._cluster.machine.program,
-                    weights=1e-6 * mine.weights,
+                    weights=1e-6 * (mine.weights + buffers),
                     gradients=1e-6 * mine.gradients,
                     optimizer=1e-6 * mine.optimizer,
                     kept=1e-6 * peak.kept,

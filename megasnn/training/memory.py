@@ -52,7 +52,8 @@ def forecast_memory(
     averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered = 0 if shared is None else sum(gathered_and_buffers(shared, schedule, state.pipeline.rank))
+    rank = state.pipeline.rank
+    gathered, buffers = (0, 0) if shared is None else gathered_and_buffers(shared, schedule, rank)
     gradients = distributed.data_parallel.held_bytes
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
@@ -62,7 +63,7 @@ def forecast_memory(
     release_free_memory()
     mine = MemoryForecast(
         program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
-        weights=1e-6 * weights,
+        weights=1e-6 * (weights + buffers),
         gradients=1e-6 * gradients,
         optimizer=1e-6 * moments,
         kept=1e-6 * peak.kept,
