@@ -76,7 +76,7 @@ class PlansRank:
                 work.update()
                 ends.append(time.monotonic())
             times = [end - begin for begin, end in pairwise(ends)]
-            return Taken(times[2:], _held_bytes(work) if counts_memory else 0, needed)
+            return Taken(times[2:], held_bytes(work) if counts_memory else 0, needed)
 
     def _join(self, ranks: int) -> None:
         self._calls += 1
@@ -89,7 +89,8 @@ class PlansRank:
             dist.destroy_process_group()
 
 
-def _held_bytes(work: MegaSNNStep) -> int:
+def held_bytes(work: MegaSNNStep) -> int:
+    """Of weights, gradients and optimizer state, and buffers that others' weights come in."""
     distributed, plan = work.engine.distributed, work.engine.plan
     weights = sum(entry.tensor.nbytes for entry in distributed.tensors)
     if (shared := plan.schedules.weights) is not None:
