@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megasnn.config.optimizer import OptimizerConfig
 from megasnn.pipeline.costs import LayerCost
+from megasnn.planner.analysis import HeldTensor
+from megasnn.planner.cluster import Cluster
+from megasnn.planner.collectives import all_reduce, exchange
+from megasnn.planner.layout import Layout
+from megasnn.planner.states import States, buckets_of, row_bytes
 from megasnn.schedule import Action, Kind
 from megasnn.schedule.actions import FINISHING
 from megasnn.schedule.simulate import TimedAction
@@ -26,6 +32,55 @@ class Summed:
     to_keepers: float
     over_copies: float
     sharing: float
+
+
+class Sums:
+    """What ranks of a cluster need to sum up what they have."""
+
+    def __init__(self, cluster: Cluster, optimizer: OptimizerConfig) -> None:
+        self._cluster, self._optimizer, self._on_gpu = cluster, optimizer, cluster.machine.kind == "cuda"
+
+    def agreement(self, layout: Layout) -> float:
+        """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
+        machine = self._cluster.machine
+        link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
+        return all_reduce(link, layout.ranks, 0, self._on_gpu)
+
+    def at_once(self, layout: Layout, states: States) -> Summed:
+        """All gradients of a rank, as if they were one bucket: in more of them they take no less.
+
+        Args:
+            states: of the rank.
+        """
+        return self._summed(layout, frozenset(), states.reduced, states.updated)
+
+    def buckets(self, layout: Layout, chunks: Sequence[range], tensors: Sequence[Sequence[HeldTensor]]) -> list[Summed]:
+        """In the order in which a rank's gradients are summed.
+
+        Args:
+            chunks: the layers of each of its chunks. tensors: of each layer of the model.
+        """
+        sizes, found = (layout.grid.weight, layout.grid.data, layout.grid.context), list[Summed]()
+        for span in reversed(chunks):
+            layer_of = {each.name: i for i in span for each in tensors[i]}
+            held = [each for i in span for each in tensors[i]]
+            for bucket in buckets_of(held, layout, self._optimizer, self._on_gpu):
+                layers = frozenset(layer_of[each.name] for each in bucket)
+                found.append(self._summed(layout, layers, row_bytes(bucket, sizes[0]), row_bytes(bucket, *sizes)))
+        return found
+
+    def _summed(self, layout: Layout, layers: frozenset[int], kept: int, owned: int) -> Summed:
+        """Args: kept, owned: bytes of the rows of gradients that a rank keeps, and of those that it owns."""
+        grid, copies = layout.grid, layout.grid.data * layout.grid.context
+        to_keepers = over_copies = sharing = 0.0
+        if grid.weight > 1:  # whole gradients go to those who keep the rows
+            to_keepers = exchange(self._cluster.link(layout, "weight"), grid.weight, kept)
+        link = self._cluster.link(layout, "data")
+        if layout.shards_optimizer and copies > 1:
+            over_copies = sharing = exchange(link, copies, owned)
+        elif copies > 1:
+            over_copies = all_reduce(link, copies, kept, self._on_gpu)
+        return Summed(layers, to_keepers, over_copies, sharing)
 
 
 def gradients_complete(

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
-from megasnn.config.patterns import last_match
 from megasnn.grid import Grid
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.order import chunk_costs, with_forwards_again
 from megasnn.pipeline.peaks import step_peaks
 from megasnn.planner.analysis import Analysis, HeldTensor
 from megasnn.planner.cluster import Cluster
-from megasnn.planner.collectives import all_reduce, exchange
 from megasnn.planner.costs import Links, Share, layer_costs
 from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.planner.reduction import (
-    Summed,
+    Sums,
     gradients_complete,
     keepers_end,
     reduction_end,
     sums_for_keepers,
 )
 from megasnn.planner.sized import SizedLayers
-from megasnn.planner.states import States, buckets_of, gathered_bytes, row_bytes, states_of, travelling_bytes
+from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES, least_held
 from megasnn.schedule.refine import NEVER
@@ -87,7 +85,7 @@ class Predictor:
         self._on_gpu = cluster.machine.kind == "cuda"
         self._layers = lru_cache(maxsize=None)(self._layers_of)
         self._states = lru_cache(maxsize=None)(self._states_of)
-        self._whole = lru_cache(maxsize=None)(self._whole_of)
+        self._sums = Sums(cluster, config.optimizer)
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
@@ -134,7 +132,7 @@ class Predictor:
         need = reduction = behind = 0.0
         for rank in range(layout.grid.pipeline):
             states = self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
-            summed = self._whole(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
+            summed = self._sums.at_once(layout, states)
             reduction = max(reduction, summed.to_keepers + summed.over_copies)
             behind = max(behind, states.updated * self._cluster.machine.update + summed.sharing)
             stash = held[rank] * (kept if rank == 0 else 1)
@@ -142,7 +140,7 @@ class Predictor:
             mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
             need = max(need, mine + self._samples(layout, rank))
         time = busy * self._cluster.slowest(layout.ranks) + max(0.0, reduction - busy)
-        return time + self._agreement(layout) + behind, self.with_program(need)
+        return time + self._sums.agreement(layout) + behind, self.with_program(need)
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
@@ -164,12 +162,6 @@ class Predictor:
         chunks = [list(chain(*(self._tensors(layout)[i] for i in span))) for span in spans]
         return states_of(chunks, layout, self._config.optimizer, self._on_gpu)
 
-    def _whole_of(self, grid: Grid, shards: bool, spans: tuple[range, ...]) -> Summed:
-        """All gradients of a rank at once, as if they were one bucket: more of them take no less."""
-        layout, frozen = Layout(grid, shards_optimizer=shards), self._config.optimizer.frozen_patterns()
-        held = [each for span in spans for i in span for each in self._tensors(layout)[i]]
-        return self._summed(layout, [e for e in held if e.is_parameter and last_match(frozen, e.name) is None])
-
     def _tensors(self, layout: Layout) -> Sequence[Sequence[HeldTensor]]:
         found = self._analysis.of(layout.grid.tensor, 1, "samples")
         assert found is not None, "costs were asked for before"
@@ -185,35 +177,6 @@ class Predictor:
         count = layout.micro_batches(config.training.micro_batches)
         return sample_bytes(config, itemsize, count, share, not self._on_gpu)
 
-    def _agreement(self, layout: Layout) -> float:
-        """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
-        machine = self._cluster.machine
-        link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
-        return all_reduce(link, layout.ranks, 0, self._on_gpu)
-
-    def _summed(self, layout: Layout, tensors: Sequence[HeldTensor], layers: Iterable[int] = ()) -> Summed:
-        """What it takes to sum the gradients of these tensors in one bucket."""
-        grid, copies = layout.grid, (layout.grid.data, layout.grid.context)
-        to_keepers = over_copies = sharing = 0.0
-        if grid.weight > 1:  # whole gradients go to those who keep the rows
-            to_keepers = exchange(self._cluster.link(layout, "weight"), grid.weight, row_bytes(tensors, grid.weight))
-        link, ranks = self._cluster.link(layout, "data"), math.prod(copies)
-        if layout.shards_optimizer and ranks > 1:
-            over_copies = sharing = exchange(link, ranks, row_bytes(tensors, grid.weight, *copies))
-        elif ranks > 1:
-            over_copies = all_reduce(link, ranks, row_bytes(tensors, grid.weight), self._on_gpu)
-        return Summed(frozenset(layers), to_keepers, over_copies, sharing)
-
-    def _buckets(self, layout: Layout, rank: int, bounds: tuple[range, ...]) -> list[Summed]:
-        """In the order in which a rank's gradients are summed."""
-        tensors, found = self._tensors(layout), list[Summed]()
-        for chunk in reversed(layout.chunks_of(rank)):
-            layer_of = {each.name: i for i in bounds[chunk] for each in tensors[i]}
-            held = [each for i in bounds[chunk] for each in tensors[i]]
-            for bucket in buckets_of(held, layout, self._config.optimizer, self._on_gpu):
-                found.append(self._summed(layout, bucket, {layer_of[each.name] for each in bucket}))
-        return found
-
     # --- simulated
 
     def predict(self, layout: Layout) -> Predicted:
@@ -223,7 +186,10 @@ class Predictor:
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule = plan.training(count)
         executed = plan.unit_bounds(bounds)
-        buckets = [self._buckets(layout, rank, bounds) for rank in range(layout.grid.pipeline)]
+        tensors, ranks = self._tensors(layout), range(layout.grid.pipeline)
+        buckets = [
+            self._sums.buckets(layout, [bounds[chunk] for chunk in layout.chunks_of(rank)], tensors) for rank in ranks
+        ]
         sums = {
             (rank, place): seconds
             for rank, summed in enumerate(buckets)
@@ -238,10 +204,7 @@ class Predictor:
             for rank, row in enumerate(result.timeline)
         ]
         scale = self._cluster.slowest(layout.ranks)
-        states = [
-            self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
-            for rank in range(layout.grid.pipeline)
-        ]
+        states = [self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank)) for rank in ranks]
         behind = [
             (each.updated * self._cluster.machine.update, sum(bucket.sharing for bucket in summed))
             for each, summed in zip(states, buckets, strict=True)
@@ -249,8 +212,8 @@ class Predictor:
         update = max(seconds for seconds, _ in behind)
         time = StepTime(
             pipeline=result.makespan * scale,
-            reduction=max(0.0, max(ends) - result.makespan) + self._of_processor(layout, states),
-            agreement=self._agreement(layout),
+            reduction=max(0.0, max(ends) - result.makespan) + self._of_processor(layout, plan, schedule, states),
+            agreement=self._sums.agreement(layout),
             update=update,
             sharing=max(map(sum, behind)) - update,
         )
@@ -280,12 +243,23 @@ class Predictor:
             plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
         return plan
 
-    def _of_processor(self, layout: Layout, states: Sequence[States]) -> float:
-        """What the transport takes from the computing where every core computes."""
-        copies = layout.grid.data * layout.grid.context
-        link, ways = self._cluster.link(layout, "data"), 1 if layout.shards_optimizer else 2
-        size = max(each.reduced for each in states) * ways * (copies - 1) / copies
-        return size * (link.sender_per_byte + link.receiver_per_byte)
+    def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
+        """What the transport between replicas takes from the computing, where every core computes."""
+        copies, ways = layout.grid.data * layout.grid.context, 1 if layout.shards_optimizer else 2
+        of_data, of_weight = (self._cluster.link(layout, axis) for axis in ("data", "weight"))
+        size = max(each.reduced for each in states)
+        summed = size * ways * (copies - 1) / copies
+        shared = float(size * (layout.grid.weight - 1))
+        if plan.weights is not None:
+            others, unit_bytes = 1 - 1 / layout.grid.weight, plan.weights.unit_bytes
+            shared += others * max(
+                sum(unit_bytes[action.chunk] for action in row if action.kind is Kind.GATHER_WEIGHTS)
+                for row in schedule.actions
+            )
+        return sum(
+            each * (link.sender_per_byte + link.receiver_per_byte)
+            for each, link in ((summed, of_data), (shared, of_weight))
+        )
 
     def _memory(
         self,
@@ -299,21 +273,22 @@ class Predictor:
         found = []
         peaks = step_peaks(schedule, executed, costs, [each.exchanged for each in states])
         for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
-            gathered = 0
+            gathered = buffers = 0
             if (shared := plan.weights) is not None:
                 units = [shared.travelling[u] for u in schedule.chunks_of(rank) if shared.unit_bytes[u]]
                 gathered = max(weights_held(schedule, rank, shared.unit_bytes))
-                gathered += max(units, default=0) * min(AT_ONCE, len(units))
+                buffers = max(units, default=0) * min(AT_ONCE, len(units))
             found.append(
                 MemoryForecast(
                     program=1e-6 * self._cluster.machine.program,
-                    weights=1e-6 * (mine.weights + gathered),
+                    weights=1e-6 * (mine.weights + buffers),
                     gradients=1e-6 * mine.gradients,
                     optimizer=1e-6 * mine.optimizer,
                     kept=1e-6 * peak.kept,
                     working=1e-6 * peak.working,
                     messages=1e-6 * peak.messages,
                     samples=1e-6 * self._samples(layout, rank),
+                    gathered=1e-6 * gathered,
                 )
             )
         return tuple(found)

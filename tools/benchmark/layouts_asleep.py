@@ -129,7 +129,8 @@ class SleepingPlansBenchmark(Flags):
                 LayerFacts(name, name, each.parameters // FLOAT, 0, each.message, False, 1)
                 for name, each in zip(names, costs, strict=True)
             ),
-            (Counted(1, 1, "samples", None, counted, counted, tuple(map(_tensors, names, layers))),),
+            (1, 2),
+            (Counted(1, 1, "samples", None, (counted, counted), tuple(map(_tensors, names, layers))),),
             (Timed(1, 1, "samples", 1, 1, tuple(map(_seconds, costs))),),
             self.cluster(1).machine,
         )
