@@ -88,9 +88,8 @@ def find(flags: CapacityBenchmark, layout: Layout, ranks: RankProcesses) -> Foun
         return _foreseen(flags, layout, size)
 
     def fits(size: int) -> bool:
-        config = flags.configuration(size)
-        parallel = layout.parallel(config.parallel, _predictor(flags, size).bounds(layout))
-        taken = ranks.call("tried", replace(config, parallel=parallel), layout.ranks, timeout=flags.timeout)
+        parallel = layout.parallel(flags.usual().parallel, _predictor(flags, size).bounds(layout))
+        taken = ranks.call("tried", size, parallel, layout.ranks, timeout=flags.timeout)
         tried[size] = max(taken[: layout.ranks], key=lambda each: each.bytes)
         say(f"  {size}: {MB * tried[size].bytes:.0f} MB", end="")
         return tried[size].bytes <= flags.memory / MB
@@ -135,7 +134,7 @@ def layout_of(flags: CapacityBenchmark, name: str) -> Layout:
 
 def measure(flags: CapacityBenchmark) -> Iterator[Part]:
     with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
-        with closing(start_row("of capacity", CapacityRank, None, RANKS, 1, f"{folder}/store")) as ranks:
+        with closing(start_row("of capacity", CapacityRank, flags, RANKS, 1, f"{folder}/store")) as ranks:
             ranks.ready(flags.timeout)
             lines = []
             for name in flags.layouts:

@@ -56,6 +56,8 @@ class CapacityBenchmark(Flags):
                 f"--memory {self.memory:g} for each of {RANKS} ranks: this machine has {machine:.0f} MB, of which "
                 f"{MOST_OF_MACHINE:.0%} may be asked for; give {MOST_OF_MACHINE * machine / RANKS:.0f} or less"
             )
+        if not wrong and (none := [name for name in self.layouts if name in LAYOUTS and not self.sizes(LAYOUTS[name])]):
+            wrong.append(f"--most {self.most}: there is no {self.grows} up to that for {', '.join(none)}; raise it")
         return wrong
 
     def sizes(self, layout: Layout) -> list[int]:

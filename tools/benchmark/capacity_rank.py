@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from megasnn.config import PretrainConfig
+from megasnn.config import ParallelConfig
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import keep_free_memory
+from tools.benchmark.capacity_flags import CapacityBenchmark
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
 from tools.benchmark.training_steps import MegaSNNStep
 
@@ -27,13 +28,13 @@ class Tried:
 class CapacityRank:
     """Imports everything when made; there is no process group between two calls."""
 
-    def __init__(self, task: RankTask[None]) -> None:
+    def __init__(self, task: RankTask[CapacityBenchmark]) -> None:
         set_up_rank(task)
         self._task, self._calls = task, 0
 
-    def tried(self, config: PretrainConfig, ranks: int) -> Tried | None:
-        """Builds the model on the first ranks, and takes two steps whose memory is counted and one that is timed; None
-        on the other ranks."""
+    def tried(self, size: int, parallel: ParallelConfig, ranks: int) -> Tried | None:
+        """Builds the model of that size on the first ranks, and takes two steps whose memory is counted and one that is
+        timed; None on the other ranks."""
         self._calls += 1
         if self._task.rank >= ranks:
             return None
@@ -42,7 +43,7 @@ class CapacityRank:
             join_ranks(f"{self._task.store}-{self._calls}", self._task.rank, ranks)
         with ExitStack() as at_end:
             at_end.callback(_leave)
-            work = MegaSNNStep(config)
+            work = MegaSNNStep(replace(self._task.work.configuration(size), parallel=parallel))
             at_end.callback(work.engine.close)
             distributed = work.engine.distributed
             weights = sum(entry.tensor.nbytes for entry in distributed.tensors)

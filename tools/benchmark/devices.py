@@ -14,12 +14,11 @@ from statistics import median
 
 from megasnn.config.checks import above, at_least
 from megasnn.models.building import describe
-from megasnn.planner.analysis import Analysis
 from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.machines import REACHED, Reached
 from tools.benchmark.devices_fit import DEVICE, Example, fitted, foreseen
 from tools.benchmark.harness import Case, Figures, Flags, Part, rounds, say, summary
-from tools.benchmark.log import Line
+from tools.benchmark.log import Line, latest_alike, read_lines, surroundings
 from tools.benchmark.pipeline_flags import ModelName
 from tools.benchmark.plans_flags import LAYOUTS, RANKS, PlansBenchmark
 from tools.benchmark.plans_rank import PlansRank
@@ -53,6 +52,8 @@ class DeviceBenchmark(Flags):
     """How often each layout of a model has its turn."""
     steps: int = 3
     """Timed steps of a turn; two untimed ones come before them."""
+    resume: bool = False
+    """Models and sizes of which the log has all rows from this machine are not measured again."""
     timeout: float = 300.0
     """Seconds that a turn may take before the benchmark gives up."""
 
@@ -73,27 +74,39 @@ class DeviceBenchmark(Flags):
 
 def measure(flags: DeviceBenchmark) -> Iterator[Part]:
     found: dict[str, Example] = {}
-    times: dict[str, list[float]] = {}
+    times: dict[str, dict[str, float]] = {}
     for model in flags.models:
         config = flags.of_plans(model, 1).configuration()
         known = counted_sizes(describe(config.model, config.neuron.spec), config, [1, RANKS], [RANKS])
         for size in flags.sizes:
-            for layout, milliseconds in _times(flags, model, size).items():
+            measured = flags.resume and _measured_before(flags, model, size)
+            for layout, milliseconds in (measured or _times(flags, model, size)).items():
                 name = f"{model} {size} {layout}"
                 times[name] = milliseconds
-                found[name] = _example(flags, known, model, size, layout, milliseconds)
+                run = flags.of_plans(model, size).configuration()
+                found[name] = Example(known, run, LAYOUTS[layout], 1e-3 * milliseconds["median"])
     names = sorted(found)
     reached = fitted([found[name] for name in names[::2]])
     yield Part([_figures(flags, name, found[name], times[name], name in names[::2], reached) for name in names])
 
 
-def _example(
-    flags: DeviceBenchmark, known: Analysis, model: ModelName, size: int, layout: str, times: Sequence[float]
-) -> Example:
-    return Example(known, flags.of_plans(model, size).configuration(), LAYOUTS[layout], 1e-3 * median(times))
+def _measured_before(flags: DeviceBenchmark, model: ModelName, size: int) -> dict[str, dict[str, float]] | None:
+    """The latest figures of all layouts in the log; None where some lack."""
+    log, machine = read_lines(flags.output), surroundings(None)["machine"]
+    alike = {
+        layout: latest_alike({"configuration": _configuration(flags, model, size, layout), "machine": machine}, log)
+        for layout in flags.layouts
+    }
+    found = {layout: line["step_ms"] for layout, line in alike.items() if line is not None}
+    return found if len(found) == len(flags.layouts) else None
 
 
-def _times(flags: DeviceBenchmark, model: ModelName, size: int) -> dict[str, list[float]]:
+def _configuration(flags: DeviceBenchmark, model: str, size: int, layout: str) -> Figures:
+    shape = {"micro_batch_size": size, "micro_batches": flags.micro_batches}
+    return {"case": "devices", "model": model, "layout": layout, **shape}
+
+
+def _times(flags: DeviceBenchmark, model: ModelName, size: int) -> dict[str, dict[str, float]]:
     """Milliseconds of the steps on each layout, on its slowest rank."""
     work = flags.of_plans(model, size)
     found: dict[str, list[float]] = {name: [] for name in flags.layouts}
@@ -108,7 +121,7 @@ def _times(flags: DeviceBenchmark, model: ModelName, size: int) -> dict[str, lis
                 found[name] += _turn(flags, work, ranks, name)
                 say(f"  {name} {median(found[name]):.0f} ms", end="")
             say("")
-    return found
+    return {name: summary(times) for name, times in found.items()}
 
 
 def _turn(flags: DeviceBenchmark, work: PlansBenchmark, ranks: RankProcesses, name: str) -> list[float]:
@@ -119,19 +132,18 @@ def _turn(flags: DeviceBenchmark, work: PlansBenchmark, ranks: RankProcesses, na
 
 
 def _figures(
-    flags: DeviceBenchmark, name: str, example: Example, times: Sequence[float], is_fitted: bool, reached: Reached
+    flags: DeviceBenchmark, name: str, example: Example, times: Figures, is_fitted: bool, reached: Reached
 ) -> Figures:
     model, size, layout = name.split()
-    shape = {"micro_batch_size": int(size), "micro_batches": flags.micro_batches}
     return {
         "row": f"devices {name}",
-        "step_ms": summary(times),
+        "step_ms": times,
         "fitted_to": is_fitted,
         "foreseen_ms": 1e3 * foreseen(example, reached),
         "by_the_table_ms": 1e3 * foreseen(example, REACHED["cpu"]),
         "reached": asdict(reached),
         "device": DEVICE,
-        "configuration": {"case": "devices", "model": model, "layout": layout, **shape},
+        "configuration": _configuration(flags, model, int(size), layout),
     }
 
 
