@@ -44,7 +44,7 @@ def test_a_machine_has_the_shares_that_are_given() -> None:
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))
     log = tmp_path / "log.jsonl"
-    small = "--models spikformer_ti --sizes 1 --micro-batches 2 --layouts one dp2 --rounds 1"
+    small = "--models spikformer_ti --sizes 1 --micro-batches 2 --layouts one dp2 --steps 1"
     assert main(["--fit-device", *small.split(), "--output", str(log)]) == 0
     dp2, one = map(json.loads, log.read_text().splitlines())
     assert (dp2["fitted_to"], one["fitted_to"]) == (True, False)
