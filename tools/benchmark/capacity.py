@@ -109,7 +109,7 @@ def _foreseen(flags: CapacityBenchmark, layout: Layout, size: int) -> float:
 @lru_cache(maxsize=16)
 def _predictor(flags: CapacityBenchmark, size: int) -> Predictor:
     config = flags.configuration(size)
-    # Bytes are counted for one sample and for two: a size of micro-batches needs no analysis of its own.
+    # Bytes are counted for few samples, and scaled: a size of micro-batches needs no analysis of its own.
     return Predictor(_analysis(flags.usual() if flags.grows == "micro-batch" else config), config, _cluster())
 
 
