@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, takewhile
 from typing import Literal
 
 from megasnn.config import PretrainConfig
@@ -20,7 +21,7 @@ from megasnn.schedule.refine import NEVER
 
 Prefer = Literal["speed", "memory", "capacity"]
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
-PATIENCE = 3  # times the time for simulations, where nothing has fitted yet
+PATIENCE = 1.4  # times the time for simulations, where nothing has fitted yet
 GB = 1e9
 
 
@@ -152,11 +153,16 @@ class Search:
         last = time.monotonic() + PATIENCE * (until - time.monotonic())
         best: tuple[Candidate, Predicted] | None = None
         one = [each for each in fitting if each.layout.ranks == 1][:1]  # there is always something to be faster than
-        for each in [*one, *fitting]:
+
+        def enough() -> bool:
+            return len(found) >= simulations or time.monotonic() > until
+
+        # Where bounds fit and no simulation does, what needs least is tried before the time is up.
+        smallest = sorted(fitting, key=lambda each: each.bytes or 0.0)
+        for each in chain(one, takewhile(lambda _: not enough(), fitting), smallest):
             if each.layout in found:
                 continue
-            enough = len(found) >= simulations or time.monotonic() > until
-            if best is not None and (enough or self.rank(each) >= self.rank(best[0])):
+            if best is not None and (enough() or self.rank(each) >= self.rank(best[0])):
                 break
             if time.monotonic() > last:
                 break

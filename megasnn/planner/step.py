@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain
 
 from megasnn.config import PretrainConfig
-from megasnn.grid import Grid
+from megasnn.grid import ContextCut, Grid
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.order import chunk_costs
 from megasnn.pipeline.peaks import step_peaks
@@ -74,8 +74,10 @@ class Predictor:
     def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
         self._analysis, self._config, self._cluster = analysis, config, cluster
         self._on_gpu = cluster.machine.kind == "cuda"
+        self._sized_on = lru_cache(maxsize=None)(self._sized_of)
         self._layers = lru_cache(maxsize=None)(self._layers_of)
         self._states = lru_cache(maxsize=None)(self._states_of)
+        self._states_on = lru_cache(maxsize=None)(self._states_of_ranks)
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
@@ -88,11 +90,14 @@ class Predictor:
         return self._sized(layout).bounds(layout.placement)
 
     def _sized(self, layout: Layout) -> SizedLayers:
-        grid, cluster = layout.grid, self._cluster
+        return self._sized_on(layout.grid, layout.cut)
+
+    def _sized_of(self, grid: Grid, cut: ContextCut) -> SizedLayers:
+        layout, cluster = Layout(grid, cut), self._cluster
         links = Links(cluster.link(layout, "tensor"), cluster.link(layout, "context"))
         at_work = min(layout.ranks, cluster.ranks_of_node)
         samples = layout.own_samples(self._config.training.micro_batch_size)
-        return self._layers(Share(grid.tensor, grid.context, layout.cut, samples, at_work), links)
+        return self._layers(Share(grid.tensor, grid.context, cut, samples, at_work), links)
 
     def _layers_of(self, share: Share, links: Links) -> SizedLayers:
         return SizedLayers(layer_costs(self._analysis, self._cluster.machine, share, links))
@@ -121,8 +126,7 @@ class Predictor:
         kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
         need = 0.0
         reduced = updated = 0
-        for rank in range(layout.grid.pipeline):
-            states = self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
+        for rank, states in enumerate(self._states_for(layout)):
             reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
             stash = held[rank] * (kept if rank == 0 else 1)
             last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
@@ -134,8 +138,7 @@ class Predictor:
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
-        ranks = range(layout.grid.pipeline)
-        states = [self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank)) for rank in ranks]
+        states = self._states_for(layout)
         return self.with_program(max(each.weights + each.gradients + each.optimizer for each in states))
 
     def with_program(self, tensors: float) -> float:
@@ -143,9 +146,20 @@ class Predictor:
         machine = self._cluster.machine
         return machine.program + tensors * (1 + machine.rest)
 
-    def _of_rank(self, layout: Layout, rank: int) -> tuple[range, ...]:
-        bounds = self.bounds(layout)
-        return tuple(bounds[chunk] for chunk in layout.chunks_of(rank))
+    def _states_for(self, layout: Layout) -> tuple[States, ...]:
+        """Of each pipeline rank. Schedules that place chunks alike have the same, with recomputation and without."""
+        return self._states_on(layout.grid, layout.cut, layout.placement, layout.shards_optimizer)
+
+    def _states_of_ranks(
+        self, grid: Grid, cut: ContextCut, placement: tuple[int, ...], shards: bool
+    ) -> tuple[States, ...]:
+        spans: list[list[range]] = [[] for _ in range(grid.pipeline)]
+        for rank, span in zip(placement, self._sized_on(grid, cut).bounds(placement), strict=True):
+            spans[rank].append(span)
+        # Owners differ by their number alone, and without owners replicas do not change what a rank holds.
+        owners = grid.data * grid.context if shards else 1
+        alike = Grid(data=owners, tensor=grid.tensor, weight=grid.weight)
+        return tuple(self._states(alike, shards, tuple(each)) for each in spans)
 
     def _states_of(self, grid: Grid, shards: bool, spans: tuple[range, ...]) -> States:
         layout = Layout(grid, shards_optimizer=shards)
@@ -198,10 +212,7 @@ class Predictor:
         executed = plan.unit_bounds(bounds)
         result = simulate(schedule, chunk_costs(plan, bounds, costs, layout.grid.weight), plan.wholes)
         scale = self._cluster.slowest(layout.ranks)
-        states = [
-            self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
-            for rank in range(layout.grid.pipeline)
-        ]
+        states = self._states_for(layout)
         pieces = [self._pieces(layout, span, costs) for span in executed]
         ends = reduction_ends(schedule, result, pieces, lambda size: self._reduction(layout, size))
         updated = max(each.updated for each in states)
