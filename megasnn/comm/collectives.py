@@ -146,10 +146,10 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
     outgoing = rows.view(row_count, group.size, mine).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
     statistics.record(group.name, "reduce_scatter", direction, outgoing.nbytes - outgoing[0].nbytes)
-    work = dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)
+    work = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
 
     def finish() -> Tensor:
-        work.wait()
+        work.pop().wait()  # it holds what was sent
         let_others_go()
         return sum_in_rank_order(incoming)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 FEW_ROWS = 1024
+FEW_SUMMED_ROWS = 2048
 FEW_FRAMES = 16
 
 
@@ -77,7 +78,7 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
     Args:
         grad: of the output. images: the input.
     """
-    if _is_matrix_product(images, total, geometry):
+    if _is_matrix_product(images, total, geometry, FEW_SUMMED_ROWS):
         add_product(total.flatten(1), _rows(grad).t(), _rows(images))
         return
     # Only the shape and type of the weight enter its gradient.
@@ -93,13 +94,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
     """Pointwise over few rows on a CPU, where a convolution spends its time on bringing the weight into oneDNN's order.
 
     Below 16 frames PyTorch even leaves oneDNN for a slow path. Over many rows the convolution is never slower, and
-    twice as fast on processors that MKL is not written for.
+    twice as fast on processors that MKL is not written for. The gradient of the weight is a product for longer, since
+    it is added where it is to be, and what a convolution gives is brought into order and then added.
     """
-    few = images.shape[0] < FEW_FRAMES or images.numel() // images.shape[1] < FEW_ROWS
+    few = images.shape[0] < FEW_FRAMES or images.numel() // images.shape[1] < few_rows
     return _is_pointwise(weight, geometry) and images.device.type == "cpu" and few
 
 

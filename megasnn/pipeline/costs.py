@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -218,11 +219,17 @@ def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerC
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
-    """The bytes of a layer for so many samples, from those counted for the first: each more needs as much more."""
-    first, second = counted[0], counted[-1]
+    """The bytes of a layer for so many samples, on the straight line through those counted for the two nearest sizes.
+
+    Args:
+        sizes: numbers of samples that `counted` is for, in ascending order. Where there is one, it is `samples`.
+    """
+    upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
+    lower = max(0, upper - 1)
+    first, second = counted[lower], counted[upper]
 
     def grown(few: int, more: int) -> int:
-        return max(0, few + (samples - sizes[0]) * (more - few))
+        return max(0, few + (samples - sizes[lower]) * (more - few) // max(1, sizes[upper] - sizes[lower]))
 
     values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
     forward, inputs, weights = map(grown, first.working, second.working)

@@ -22,7 +22,6 @@ from megasnn.pipeline.costs import LayerCost
 from megasnn.planner.machines import Machine
 
 FORMAT: Literal[1] = 1
-SIZES = 1, 2  # samples of which memory is counted
 _ADVICE = "make it anew with `analyze`"
 
 CutAxis = Literal["tensor", "samples", "rows"]
@@ -73,7 +72,7 @@ class Counted:
     Attributes:
         tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
         refused: what building them has answered; None where it can be.
-        one, two: bytes of each layer for one sample and for two; seconds are 0.
+        costs: bytes of each layer, for each number of samples in `Analysis.sizes`; seconds are 0.
         tensors: of each layer.
     """
 
@@ -81,8 +80,7 @@ class Counted:
     context: int
     cut: ContextCut
     refused: str | None = None
-    one: tuple[LayerCost, ...] = ()
-    two: tuple[LayerCost, ...] = ()
+    costs: tuple[tuple[LayerCost, ...], ...] = ()
     tensors: tuple[tuple[HeldTensor, ...], ...] = ()
 
 
@@ -124,6 +122,7 @@ class Analysis:
     """
     Attributes:
         model: its name. about: what the figures depend on; see `identity`.
+        sizes: numbers of samples that bytes were counted for, in ascending order.
         counted: every size that was asked for, those that cannot be too.
         machine: where it was measured; None: nowhere.
     """
@@ -132,6 +131,7 @@ class Analysis:
     model: str
     about: FreeForm
     layers: tuple[LayerFacts, ...]
+    sizes: tuple[int, ...]
     counted: tuple[Counted, ...]
     timed: tuple[Timed, ...] = ()
     machine: Machine | None = None

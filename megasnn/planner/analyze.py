@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 from megasnn.comm.codec import Content
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
-from megasnn.grid import ContextCut
 from megasnn.models.building import describe
 from megasnn.models.description import INPUT, ModelDescription
 from megasnn.models.problems import building_problems
 from megasnn.models.summary import LayerSummary, summarise
 from megasnn.planner.analysis import FORMAT, Analysis, Counted, LayerFacts, identity
-from megasnn.planner.counting import counted
+from megasnn.planner.counting import counted, trial_sizes
 from megasnn.planner.measuring import measured
 
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
@@ -63,8 +62,8 @@ def counted_sizes(
     pair = counted(model, config, 1, 2)
     # Whether samples can be shared does not depend on the number of ranks, and what is exchanged is proportional to it.
     sizes += [pair if size == 2 else Counted(1, size, "samples", pair.refused) for size in context_sizes]
-    sizes += [Counted(1, size, "rows", _refused(config, size, "rows")) for size in context_sizes]
-    return Analysis(FORMAT, config.model.name, identity(config), layers, tuple(sizes))
+    sizes += [counted(model, config, 1, size, "rows") for size in context_sizes]
+    return Analysis(FORMAT, config.model.name, identity(config), layers, trial_sizes(config), tuple(sizes))
 
 
 def _facts(model: ModelDescription, number: int, told: LayerSummary) -> LayerFacts:
@@ -73,9 +72,3 @@ def _facts(model: ModelDescription, number: int, told: LayerSummary) -> LayerFac
     spikes = bool(contents) and Content.DENSE not in contents
     rows = max((shape[3] for shape, _ in told.outputs if len(shape) == 5), default=1)
     return LayerFacts(told.name, told.unit, told.parameters, told.operations, told.output_bytes, spikes, rows)
-
-
-def _refused(config: PretrainConfig, context: int, cut: ContextCut) -> str | None:
-    neuron = config.neuron
-    problems = building_problems(config.model, neuron.spec, 1, neuron.neuron_backend, context, cut)
-    return problems[0] if problems else None

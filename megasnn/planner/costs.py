@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megasnn.grid import ContextCut
 from megasnn.pipeline.costs import LayerCost, LinkCost, for_samples
-from megasnn.planner.analysis import SIZES, Analysis, Counted, LayerFacts, LayerSeconds, Timed
+from megasnn.planner.analysis import Analysis, LayerFacts, LayerSeconds, Timed
 from megasnn.planner.machines import Machine
 
 PARTS = "forward", "input_gradient", "weight_gradient"
@@ -41,28 +41,32 @@ class Work(NamedTuple):
 def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
     """The bytes of each layer, and what ranks that share it exchange; seconds are 0.
 
-    Where images are shared by rows, a rank's part of the bytes is computed from the whole, and what it needs of others
-    is the row on either side of its own. Raises ValueError for a size that cannot be.
+    Where channels and rows are shared at once, both were counted by themselves. Raises ValueError for a size that
+    cannot be.
     """
-    found = analysis.of(share.tensor, 1, "samples")
-    if found is None or found.refused is not None:
-        raise ValueError(f"tensor {share.tensor}: {found.refused if found else 'was not asked for by analyze'}")
-    costs = [for_samples(pair, share.samples, SIZES) for pair in zip(found.one, found.two, strict=True)]
+    costs = _at(analysis, share, share.tensor, 1)
     if share.context == 1:
         return costs
-    pair = _pair(analysis)
+    alone = _at(analysis, share, 1, 1)
     if share.cut == "rows":
-        costs = [_by_rows(*each, share.context) for each in zip(costs, analysis.layers, strict=True)]
-    whole = analysis.of(1, 1, "samples")
-    assert whole is not None, "analyze always asks for one rank"
-    return [
-        _with_norms(*each, share.context - 1, share.tensor) for each in zip(costs, pair.one, whole.one, strict=True)
-    ]
+        by_rows = _at(analysis, share, 1, share.context, "rows")
+        together = zip(costs, by_rows, alone, strict=True)
+        return by_rows if share.tensor == 1 else [_of_both(*each, share) for each in together]
+    # Beside its samples a rank has what norms keep and exchange, which does not depend on the number of samples.
+    pairs = zip(costs, _at(analysis, share, 1, 2), alone, strict=True)
+    return [_with_norms(*each, share.context - 1, share.tensor) for each in pairs]
+
+
+def _at(analysis: Analysis, share: Share, tensor: int, context: int, cut: ContextCut = "samples") -> list[LayerCost]:
+    found = analysis.of(tensor, context, cut)
+    if found is None or found.refused is not None:
+        what = f"tensor {tensor}" if context == 1 else f"context {context} by {cut}"
+        raise ValueError(f"{what}: {found.refused if found else 'was not asked for by analyze'}")
+    return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*found.costs, strict=True)]
 
 
 def _with_norms(cost: LayerCost, shared: LayerCost, alone: LayerCost, others: int, tensor: int) -> LayerCost:
-    """With what norms of a shared micro-batch keep and exchange, which does not depend on the number of samples.
-
+    """
     Args:
         shared, alone: with one other rank, and without. others: how many there are.
     """
@@ -76,23 +80,26 @@ def _with_norms(cost: LayerCost, shared: LayerCost, alone: LayerCost, others: in
     )
 
 
-def _pair(analysis: Analysis) -> Counted:
-    """Two ranks that share a micro-batch by samples: what norms exchange there grows with the number of others."""
-    pair = analysis.of(1, 2, "samples")
-    if pair is None or pair.refused is not None:
-        raise ValueError(f"context 2 by samples: {pair.refused if pair else 'was not asked for by analyze'}")
-    return pair
+def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: Share) -> LayerCost:
+    """Args: of_tensor, by_rows, alone: with channels shared, with rows shared, and with nothing shared."""
+
+    def part(one: int, other: int, whole: int) -> int:
+        return -(-one * other // whole) if whole else one
+
+    parts: dict[str, Any] = {
+        name: part(*(getattr(each, name) or 0 for each in (of_tensor, by_rows, alone))) for name in _CUT
+    }
+    forward, inputs, weights = map(part, of_tensor.working, by_rows.working, alone.working)
+    return replace(
+        of_tensor,
+        working=(forward, inputs, weights),
+        exchanged=of_tensor.exchanged // share.context + by_rows.exchanged // share.tensor,
+        collectives=of_tensor.collectives + by_rows.collectives,
+        **parts,
+    )
 
 
-def _by_rows(cost: LayerCost, layer: LayerFacts, ranks: int) -> LayerCost:
-    if layer.rows == 1:
-        return cost
-    beside = 2 * (cost.message + cost.gradient) // layer.rows
-    names = "held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output"
-    parts = {name: -(-getattr(cost, name) // ranks) for name in names if getattr(cost, name) is not None}
-    forward, inputs, weights = (-(-size // ranks) for size in cost.working)
-    exchanged = cost.exchanged // ranks + beside
-    return replace(cost, working=(forward, inputs, weights), exchanged=exchanged, **parts)
+_CUT = "held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output"
 
 
 def work_of(layer: LayerFacts, cost: LayerCost, share: Share, first: bool) -> dict[str, Work]:

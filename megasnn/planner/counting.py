@@ -7,23 +7,21 @@ nothing and tensors of the right sizes, and what they exchange is counted.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
-from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.memory import measure_memory
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.memory import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, measure_memory
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.planner.analysis import SIZES, Counted, HeldTensor
+from megasnn.planner.analysis import Counted, HeldTensor
+from megasnn.planner.pretended import pretended_ranks
 from megasnn.precisions import PRECISIONS
 from megasnn.sharded_tensors import sharded_tensors
 
@@ -39,26 +37,21 @@ def counted(
     refused = refused or building_problems(config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut)
     if refused:
         return Counted(tensor, context, cut, refused[0])
-    with _pretended_ranks(tensor, context) as state:
+    with pretended_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut)
-        one, two = (
-            measure_memory(model, size, built_for, CPU, wires_of(config), repeats=True).layers for size in SIZES
+        wires = wires_of(config)
+        costs = tuple(
+            measure_memory(model, size, built_for, CPU, wires, repeats=True).layers for size in trial_sizes(config)
         )
         layers = model.named_layers(built_for)
         tensors = tuple(tuple(_tensors_of(name, layer)) for name, layer in layers)
-    return Counted(tensor, context, cut, None, one, two, tensors)
+    return Counted(tensor, context, cut, None, costs, tensors)
 
 
-@contextmanager
-def _pretended_ranks(tensor: int, context: int) -> Iterator[ParallelState]:
-    if tensor * context > 1:
-        dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
-    try:
-        yield initialize_model_parallel(tensor, device=CPU, context_parallel_size=context)
-    finally:
-        destroy_model_parallel()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
+    """Numbers of samples that are counted: those that a run tries, and where it would count its own, these too."""
+    own = config.training.micro_batch_size
+    return tuple(sorted({*TRIAL_SAMPLES, own} if own <= COUNTED_AS_THEY_ARE else TRIAL_SAMPLES))
 
 
 def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut) -> BuildContext:

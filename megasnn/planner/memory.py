@@ -14,8 +14,9 @@ class MemoryForecast:
     Attributes:
         program: the process without tensors: interpreter, libraries, compiled kernels; on a GPU 0.
         weights: parameters and buffers, and their average where one is kept; where replicas share weights, this rank's
-            rows, the most that is gathered, and the buffers that it comes in. gradients: their buckets, and the sums of
-            the rows that the rank owns where rows have owners.
+            rows, and buffers that others' come in.
+        gradients: their buckets, and the sums of the rows that the rank owns where rows have owners.
+        gathered: where replicas share weights, the most that is gathered at once.
         optimizer: its state.
         kept: the most that forwards leave for backward.
         working: what the largest layer computes with, at the moment when that and `kept` are most.
@@ -34,6 +35,7 @@ class MemoryForecast:
     working: float
     messages: float
     samples: float
+    gathered: float = 0.0
     snapshot: float = 0.0
     offloaded: float = 0.0
     graphs: float = 0.0
@@ -45,7 +47,7 @@ class MemoryForecast:
 
     def __str__(self) -> str:
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
-                 "working": "working memory", "graphs": "CUDA graphs"}  # fmt: skip
+                 "working": "working memory", "graphs": "CUDA graphs", "gathered": "gathered weights"}  # fmt: skip
         values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
         parts = [f"{name} {value:.0f}" for name, value in values.items() if value]
         return f"{self.total:.0f} MB = " + " + ".join(parts)

@@ -22,7 +22,7 @@ from megasnn.planner.reduction import reduction_ends
 from megasnn.planner.sized import SizedLayers
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES, least_held
 from megasnn.schedule.refine import NEVER
@@ -218,7 +218,7 @@ class Predictor:
         updated = max(each.updated for each in states)
         time = StepTime(
             pipeline=result.makespan * scale,
-            reduction=max(0.0, max(ends) - result.makespan) + self._of_processor(layout, states),
+            reduction=max(0.0, max(ends) - result.makespan) + self._of_processor(layout, plan, schedule, states),
             update=updated * self._cluster.machine.update,
             sharing=self._sharing(layout, updated),
         )
@@ -254,12 +254,23 @@ class Predictor:
                 found.append((size, done / whole))
         return found
 
-    def _of_processor(self, layout: Layout, states: Sequence[States]) -> float:
-        """What the transport takes from the computing where every core computes."""
-        copies = layout.grid.data * layout.grid.context
-        link, ways = self._cluster.link(layout, "data"), 1 if layout.shards_optimizer else 2
-        size = max(each.reduced for each in states) * ways * (copies - 1) / copies
-        return size * (link.sender_per_byte + link.receiver_per_byte)
+    def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
+        """What the transport between replicas takes from the computing, where every core computes."""
+        copies, ways = layout.grid.data * layout.grid.context, 1 if layout.shards_optimizer else 2
+        of_data, of_weight = (self._cluster.link(layout, axis) for axis in ("data", "weight"))
+        size = max(each.reduced for each in states)
+        summed = size * ways * (copies - 1) / copies
+        shared = float(size * (layout.grid.weight - 1))
+        if plan.weights is not None:
+            others, unit_bytes = 1 - 1 / layout.grid.weight, plan.weights.unit_bytes
+            shared += others * max(
+                sum(unit_bytes[action.chunk] for action in row if action.kind is Kind.GATHER_WEIGHTS)
+                for row in schedule.actions
+            )
+        return sum(
+            each * (link.sender_per_byte + link.receiver_per_byte)
+            for each, link in ((summed, of_data), (shared, of_weight))
+        )
 
     def _memory(
         self,
@@ -273,21 +284,22 @@ class Predictor:
         found = []
         peaks = step_peaks(schedule, executed, costs, [each.exchanged for each in states])
         for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
-            gathered = 0
+            gathered = buffers = 0
             if (shared := plan.weights) is not None:
                 units = [shared.travelling[u] for u in schedule.chunks_of(rank) if shared.unit_bytes[u]]
                 gathered = max(weights_held(schedule, rank, shared.unit_bytes))
-                gathered += max(units, default=0) * min(AT_ONCE, len(units))
+                buffers = max(units, default=0) * min(AT_ONCE, len(units))
             found.append(
                 MemoryForecast(
                     program=1e-6 * self._cluster.machine.program,
-                    weights=1e-6 * (mine.weights + gathered),
+                    weights=1e-6 * (mine.weights + buffers),
                     gradients=1e-6 * mine.gradients,
                     optimizer=1e-6 * mine.optimizer,
                     kept=1e-6 * peak.kept,
                     working=1e-6 * peak.working,
                     messages=1e-6 * peak.messages,
                     samples=1e-6 * self._samples(layout, rank),
+                    gathered=1e-6 * gathered,
                 )
             )
         return tuple(found)

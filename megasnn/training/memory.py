@@ -52,7 +52,8 @@ def forecast_memory(
     averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered = 0 if shared is None else sum(gathered_and_buffers(shared, schedule, state.pipeline.rank))
+    rank = state.pipeline.rank
+    gathered, buffers = (0, 0) if shared is None else gathered_and_buffers(shared, schedule, rank)
     gradients = distributed.data_parallel.held_bytes
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
@@ -62,13 +63,14 @@ def forecast_memory(
     release_free_memory()
     mine = MemoryForecast(
         program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
-        weights=1e-6 * (weights + gathered),
+        weights=1e-6 * (weights + buffers),
         gradients=1e-6 * gradients,
         optimizer=1e-6 * moments,
         kept=1e-6 * peak.kept,
         working=1e-6 * peak.working,
         messages=1e-6 * peak.messages,
         samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
+        gathered=1e-6 * gathered,
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
         offloaded=1e-6 * peak.on_host * on_host,
         graphs=1e-6 * _graphs(costs, distributed, plan, peak),

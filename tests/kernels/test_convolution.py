@@ -1,4 +1,5 @@
-"""Gradients of convolutions and pooling that take no memory for a tensor of which only the shape matters."""
+"""Gradients of convolutions and pooling that take no memory for a tensor of which only the shape matters, and none for
+a sum that has its place already."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasnn.kernels.convolution import Geometry, _transposed, input_gradient
+from megasnn.kernels.convolution import (
+    FEW_SUMMED_ROWS,
+    Geometry,
+    _transposed,
+    add_weight_gradient,
+    input_gradient,
+)
 from megasnn.kernels.pooling import average_pool_gradient
 
 GEOMETRIES = [
@@ -47,6 +54,21 @@ def test_a_gpus_input_gradient_is_that_of_torch(k: int, geometry: Geometry) -> N
         with Called() as called:
             on_gpu = input_gradient(grad.to("meta"), weight.to("meta"), geometry, space)
         assert on_gpu.shape == x.shape and not [name for name in called.names if "empty" in name]
+
+
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_the_gradient_of_a_pointwise_weight_is_added_in_place_over_few_rows(fewer: int) -> None:
+    """By one product; over more rows by a convolution, whose result is added. Both are what torch gives."""
+    x, weight = random(16, 4, 1, FEW_SUMMED_ROWS // 16 - fewer), random(6, 4, 1, 1).requires_grad_()
+    y = torch.conv2d(x, weight)
+    grad = random(*y.shape)
+    y.backward(grad)
+    total = torch.ones_like(weight)
+    with Called() as called:
+        add_weight_gradient(total, grad, x, Geometry())
+    torch.testing.assert_close(total - 1, weight.grad, rtol=1e-12, atol=1e-12)
+    assert ("aten.convolution_backward.default" not in called.names) == bool(fewer)
+    assert ("aten.addmm_.default" in called.names) == bool(fewer)
 
 
 @pytest.mark.parametrize("window", [2, 3])

@@ -37,7 +37,7 @@ LAYOUTS = {
     "zbv": Layout(Grid(pipeline=2), schedule="zbv", chunks=2),
     "interleaved": Layout(Grid(pipeline=2), schedule="interleaved", chunks=2, recompute="always"),
 }
-STATES = "weights", "gradients", "optimizer"
+STATES = "weights", "gathered", "gradients", "optimizer"
 
 
 def foreseen(layout: Layout, known: Analysis) -> tuple[tuple[range, ...], tuple[MemoryForecast, ...]]:
@@ -56,10 +56,12 @@ def of_run(layout: Layout, bounds: tuple[range, ...]) -> dict[str, float]:
             distributed, plan = engine.distributed, engine.plan
             peak = step_peak(run, distributed, plan, state)
             schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
-            gathered = 0 if shared is None else sum(gathered_and_buffers(shared, schedule, state.pipeline.rank))
+            rank = state.pipeline.rank
+            gathered, buffers = (0, 0) if shared is None else gathered_and_buffers(shared, schedule, rank)
             trained = [entry.tensor for entry in distributed.owned if entry.is_parameter]
             found = {
-                "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + gathered,
+                "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + buffers,
+                "gathered": gathered,
                 "gradients": distributed.data_parallel.held_bytes,
                 "optimizer": state_bytes(trained, run.optimizer),
                 "peak": peak.kept + peak.working + peak.messages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from statistics import median
@@ -11,7 +11,9 @@ from statistics import median
 from megasnn.config import PretrainConfig
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.cluster import Cluster
+from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
+from megasnn.planner.search import Prefer
 from megasnn.planner.step import Predicted, Predictor
 from tools.benchmark.harness import Case, Figures, Part, rounds, say, summary
 from tools.benchmark.log import Line
@@ -20,6 +22,8 @@ from tools.benchmark.plans_rank import PlansRank, Taken
 from tools.benchmark.ranks import RankProcesses, start_row
 from tools.benchmark.table import change, table
 
+PREFER: tuple[Prefer, ...] = "speed", "memory"
+UNLIMITED = 1e15  # bytes
 HEADINGS = (
     "layout",
     "predicted\nms",
@@ -28,13 +32,15 @@ HEADINGS = (
     "predicted\nMB",
     "counted\nMB",
     "counted/\npredicted",
+    "all tensors\nMB",
     "measured,\nchange",
 )
 NOTES = """\
 predicted: by the planner, from layers that were measured on one rank and on two before the first step
 measured: median of the steps of all rounds, of which each goes through all layouts, on the slower rank
 MB: of the rank that needs most in a step, above weights, gradients and optimizer state; counted as it is allocated
-plan: what the planner takes of all layouts that it knows of, for one rank and for two
+plan: what the planner takes of all layouts that it knows of, for one rank and for two; of the slowest of its ranks, and
+   of the one that needs most, with weights, gradients and optimizer state
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
 
 
@@ -46,25 +52,33 @@ def measure(flags: PlansBenchmark) -> Iterator[Part]:
             say("measuring the layers")
             analysis: Analysis = ranks.call("analyse", timeout=flags.timeout)[0]
             assert analysis.machine is not None
-            cluster = Cluster(RANKS, RANKS, replace(analysis.machine, memory=1e12))
+            cluster = Cluster(RANKS, RANKS, replace(analysis.machine, memory=UNLIMITED))
             predictor = Predictor(analysis, config, cluster)
-            predicted = {name: predictor.predict(LAYOUTS[name]) for name in flags.layouts}
-            taken = _taken(flags, config, ranks, predicted)
-    chosen = plan(analysis, config, cluster).layout
+            chosen: dict[Prefer, Layout] = {name: plan(analysis, config, cluster, name).layout for name in PREFER}
+            layouts = {name: LAYOUTS[name] for name in flags.layouts}
+            layouts |= {f"plan-{name}": each for name, each in chosen.items() if each not in layouts.values()}
+            predicted = {name: predictor.predict(each) for name, each in layouts.items()}
+            taken = _taken(flags, config, ranks, layouts, predicted)
     for name, each in predicted.items():
         say(f"{name}: {each.time}")
-    yield Part([_figures(flags, name, predicted[name], taken[name], str(chosen)) for name in flags.layouts])
+    told = {layout: [name for name, each in chosen.items() if each == layout] for layout in layouts.values()}
+    yield Part(
+        [_figures(flags, name, each, told[each], predicted[name], taken[name]) for name, each in layouts.items()]
+    )
 
 
 def _taken(
-    flags: PlansBenchmark, config: PretrainConfig, ranks: RankProcesses, predicted: dict[str, Predicted]
+    flags: PlansBenchmark,
+    config: PretrainConfig,
+    ranks: RankProcesses,
+    layouts: Mapping[str, Layout],
+    predicted: Mapping[str, Predicted],
 ) -> dict[str, list[list[Taken]]]:
     """Of each layout, in each round, what each of its ranks has taken."""
-    taken: dict[str, list[list[Taken]]] = {name: [] for name in predicted}
+    taken: dict[str, list[list[Taken]]] = {name: [] for name in layouts}
     for number in rounds(flags.rounds):
-        for name, each in predicted.items():
-            layout = LAYOUTS[name]
-            parallel = layout.parallel(config.parallel, each.bounds)
+        for name, layout in layouts.items():
+            parallel = layout.parallel(config.parallel, predicted[name].bounds)
             found = ranks.call("steps", parallel, layout.ranks, flags.steps, number == 1, timeout=flags.timeout)
             taken[name].append(found[: layout.ranks])
             say(f"  {name} {1e3 * median(max(times) for times in _by_step(taken[name][-1])):.0f} ms", end="")
@@ -77,21 +91,27 @@ def _by_step(ranks: Sequence[Taken]) -> list[tuple[float, ...]]:
 
 
 def _figures(
-    flags: PlansBenchmark, name: str, predicted: Predicted, taken: Sequence[Sequence[Taken]], chosen: str
+    flags: PlansBenchmark,
+    name: str,
+    layout: Layout,
+    chosen: Sequence[Prefer],
+    predicted: Predicted,
+    taken: Sequence[Sequence[Taken]],
 ) -> Figures:
+    """Args: chosen: the preferences of which the layout is the plan."""
     times = summary([1e3 * max(step) for turn in taken for step in _by_step(turn)])
-    counted = max(each.bytes for each in taken[0])
-    foreseen = max(each.kept + each.working + each.messages for each in predicted.memory)
+    needs = [each.gathered + each.kept + each.working + each.messages for each in predicted.memory]
     return {
         "row": f"plans {name}",
-        "layout": str(LAYOUTS[name]),
+        "layout": str(layout),
         "layers": [len(span) for span in predicted.bounds],
+        "plan_of": list(chosen),
         "predicted_ms": 1e3 * predicted.time.total,
         "parts_ms": {part: 1e3 * value for part, value in asdict(predicted.time).items()},
         "step_ms": times,
-        "predicted_mb": foreseen,
-        "counted_mb": 1e-6 * counted,
-        "plan": chosen,
+        "predicted_mb": max(needs),
+        "counted_mb": 1e-6 * max(each.needed for each in taken[0]),
+        "all_tensors_mb": 1e-6 * max(each.needed + each.held for each in taken[0]),
         "configuration": {**asdict(flags), "output": "", "layouts": (), "row": name},
     }
 
@@ -106,15 +126,28 @@ def report(flags: PlansBenchmark, lines: Sequence[Line], earlier: Sequence[Line 
             f"{line['predicted_mb']:.1f}",
             f"{line['counted_mb']:.1f}",
             f"{line['counted_mb'] / line['predicted_mb']:.3f}",
+            f"{line['all_tensors_mb']:.1f}",
             change(line, last, "step_ms", "median"),
         ]
         for line, last in zip(lines, earlier, strict=True)
     ]
-    best = min(lines, key=lambda line: line["step_ms"]["median"])
     return (
         f"{flags.model}, {flags.micro_batches} micro-batches of {flags.micro_batch_size}\n\n{table(HEADINGS, rows)}\n\n"
-        f"plan: {lines[0]['plan']}; the fastest measured: {best['layout']}"
+        + "\n".join(_told_of_plans(lines))
     )
+
+
+def _told_of_plans(lines: Sequence[Line]) -> Iterator[str]:
+    """How the plans compare with the best of all rows."""
+    fastest = min(lines, key=lambda line: line["step_ms"]["median"])
+    smallest = min(lines, key=lambda line: line["all_tensors_mb"])
+    for line in lines:
+        for prefer in line["plan_of"]:
+            yield (
+                f"plan for {prefer}: {line['layout']}; {line['step_ms']['median'] / fastest['step_ms']['median']:.3f} "
+                f"times the step of the fastest row ({fastest['layout']}), {line['all_tensors_mb']:.1f} MB of tensors, "
+                f"{line['all_tensors_mb'] / smallest['all_tensors_mb']:.3f} times the smallest ({smallest['layout']})"
+            )
 
 
 PLANS = Case(PlansBenchmark, measure, report, NOTES)

@@ -42,7 +42,7 @@ class PlansBenchmark(Flags):
     """Of a step, over all replicas."""
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     """Some of them."""
-    rounds: int = 3
+    rounds: int = 5
     """How often each layout has its turn."""
     steps: int = 1
     """Timed steps of a turn; two untimed ones come before them."""

@@ -1,0 +1,60 @@
+"""Bytes that are counted on one process, which pretends to have the others, are those of real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megasnn.grid import ContextCut
+from megasnn.models.building import describe
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.costs import LayerCost
+from megasnn.pipeline.memory import measure_memory
+from megasnn.planner.counting import context_of, counted, trial_sizes, wires_of
+from tests.planner.models import config
+
+MICRO_BATCH = 2
+
+
+def of_rank(tensor: int, context: int, cut: ContextCut) -> list[tuple[LayerCost, ...]]:
+    """What a rank that has others counts, three times: what a thread of the transport gives back is not always seen."""
+    asked = config(micro_batch=MICRO_BATCH)
+    model = describe(asked.model, asked.neuron.spec)
+    state = initialize_model_parallel(tensor, device=torch.device("cpu"), context_parallel_size=context)
+    try:
+        built_for = context_of(state, asked, cut)
+        return [
+            measure_memory(model, MICRO_BATCH, built_for, state.device, wires_of(asked), repeats=True).layers
+            for _ in range(3)
+        ]
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "cut"),
+    [(2, 1, "samples"), (1, 2, "samples"), (1, 2, "rows")],
+    ids=["channels", "samples", "rows"],
+)
+def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: ContextCut) -> None:
+    asked = config(micro_batch=MICRO_BATCH)
+    real: list[tuple[LayerCost, ...]] = ranks(2, of_rank, tensor, context, cut)[0]
+    pretended = counted(describe(asked.model, asked.neuron.spec), asked, tensor, context, cut)
+    mine = pretended.costs[trial_sizes(asked).index(MICRO_BATCH)]
+    assert sum(each.held for each in mine) > 0
+    assert any(each.exchanged for each in mine)
+    for layer, theirs in zip(mine, real[0], strict=True):
+        for name in ("message", "gradient", "output", "collectives", "exchanged"):
+            assert getattr(layer, name) == getattr(theirs, name), name
+    assert totals(mine) == pytest.approx([min(of_tries) for of_tries in zip(*map(totals, real), strict=True)], rel=0.05)
+
+
+def totals(layers: Sequence[LayerCost]) -> list[int]:
+    """Bytes of all layers."""
+    names = "held", "found", "deferred", "working_again", "working_whole"
+    return [
+        *(sum(getattr(each, name) for each in layers) for name in names),
+        *(sum(each.working[part] for each in layers) for part in range(3)),
+    ]
