@@ -200,11 +200,11 @@ class Search:
         if not possible:
             reasons = Counter(each.reason for each in looked_at if each.reason).most_common(MOST_REASONS)
             told = "; ".join(reason for reason, _ in reasons)
-            return f"{devices} can be: {told or f'none has {", ".join(self._asked())}; leave some of these out'}"
+            return f"{devices} can be: " + (told or f"none has {', '.join(self._asked())}; leave some of these out")
         least = self._least_of(possible)
         assert least.bytes is not None, "it does not fit"
         size, over = self._config.training.micro_batch_size, least.bytes - machine.memory
-        ways = [f"--memory {math.ceil(1e-7 * least.bytes) / 100:.2f}GB for each device"]
+        ways = [f"--memory {math.ceil(1e-6 * least.bytes)}MB for each device"]
         if machine.memory > self._predictor.without_samples(least.layout) and size > 1:
             ways.append(f"a smaller --micro-batch-size than {size}, which changes what norms see")
         if machine.memory > machine.program:
