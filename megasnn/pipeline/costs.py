@@ -140,8 +140,8 @@ class PipelineCosts:
 
     def with_gathers(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
         """The costs of units whose weights `ranks` replicas share, with the time to gather and to scatter them."""
-        link, others = self.replicas or self.link, (ranks - 1) / ranks
-        times = [link.latency + link.per_byte * others * size for size in unit_bytes]
+        link, others = self.replicas or self.link, ranks - 1
+        times = [others * (link.latency + link.per_byte * size / ranks) if size else 0.0 for size in unit_bytes]
         return [replace(cost, gather=time, scatter=time) for cost, time in zip(costs, times, strict=True)]
 
     def _crossing(self, number: int) -> tuple[int, int, int]:

@@ -248,6 +248,18 @@ def chunk_costs(
     return found if weights is None else costs.with_gathers(found, weights.unit_bytes, weight_ranks)
 
 
+def with_forwards_again(costs: Sequence[ChunkCost]) -> list[ChunkCost]:
+    """A forward that is computed again comes right before its backward, as a part of that."""
+    return [
+        replace(
+            each,
+            backward=each.backward + each.time(Kind.RECOMPUTE),
+            input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
+        )
+        for each in costs
+    ]
+
+
 class Cut:
     """A model's cut for any placement, and what it makes of the layers' costs.
 
@@ -268,17 +280,7 @@ class Cut:
 
     def _costs_of(self, placement: tuple[int, ...]) -> Sequence[ChunkCost]:
         costs = self.costs.of_chunks(self.bounds_of(placement), placement)
-        if self._request.recompute == NEVER:
-            return costs
-        # A forward that is computed again comes right before its backward, as a part of that.
-        return [
-            replace(
-                each,
-                backward=each.backward + each.time(Kind.RECOMPUTE),
-                input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
-            )
-            for each in costs
-        ]
+        return costs if self._request.recompute == NEVER else with_forwards_again(costs)
 
     def _exchanged(self, placement: tuple[int, ...]) -> Sequence[int]:
         """Nothing where rows have no owners."""

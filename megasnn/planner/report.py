@@ -49,8 +49,9 @@ def table(plan: Plan) -> str:
         f"plan for {cluster.ranks} x {cluster.machine.name}, {cluster.ranks_of_node} a node, preferring {plan.prefer}: "
         f"{layout}",
         f"  step {1e3 * time.total:.1f} ms = forward and backward {1e3 * time.pipeline:.1f} (ranks idle "
-        f"{plan.predicted.idle:.1%}) + sums of gradients that are not hidden {1e3 * time.reduction:.1f} + optimizer "
-        f"{1e3 * time.update:.1f} + rows of owners {1e3 * time.sharing:.1f}",
+        f"{plan.predicted.idle:.1%}) + sums of gradients that are not hidden {1e3 * time.reduction:.1f} + loss and "
+        f"norm of all ranks {1e3 * time.agreement:.1f} + optimizer {1e3 * time.update:.1f} "
+        f"+ rows of owners {1e3 * time.sharing:.1f}",
         f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: {largest}",
         f"  {plan.micro_batches} micro-batches a replica"
         + (f", layers of each chunk {layers_per_chunk(plan.bounds)}" if layout.grid.pipeline > 1 else ""),

@@ -51,7 +51,6 @@ def states_of(
     tensors = [each for chunk in chunks for each in chunk]
     parameters = [each for each in tensors if each.is_parameter]
     trained = [each for each in parameters if last_match(frozen, each.name) is None]
-    names = {each.name for each in trained}
     kept = {each.name: _largest_rows(each, (grid.weight,)) for each in parameters}
     owned = {each.name: _largest_rows(each, (grid.weight, *owners)) for each in parameters}
     buffers = sum(_bytes(each) for each in tensors if not each.is_parameter)
@@ -60,11 +59,9 @@ def states_of(
     sums += sum(owned[each.name] for each in trained) * (prod(owners) > 1)
     kinds = optimizer.state_kinds()
     state = sum(4 if kind == "step" else owned[each.name] for each in trained for kind in kinds)
-    over = grid.weight if grid.weight > 1 else prod(copies)
-    most = max(GPU_BUCKET_BYTES, over * GPU_SHARE_BYTES) if on_gpu else BUCKET_BYTES
     exchanged = 0
     if grid.weight > 1 or prod(owners) > 1:
-        buckets = [bucket for chunk in chunks for bucket in packed([e for e in chunk if e.name in names], most)]
+        buckets = [bucket for chunk in chunks for bucket in buckets_of(chunk, layout, optimizer, on_gpu)]
         exchanged = _exchanged(buckets, grid.weight, owners)
     return States(
         weights=sum(kept.values()) + buffers + averages,
@@ -74,6 +71,21 @@ def states_of(
         reduced=sum(kept[each.name] for each in trained),
         updated=sum(owned[each.name] for each in trained),
     )
+
+
+def buckets_of(
+    tensors: Iterable[HeldTensor], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
+) -> list[list[HeldTensor]]:
+    """The buckets of a chunk with these tensors."""
+    grid, frozen = layout.grid, optimizer.frozen_patterns()
+    over = grid.weight if grid.weight > 1 else grid.data * grid.context
+    most = max(GPU_BUCKET_BYTES, over * GPU_SHARE_BYTES) if on_gpu else BUCKET_BYTES
+    return packed([e for e in tensors if e.is_parameter and last_match(frozen, e.name) is None], most)
+
+
+def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:
+    """What the rank with most rows has of these, where ranks along axes of these sizes share them."""
+    return sum(_largest_rows(each, sizes) for each in tensors)
 
 
 def packed(trained: Iterable[HeldTensor], most: int) -> list[list[HeldTensor]]:

@@ -8,17 +8,24 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
+from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut, Grid
 from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.order import chunk_costs
+from megasnn.pipeline.order import chunk_costs, with_forwards_again
 from megasnn.pipeline.peaks import step_peaks
 from megasnn.planner.analysis import Analysis, HeldTensor
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.costs import Links, Share, layer_costs
 from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast, sample_bytes
-from megasnn.planner.reduction import reduction_ends
+from megasnn.planner.reduction import (
+    Sums,
+    gradients_complete,
+    keepers_end,
+    reduction_end,
+    sums_for_keepers,
+)
 from megasnn.planner.sized import SizedLayers
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
@@ -39,17 +46,19 @@ class StepTime:
     Attributes:
         pipeline: forwards and backwards, with all that holds them up.
         reduction: what is left of gradients' sums behind them.
-        update: the optimizer. sharing: rows that owners then give to the others.
+        agreement: all ranks wait for each other with loss and norm. update: the optimizer. sharing: rows that owners
+            then give to the others.
     """
 
     pipeline: float
     reduction: float
+    agreement: float
     update: float
     sharing: float
 
     @property
     def total(self) -> float:
-        return self.pipeline + self.reduction + self.update + self.sharing
+        return self.pipeline + self.reduction + self.agreement + self.update + self.sharing
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class Predictor:
         self._layers = lru_cache(maxsize=None)(self._layers_of)
         self._states = lru_cache(maxsize=None)(self._states_of)
         self._states_on = lru_cache(maxsize=None)(self._states_of_ranks)
+        self._sums = Sums(cluster, config.optimizer)
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
@@ -124,21 +134,21 @@ class Predictor:
         busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
         # In whole stages' micro-batches: of chunks that are not equally large, one is what is certain.
         kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
-        need = 0.0
-        reduced = updated = 0
-        for rank, states in enumerate(self._states_for(layout)):
-            reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
+        need = reduction = behind = 0.0
+        for rank, states in enumerate(self.states(layout)):
+            summed = self._sums.at_once(layout, states)
+            reduction = max(reduction, summed.to_keepers + summed.over_copies)
+            behind = max(behind, states.updated * self._cluster.machine.update + summed.sharing)
             stash = held[rank] * (kept if rank == 0 else 1)
             last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
             mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
             need = max(need, mine + self._samples(layout, rank))
-        time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
-        time += self._sharing(layout, updated) + max(0.0, self._reduction(layout, reduced) - busy)
-        return time, self.with_program(need)
+        time = busy * self._cluster.slowest(layout.ranks) + max(0.0, reduction - busy)
+        return time + self._sums.agreement(layout) + behind, self.with_program(need)
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
-        states = self._states_for(layout)
+        states = self.states(layout)
         return self.with_program(max(each.weights + each.gradients + each.optimizer for each in states))
 
     def with_program(self, tensors: float) -> float:
@@ -146,7 +156,7 @@ class Predictor:
         machine = self._cluster.machine
         return machine.program + tensors * (1 + machine.rest)
 
-    def _states_for(self, layout: Layout) -> tuple[States, ...]:
+    def states(self, layout: Layout) -> tuple[States, ...]:
         """Of each pipeline rank. Schedules that place chunks alike have the same, with recomputation and without."""
         return self._states_on(layout.grid, layout.cut, layout.placement, layout.shards_optimizer)
 
@@ -181,26 +191,6 @@ class Predictor:
         count = layout.micro_batches(config.training.micro_batches)
         return sample_bytes(config, itemsize, count, share, not self._on_gpu)
 
-    def _sharing(self, layout: Layout, updated: int) -> float:
-        """Seconds until all have the rows that others own."""
-        copies = layout.grid.data * layout.grid.context
-        if not layout.shards_optimizer or copies == 1:
-            return 0.0
-        link = self._cluster.link(layout, "data")
-        return link.latency * math.log2(copies) + link.per_byte * updated * (copies - 1)
-
-    def _reduction(self, layout: Layout, size: int) -> float:
-        """Seconds of the links until gradients of so many bytes, those of the rows that a rank keeps, are summed."""
-        grid, seconds = layout.grid, 0.0
-        if grid.weight > 1:  # whole gradients go to those who keep the rows
-            link = self._cluster.link(layout, "weight")
-            seconds = link.latency * math.log2(grid.weight) + link.per_byte * size * (grid.weight - 1)
-        copies = grid.data * grid.context
-        if copies > 1:
-            link, ways = self._cluster.link(layout, "data"), 1 if layout.shards_optimizer else 2
-            seconds += ways * (link.latency * math.log2(copies) + link.per_byte * size * (copies - 1) / copies)
-        return seconds
-
     # --- simulated
 
     def predict(self, layout: Layout) -> Predicted:
@@ -210,17 +200,36 @@ class Predictor:
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule = plan.training(count)
         executed = plan.unit_bounds(bounds)
-        result = simulate(schedule, chunk_costs(plan, bounds, costs, layout.grid.weight), plan.wholes)
+        tensors, ranks = self._tensors(layout), range(layout.grid.pipeline)
+        buckets = [
+            self._sums.buckets(layout, [bounds[chunk] for chunk in layout.chunks_of(rank)], tensors) for rank in ranks
+        ]
+        sums = {
+            (rank, place): seconds
+            for rank, summed in enumerate(buckets)
+            if layout.grid.weight > 1
+            for place, seconds in sums_for_keepers(schedule.actions[rank], executed, summed).items()
+        }
+        result = simulate(schedule, chunk_costs(plan, bounds, costs, layout.grid.weight), plan.wholes, sums)
+        ends = [
+            keepers_end(row, {place: seconds for (of, place), seconds in sums.items() if of == rank}, buckets[rank])
+            if sums
+            else reduction_end(row, buckets[rank], gradients_complete(row, executed, costs.layers))
+            for rank, row in enumerate(result.timeline)
+        ]
         scale = self._cluster.slowest(layout.ranks)
-        states = self._states_for(layout)
-        pieces = [self._pieces(layout, span, costs) for span in executed]
-        ends = reduction_ends(schedule, result, pieces, lambda size: self._reduction(layout, size))
-        updated = max(each.updated for each in states)
+        states = self.states(layout)
+        behind = [
+            (each.updated * self._cluster.machine.update, sum(bucket.sharing for bucket in summed))
+            for each, summed in zip(states, buckets, strict=True)
+        ]
+        update = max(seconds for seconds, _ in behind)
         time = StepTime(
             pipeline=result.makespan * scale,
             reduction=max(0.0, max(ends) - result.makespan) + self._of_processor(layout, plan, schedule, states),
-            update=updated * self._cluster.machine.update,
-            sharing=self._sharing(layout, updated),
+            agreement=self._sums.agreement(layout),
+            update=update,
+            sharing=max(map(sum, behind)) - update,
         )
         idle = sum(result.idle) / (result.makespan * len(result.idle)) if result.makespan else 0.0
         memory = self._memory(layout, plan, schedule, executed, costs, states)
@@ -230,29 +239,23 @@ class Predictor:
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
     ) -> SchedulePlan:
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-            return costs.of_chunks(self._sized(layout).bounds(placement), placement)
+            found = costs.of_chunks(self._sized(layout).bounds(placement), placement)
+            return found if layout.recompute == NEVER else with_forwards_again(found)
 
         plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
-        plan = replace(plan, decided=(plan.of_chunks(count),))
+        counts = [count]
+        if layout.grid.weight > 1:  # which cannot be where replicas would gather in other orders
+            all_of_step, replicas = self._config.training.micro_batches, layout.grid.replicas
+            counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
+        plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
         if layout.recompute != NEVER or layout.grid.weight > 1:
             plan = plan.in_units(bounds, layout.recompute)
         if layout.grid.weight > 1:
             tensors, ranks = self._tensors(layout), layout.grid.weight
             units = [list(chain(*(tensors[i] for i in span))) for span in plan.unit_bounds(bounds)]
             travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
-            plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), [count])
+            plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
         return plan
-
-    def _pieces(self, layout: Layout, span: range, costs: PipelineCosts) -> list[tuple[int, float]]:
-        """Of a chunk's layers, from the last one: bytes of gradients, and when in its backward they are complete."""
-        found, done = [], 0.0
-        whole = sum(costs.layers[i].input_gradient + costs.layers[i].weight_gradient for i in span) or 1.0
-        for i in reversed(span):
-            done += costs.layers[i].input_gradient + costs.layers[i].weight_gradient
-            size = self._states(layout.grid, layout.shards_optimizer, (range(i, i + 1),)).reduced
-            if size:
-                found.append((size, done / whole))
-        return found
 
     def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
         """What the transport between replicas takes from the computing, where every core computes."""

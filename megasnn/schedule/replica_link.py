@@ -22,12 +22,15 @@ class ReplicaLinks:
         self._free_at, self._times = [0.0] * ranks, times
 
     def carry(self, place: Place, action: Action, now: float) -> None:
-        rank, _ = place
-        start = max(now, self._free_at[rank])
-        end = self._free_at[rank] = start + self._times[action.kind][action.chunk]
-        self.apart[place] = start, end
+        _, end = self.apart[place] = self.queue(place[0], now, self._times[action.kind][action.chunk])
         if action.kind is Kind.GATHER_WEIGHTS:
             self.coming[action.chunk] = end
+
+    def queue(self, rank: int, now: float, seconds: float) -> tuple[float, float]:
+        """When something that takes so long on a rank's link begins and ends, behind what is there already."""
+        start = max(now, self._free_at[rank])
+        self._free_at[rank] = start + seconds
+        return start, start + seconds
 
     def use(self, place: Place, action: Action, now: float, time: float) -> float:
         """When a computation is over that takes so long and could start now."""

@@ -4,11 +4,11 @@ contention."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from megasnn.schedule.actions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Place, Schedule
 from megasnn.schedule.costs import ChunkCost, Transfer
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.replica_link import ReplicaLinks
@@ -43,7 +43,12 @@ class Simulation:
     peak_activations: tuple[float, ...]
 
 
-def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None = None) -> Simulation:
+def simulate(
+    schedule: Schedule,
+    costs: Sequence[ChunkCost],
+    wholes: Sequence[int] | None = None,
+    sums: Mapping[Place, float] | None = None,
+) -> Simulation:
     """When each action of a schedule starts and ends, and what follows from that.
 
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
@@ -55,12 +60,13 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[in
     Args:
         costs: one for each chunk.
         wholes: of every chunk, the number of the one that it is a unit of; None where each is one by itself.
+        sums: what is queued behind an action on the link of gathers and scatters, and how long it takes there.
     Raises:
         ValueError: another number of costs; ScheduleError: a deadlock.
     """
     if len(costs) != schedule.chunks:
         raise ValueError(f"{len(costs)} costs for {schedule.chunks} chunks")
-    return summarise(schedule, _times(schedule, costs, wholes), [cost.activation for cost in costs])
+    return summarise(schedule, _times(schedule, costs, wholes, sums or {}), [cost.activation for cost in costs])
 
 
 def summarise(
@@ -87,11 +93,13 @@ def summarise(
     )
 
 
-def _times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None) -> list[list[TimedAction]]:
+def _times(
+    schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None, sums: Mapping[Place, float]
+) -> list[list[TimedAction]]:
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
     replicas = _replica_links(schedule, costs)
     for row, ends, actions in zip(
-        timeline, _end_times(schedule, costs, wholes, replicas), schedule.actions, strict=True
+        timeline, _end_times(schedule, costs, wholes, replicas, sums), schedule.actions, strict=True
     ):
         row += map(TimedAction, actions, [0.0, *ends], ends)
     for (rank, index), (start, end) in replicas.apart.items():
@@ -138,7 +146,7 @@ class Link(Generic[Message]):
 
 def end_times(schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None = None) -> list[list[float]]:
     """When each action of each rank is over, as far as it holds up the rank. See `simulate`."""
-    return _end_times(schedule, costs, wholes, _replica_links(schedule, costs))
+    return _end_times(schedule, costs, wholes, _replica_links(schedule, costs), {})
 
 
 def _replica_links(schedule: Schedule, costs: Sequence[ChunkCost]) -> ReplicaLinks:
@@ -147,7 +155,11 @@ def _replica_links(schedule: Schedule, costs: Sequence[ChunkCost]) -> ReplicaLin
 
 
 def _end_times(
-    schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int] | None, replicas: ReplicaLinks
+    schedule: Schedule,
+    costs: Sequence[ChunkCost],
+    wholes: Sequence[int] | None,
+    replicas: ReplicaLinks,
+    sums: Mapping[Place, float],
 ) -> list[list[float]]:
     ends: list[list[float]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
@@ -181,6 +193,8 @@ def _end_times(
                 now = links[kind][chunk].receive(action, now, started[rank])
             elif kind in COLLECTIVES and kind is not Kind.SYNC_GRADIENTS:
                 replicas.carry((rank, index), action, now)
+            if sums and (rank, index) in sums:
+                replicas.queue(rank, now, sums[rank, index])
             append(now)
         clock[rank] = now
     return ends

@@ -17,6 +17,7 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark --kernels                      # norm and neuron, in copies of their input
     python tools/benchmark --memory                       # what a step takes, beside SpikingJelly and predictions
     python tools/benchmark --plans                        # steps of layouts, beside what the planner foresees
+    python tools/benchmark --sleeping-plans               # the same of 4, 8 and 16 ranks that sleep, and the plan
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
     python tools/benchmark --scale                        # what grows with ranks, stages and micro-batches
 
@@ -39,6 +40,7 @@ from tools.benchmark.loading import LOADING
 from tools.benchmark.memory import MEMORY
 from tools.benchmark.pipeline import PIPELINE
 from tools.benchmark.plans import PLANS
+from tools.benchmark.plans_asleep import SLEEPING_PLANS
 from tools.benchmark.ranks import RankError
 from tools.benchmark.readers import READERS
 from tools.benchmark.rehearsal import REHEARSAL
@@ -54,6 +56,7 @@ OTHERS: dict[str, Case[Any]] = {
     "--plans": PLANS,
     "--rehearsal": REHEARSAL,
     "--scale": SCALE,
+    "--sleeping-plans": SLEEPING_PLANS,
 }
 
 

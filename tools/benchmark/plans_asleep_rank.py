@@ -1,0 +1,136 @@
+"""A rank that sleeps through whole steps of one layout after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megasnn.batching import micro_batches_of
+from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.setup import build_context
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.costs import LinkCost, PipelineCosts
+from megasnn.pipeline.order import PipelineRequest
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import plan_pipeline
+from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.planner.layout import Layout
+from tools.benchmark.layouts_asleep import SleepingPlansBenchmark, buckets_of
+from tools.benchmark.nccl_like import nccl_like
+from tools.benchmark.queued_device import Device, wait_until
+from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
+from tools.benchmark.rehearsal_rank import HEAD_START, WARM_UP
+from tools.benchmark.sleeping import sleeping_model
+
+
+class Whole(NamedTuple):
+    """Seconds of a whole step on this rank: of the stream that computes, and by the clock."""
+
+    stream: float
+    clock: float
+
+
+class LayoutsAsleep:
+    """A rank in a world of `nccl_like` ranks, over links. Everything is collective over all of them."""
+
+    def __init__(self, flags: SleepingPlansBenchmark, device: Device) -> None:
+        self._flags, self._device = flags, device
+        self._sleeps = False
+
+    def steps(self, layout: Layout, bounds: Sequence[range]) -> list[Whole]:
+        """Whole steps on a layout of as many ranks as there are."""
+        with self._model(layout, bounds) as model:
+            self._sleeps = False
+            for _ in range(WARM_UP):
+                self._step(model)
+            self._sleeps = True
+            return [self._step(model) for _ in range(self._flags.steps)]
+
+    @contextmanager
+    def _model(self, layout: Layout, bounds: Sequence[range]) -> Iterator[DistributedModel]:
+        flags, grid = self._flags, layout.grid
+        state = initialize_model_parallel(1, grid.pipeline, weight_parallel_size=grid.weight)
+        try:
+            context = build_context(state, "fp32", "auto")
+            layers = flags.sleeping_layers()
+            described = sleeping_model(layers, self._sleep)
+            link = LinkCost(flags.links.latency, flags.links.per_byte)
+            costs = PipelineCosts(tuple(each.cost() for each in layers), link)
+            request = PipelineRequest(
+                layout.schedule if grid.pipeline > 1 else "auto",
+                layout.chunks,
+                None,
+                tuple(bounds),
+                1,
+                self._counts(state),
+                recompute=layout.recompute,
+                rows_have_owners=layout.shards_optimizer,
+            )
+            plan = plan_pipeline(described, request, context, state, WireOptions(), costs)
+            with buckets_of(round(1e3 * flags.bucket_kb)):
+                yield DistributedModel(
+                    described,
+                    state,
+                    context,
+                    plan.bounds,
+                    plan.schedules,
+                    rows_have_owners=layout.shards_optimizer,
+                )
+        finally:
+            destroy_model_parallel()
+            self._device.end_queues()
+
+    def _counts(self, state: ParallelState) -> tuple[int, ...]:
+        """The numbers of micro-batches that replicas have, the largest first."""
+        replicas, count = state.data.size, self._flags.micro_batches
+        return tuple(dict.fromkeys(len(micro_batches_of(count, replicas, each)) for each in range(replicas)))
+
+    def _sleep(self, seconds: float) -> None:
+        self._device.compute(seconds if self._sleeps else 0.0)
+
+    def _step(self, model: DistributedModel) -> Whole:
+        """From the first forward until the rows of all owners are here."""
+        image, label = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
+        each = MicroBatchInput(
+            image if model.takes_images else None, label if model.gives_logits else None, 1, range(1)
+        )
+        data, count = model.state.data, self._flags.micro_batches
+        micro_batches = [each] * len(micro_batches_of(count, data.size, data.rank))
+        begin = self._begin_together()
+        model.forward_backward(micro_batches, count)
+        self._sleep(self._flags.update * sum(entry.tensor.nbytes for entry in model.owned))
+        model.share_rows()
+        end = time.perf_counter()
+        self._device.synchronize()
+        self._require_all_added(model)
+        return Whole(self._device.reached - begin, end - begin)
+
+    def _begin_together(self) -> float:
+        begin = torch.tensor([time.perf_counter() + HEAD_START], dtype=torch.float64)
+        dist.all_reduce(begin, dist.ReduceOp.MAX)
+        self._device.reached = begin.item()
+        wait_until(self._device.reached)
+        return self._device.reached
+
+    def _require_all_added(self, model: DistributedModel) -> None:
+        """Raises ValueError where a gradient is not the sum over all micro-batches of all replicas."""
+        for entry in model.owned:
+            assert entry.tensor.grad is not None, "zeroed before the step"
+            found = set(entry.tensor.grad[:, 0].tolist())
+            if found - {self._flags.micro_batches}:
+                raise ValueError(f"the gradient of {entry.name} has {found}, not {self._flags.micro_batches} parts")
+
+
+class PlansAsleepRank(LayoutsAsleep):
+    """In a process of its own."""
+
+    def __init__(self, task: RankTask[SleepingPlansBenchmark]) -> None:
+        set_up_rank(task)
+        join_ranks(task.store, task.rank, task.ranks)
+        self._entered = ExitStack()
+        super().__init__(task.work, self._entered.enter_context(nccl_like(task.work.timeout, task.work.links)))
