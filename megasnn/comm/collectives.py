@@ -149,8 +149,9 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
     work = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
 
     def finish() -> Tensor:
-        work.pop().wait()  # it holds what was sent
+        work[0].wait()
         let_others_go()
+        work.clear()  # it holds what was sent
         return sum_in_rank_order(incoming)
 
     return finish
