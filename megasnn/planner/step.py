@@ -134,17 +134,17 @@ class Predictor:
         busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
         # In whole stages' micro-batches: of chunks that are not equally large, one is what is certain.
         kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
-        need = reduction = behind = 0.0
+        need, reduced, updated = 0.0, 0, 0
         for rank, states in enumerate(self.states(layout)):
-            summed = self._sums.at_once(layout, states)
-            reduction = max(reduction, summed.to_keepers + summed.over_copies)
-            behind = max(behind, states.updated * self._cluster.machine.update + summed.sharing)
+            reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
             stash = held[rank] * (kept if rank == 0 else 1)
             last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
             mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
             need = max(need, mine + self._samples(layout, rank))
-        time = busy * self._cluster.slowest(layout.ranks) + max(0.0, reduction - busy)
-        return time + self._sums.agreement(layout) + behind, self.with_program(need)
+        summed = self._sums.at_once(layout, reduced, updated)
+        time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
+        time += max(0.0, summed.to_keepers + summed.over_copies - busy) + self._sums.agreement(layout) + summed.sharing
+        return time, self.with_program(need)
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
