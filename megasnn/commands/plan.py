@@ -24,10 +24,10 @@ from megasnn.files.durable import write_whole
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import Analysis, read, write
 from megasnn.planner.apply import apply
-from megasnn.planner.cluster import Cluster
+from megasnn.planner.cluster import Cluster, node_problems
 from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import AUTO, DEVICES, Machine, with_memory
-from megasnn.planner.plan import Plan, plan
+from megasnn.planner.plan import Plan, plan, problems
 from megasnn.planner.report import as_json, cuts, table
 from megasnn.planner.search import Prefer
 from megasnn.pretraining import configuration
@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not theirs or theirs[0].startswith("-"):
         raise ValueError(f"name a model first: {', '.join(MODELS)}")
     config = configuration(MODELS[theirs[0]], theirs[1:])
+    if wrong := problems(config):  # before a model is analysed, which takes minutes where it is large
+        raise ConfigError(wrong)
     analysis = _analysis(options, config)
     if os.environ.get("RANK", "0") == "0":
         _plan(options, config, analysis)
@@ -102,12 +104,18 @@ def _check(options: Options) -> None:
     wrong = at_least(options, 1, "gpus", "gpus_per_node") + at_least(options, 0, "spread")
     if options.picture is not None and options.picture.suffix not in (".svg", ".png"):
         wrong.append(f"--picture {options.picture}: the name must end in .svg or .png")
+    if not wrong:
+        wrong += node_problems(options.gpus, options.gpus_per_node)
     if options.memory is not None:
         wrong += above(_Memory(_bytes(options.memory)), 0, "memory")
     for name in ("costs", "output", "json", "picture"):
         path = getattr(options, name)
         if path is not None and not path.absolute().parent.is_dir():
             wrong.append(f"{flag(name)} {path}: there is no folder {path.absolute().parent}")
+        elif path is not None and path.is_dir():
+            wrong.append(f"{flag(name)} {path} is a folder: name a file")
+    if options.rates is not None and not options.rates.is_file():
+        wrong.append(f"--rates {options.rates}: there is no such file; it is the log.jsonl of a run of this model")
     if wrong:
         raise ConfigError(wrong)
 
@@ -131,9 +139,15 @@ def _analysis(options: Options, config: PretrainConfig) -> Analysis:
     path = options.costs
     if path is not None and path.exists() and not options.measure:
         return read(path)
-    from megasnn.planner.analyze import analyze  # torch, where the model has to be built
+    from megasnn.planner.analyze import CONTEXT_SIZES, TENSOR_SIZES, analyze  # torch: the model has to be built
 
-    analysis = analyze(config, measure=options.measure)
+    parallel = config.parallel
+    analysis = analyze(
+        config,
+        {*TENSOR_SIZES, parallel.tensor_model_parallel_size},
+        {*CONTEXT_SIZES, parallel.context_parallel_size},
+        measure=options.measure,
+    )
     if path is not None and os.environ.get("RANK", "0") == "0":
         write(analysis, path)
     return analysis

@@ -35,6 +35,7 @@ from megasnn.optim import require_course, require_matches
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.telemetry.logline import EvaluationRecord, StepResult
 from megasnn.telemetry.memory import keep_free_memory
+from megasnn.telemetry.timers import Timers
 
 
 class Engine:
@@ -74,6 +75,7 @@ class Engine:
         batches: what becomes of batches on this rank.
         steps: what becomes of micro-batches, with the optimizer and the average of the weights.
         checkpoints: what is saved of all that.
+        setup_ms: milliseconds that this rank took to `plan` the pipeline, and to build and `materialise` its layers.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
         ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, ranks that are laid
@@ -104,7 +106,9 @@ class Engine:
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
                 keep_free_memory()
-            self.plan, self.distributed = built(config, described, self.state, plan, wants_to_stop)
+            timers = Timers(self.state.device)
+            self.plan, self.distributed = built(config, described, self.state, plan, wants_to_stop, timers)
+            self.setup_ms = timers.mean_ms()
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
             self.steps = Steps(config, self.distributed, self.length)
             self.checkpoints = Checkpoints(config, self.steps, self.plan)

@@ -42,6 +42,7 @@ from megasnn.precisions import PRECISIONS
 from megasnn.process.fault import placed
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
+from megasnn.telemetry.timers import Timers
 
 
 def window_count(config: PretrainConfig) -> int:
@@ -222,17 +223,19 @@ def built(
     state: ParallelState,
     plan: PipelinePlan | None,
     wants_to_stop: Callable[[], bool],
+    timers: Timers | None = None,
 ) -> tuple[PipelinePlan, DistributedModel]:
     """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective.
 
     Args:
         wants_to_stop: as for the model.
+        timers: take how long `plan` and `materialise` are.
     Raises:
         ValueError: a flag that is for GPUs, and this rank computes on a CPU.
     """
     if config.training.wait_after_actions and state.device.type != "cuda":
         raise ValueError("--wait-after-actions is for GPUs, and this rank computes on a CPU: leave it out")
-    graphs = graph_options(config, state)
+    graphs, timers = graph_options(config, state), timers or Timers(state.device)
     training, parallel, windows = config.training, config.parallel, window_count(config)
     if training.evaluate_only:  # nothing is kept, and so nothing is computed again
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
@@ -245,12 +248,12 @@ def built(
         context = replace(context, products=choose_products(training, model, context, state))
     counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
     counts = counts[:1] if training.evaluate_only else counts  # of steps that there are not
-    with placed("while planning the pipeline"):
+    with placed("while planning the pipeline"), timers("plan"):
         profiles = config.logging.profile_pipeline
         key = None if parallel.memory_budget is None else _surroundings(config, model, context, state)
         size = context.largest_share(training.micro_batch_size)
         plan = plan or plan_of(model, parallel, size, counts, context, state, profiles, key)
-    with placed("while building the model"):
+    with placed("while building the model"), timers("materialise"):
         return plan, DistributedModel(
             model,
             state,

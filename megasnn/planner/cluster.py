@@ -25,6 +25,16 @@ class Cluster:
     machine: Machine
     spread: float = 0.0
 
+    def counts(self) -> list[int]:
+        """Numbers of devices that are looked at: powers of two, of devices and of whole nodes, and all that there are.
+
+        torchrun starts as many ranks on each node: what is more than one node is whole nodes.
+        """
+        powers = [1 << power for power in range(self.ranks.bit_length())]
+        found = {*powers, *(self.ranks_of_node * power for power in powers), self.ranks}
+        whole = (each for each in found if each <= self.ranks_of_node or each % self.ranks_of_node == 0)
+        return sorted(each for each in whole if each <= self.ranks)
+
     def link(self, layout: Layout, axis: Axis) -> LinkCost:
         """Between the ranks along an axis; across nodes where they are not all of one."""
         within = is_within_node(layout.grid, axis, self.ranks_of_node)
@@ -43,3 +53,14 @@ def is_within_node(grid: Grid, axis: Axis, ranks_of_node: int) -> bool:
         if each == axis:
             return extent <= ranks_of_node and ranks_of_node % extent == 0
     raise ValueError(f"unknown axis {axis!r}")
+
+
+def node_problems(ranks: int, ranks_of_node: int) -> list[str]:
+    """Devices that are not as many on each node."""
+    nodes = ranks // max(ranks_of_node, 1)
+    if ranks <= ranks_of_node or ranks == nodes * ranks_of_node:
+        return []
+    return [
+        f"--gpus {ranks} are not whole nodes of --gpus-per-node {ranks_of_node}, and torchrun starts as many ranks on "
+        f"each: take --gpus {nodes * ranks_of_node} or {(nodes + 1) * ranks_of_node}, or another --gpus-per-node"
+    ]

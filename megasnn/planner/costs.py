@@ -160,12 +160,12 @@ def _nearest(timed: Sequence[Timed], share: Share) -> Timed | None:
 
 def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share) -> list[LayerSeconds]:
     """By the machine's rates."""
-    found = []
+    found, faster = [], machine.alone if share.ranks == 1 else 1.0
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
-        parts = {
-            name: max(machine.least, work.operations / machine.operations + work.moved / machine.moved)
-            for name, work in work_of(layer, cost, share, number == 0).items()
-        }
+        parts = {}
+        for name, work in work_of(layer, cost, share, number == 0).items():
+            seconds = work.operations / machine.operations + work.moved / machine.moved
+            parts[name] = (machine.start + max(machine.least, seconds)) / faster
         pack = (cost.message + cost.waiting) / machine.moved
         found.append(LayerSeconds(**parts, again=parts["forward"], pack=pack, unpack=pack))
     return found

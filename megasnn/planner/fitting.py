@@ -40,6 +40,8 @@ def fitted_machine(
         operations=operations or base.operations,
         moved=moved or base.moved,
         least=0.0,
+        start=0.0,
+        alone=1.0,  # seconds are there of one rank, and of all at the same time
         update=update,
         within=link or base.within,
         program=base.program if program is None else program,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.planner.analysis import Analysis, differences
-from megasnn.planner.cluster import Cluster
+from megasnn.planner.cluster import Cluster, node_problems
 from megasnn.planner.layout import Layout
 from megasnn.planner.search import Candidate, PlanError, Prefer, Search, layouts
 from megasnn.planner.step import Predicted
@@ -70,6 +70,8 @@ def plan(
         ConfigError: what no layout can be right for. PlanError: costs of another model, or no layout that fits.
     """
     begin = time.monotonic()
+    if wrong := problems(config) + node_problems(cluster.ranks, cluster.ranks_of_node):
+        raise ConfigError(wrong)
     _check(analysis, config)
     search = Search(analysis, config, cluster, prefer)
     looked_at = [search.looked_at(layout) for layout in layouts(analysis, config, cluster)]
@@ -98,6 +100,10 @@ def _check(analysis: Analysis, config: PretrainConfig) -> None:
         raise PlanError(f"these are costs of {analysis.model}, and the model is {config.model.name}: analyze that one")
     if other := differences(analysis, config):
         raise PlanError(f"these are costs of another {analysis.model}: {'; '.join(other)}; analyze this one")
+
+
+def problems(config: PretrainConfig) -> list[str]:
+    """What no layout can be right for, and what the planner does not plan; needs no costs."""
     parallel, default = config.parallel, ParallelConfig()
     wrong = [
         f"{name} is decided by the plan, or given to the run behind it: leave it out"
@@ -108,9 +114,7 @@ def _check(analysis: Analysis, config: PretrainConfig) -> None:
     if config.training.bptt_steps is not None:
         wrong.append(f"--bptt-steps {config.training.bptt_steps} is not planned: leave it out")
     training = config.training
-    wrong += training.problems() + config.optimizer.problems()
-    if wrong:
-        raise ConfigError(wrong)
+    return wrong + training.problems() + config.optimizer.problems()
 
 
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:

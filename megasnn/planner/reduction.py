@@ -11,7 +11,7 @@ from megasnn.planner.analysis import HeldTensor
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.collectives import all_reduce, exchange
 from megasnn.planner.layout import Layout
-from megasnn.planner.states import States, buckets_of, row_bytes
+from megasnn.planner.states import buckets_of, row_bytes
 from megasnn.schedule import Action, Kind
 from megasnn.schedule.actions import FINISHING
 from megasnn.schedule.simulate import TimedAction
@@ -46,13 +46,13 @@ class Sums:
         link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
         return all_reduce(link, layout.ranks, 0, self._on_gpu)
 
-    def at_once(self, layout: Layout, states: States) -> Summed:
+    def at_once(self, layout: Layout, kept: int, owned: int) -> Summed:
         """All gradients of a rank, as if they were one bucket: in more of them they take no less.
 
         Args:
-            states: of the rank.
+            kept, owned: bytes of the rows that it keeps, and of those that it owns.
         """
-        return self._summed(layout, frozenset(), states.reduced, states.updated)
+        return self._summed(layout, frozenset(), kept, owned)
 
     def buckets(self, layout: Layout, chunks: Sequence[range], tensors: Sequence[Sequence[HeldTensor]]) -> list[Summed]:
         """In the order in which a rank's gradients are summed.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from itertools import chain, takewhile
 from typing import Literal
 
 from megasnn.config import PretrainConfig
+from megasnn.config.checks import flag
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import layout_problems
 from megasnn.grid import ContextCut, Grid
@@ -20,7 +24,9 @@ from megasnn.schedule.refine import NEVER
 
 Prefer = Literal["speed", "memory", "capacity"]
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
-PATIENCE = 3  # times the time for simulations, where nothing has fitted yet
+PATIENCE = 1.4  # times the time for simulations, where nothing has fitted yet
+MOST_REASONS = 4  # told of a search that finds nothing
+SECONDS_OF_REASONS = 4.0  # for simulations that say what would fit
 GB = 1e9
 
 
@@ -46,14 +52,11 @@ class Candidate:
 
 def layouts(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> Iterator[Layout | tuple[Layout, str]]:
     """Every layout, with the reason of those that cannot be."""
-    counts = sorted(
-        {cluster.ranks, *(1 << power for power in range(cluster.ranks.bit_length()) if 1 << power <= cluster.ranks)}
-    )
     tensors = analysis.possible("tensor")
     cuts: tuple[ContextCut, ...] = "samples", "rows"
     contexts: list[int] = sorted({1, *analysis.possible("samples")})
     layers = len(analysis.layers)
-    for count in counts:
+    for count in cluster.counts():
         for grid in grids(count, list(tensors), contexts, layers):
             for cut in cuts if grid.context > 1 else cuts[:1]:
                 yield from _of_grid(analysis, config, grid, cut)
@@ -152,52 +155,89 @@ class Search:
         last = time.monotonic() + PATIENCE * (until - time.monotonic())
         best: tuple[Candidate, Predicted] | None = None
         one = [each for each in fitting if each.layout.ranks == 1][:1]  # there is always something to be faster than
-        for each in [*one, *fitting]:
+
+        def enough() -> bool:
+            return len(found) >= simulations or time.monotonic() > until
+
+        # Where bounds fit and no simulation does, what needs least is tried before the time is up.
+        smallest = sorted(fitting, key=lambda each: each.bytes or 0.0)
+        for each in chain(one, takewhile(lambda _: not enough(), fitting), smallest):
             if each.layout in found:
                 continue
-            enough = len(found) >= simulations or time.monotonic() > until
-            if best is not None and (enough or self.rank(each) >= self.rank(best[0])):
+            if best is not None and (enough() or self.rank(each) >= self.rank(best[0])):
                 break
             if time.monotonic() > last:
                 break
             if self._computations(each.layout) > MOST_COMPUTATIONS:
                 continue
             try:
-                predicted = self._predictor.predict(each.layout)
+                mine, predicted = self._simulated(each)
             except ValueError as error:
                 found[each.layout] = replace(each, reason=str(error), seconds=None, bytes=None)
                 continue
-            tensors = max(1e6 * (memory.total - memory.program) for memory in predicted.memory)
-            need = self._predictor.with_program(tensors)
-            mine = replace(each, seconds=predicted.time.total, bytes=need, simulated=True, reason=self._misfit(need))
             found[each.layout] = mine
             if not mine.reason and (best is None or self.rank(mine) < self.rank(best[0])):
                 best = mine, predicted
         if best is None:
-            raise PlanError(self._what_would_fit([found.get(each.layout, each) for each in order]))
+            raise PlanError(self._why_none([found.get(each.layout, each) for each in looked_at]))
         return *best, [found.get(each.layout, each) for each in looked_at], len(found)
+
+    def _simulated(self, each: Candidate) -> tuple[Candidate, Predicted]:
+        """Raises ValueError for what the schedule cannot place or keep."""
+        predicted = self._predictor.predict(each.layout)
+        need = self._predictor.with_program(max(1e6 * (each.total - each.program) for each in predicted.memory))
+        seconds = predicted.time.total
+        return replace(each, seconds=seconds, bytes=need, simulated=True, reason=self._misfit(need)), predicted
 
     def _computations(self, layout: Layout) -> int:
         count = layout.micro_batches(self._config.training.micro_batches)
         units = len(layout.placement) if layout.recompute == NEVER and layout.grid.weight == 1 else 24
         return 3 * count * units
 
-    def _what_would_fit(self, order: Sequence[Candidate]) -> str:
-        possible = [each for each in order if each.bytes is not None and each.reason]
-        size, limit = self._config.training.micro_batch_size, self._cluster.machine.memory
+    def _why_none(self, looked_at: Sequence[Candidate]) -> str:
+        possible = [each for each in looked_at if each.bytes is not None and each.reason]
+        machine, devices = self._cluster.machine, f"no layout of {self._cluster.ranks} device(s)"
         if not possible:
-            return f"no layout of {self._cluster.ranks} device(s) can be: see the reasons of the sizes"
-        least = min(possible, key=lambda each: each.bytes or 0.0)
+            reasons = Counter(each.reason for each in looked_at if each.reason).most_common(MOST_REASONS)
+            told = "; ".join(reason for reason, _ in reasons)
+            return f"{devices} can be: " + (told or f"none has {', '.join(self._asked())}; leave some of these out")
+        least = self._least_of(possible)
         assert least.bytes is not None, "it does not fit"
-        over = least.bytes - limit
-        ways = [f"--memory {least.bytes / GB:.2f}GB for each device"]
-        if size > 1:
+        size, over = self._config.training.micro_batch_size, least.bytes - machine.memory
+        ways = [f"--memory {math.ceil(1e-6 * least.bytes)}MB for each device"]
+        if machine.memory > self._predictor.without_samples(least.layout) and size > 1:
             ways.append(f"a smaller --micro-batch-size than {size}, which changes what norms see")
-        ways.append("more devices (--gpus)")
+        if machine.memory > machine.program:
+            ways.append("more devices (--gpus)")
         return (
-            f"no layout of {self._cluster.ranks} device(s) fits into {limit / GB:.2f} GB each: the least needs "
-            f"{least.bytes / GB:.2f} GB, {over / GB:.2f} GB more ({least.layout}); what would do: {'; or '.join(ways)}"
+            f"{devices} fits into {machine.memory / GB:.3g} GB each: the least needs {least.bytes / GB:.2f} GB "
+            f"({least.layout}), {over / GB:.2f} GB more; programs and libraries take {machine.program / GB:.2f} of it; "
+            f"what would do: {'; or '.join(ways)}"
         )
+
+    def _asked(self) -> list[str]:
+        given, default = self._config.parallel, ParallelConfig()
+        values = {each.name: getattr(given, each.name) for each in fields(given)}
+        return [f"{flag(name)} {value}" for name, value in values.items() if value != getattr(default, name)]
+
+    def _least_of(self, possible: Sequence[Candidate]) -> Candidate:
+        """What needs least of what does not fit: simulated where it can be, since bounds promise too much.
+
+        Of each grid, what has the least bound, until the next one is no better than the best simulation.
+        """
+        of_grids: dict[Grid, Candidate] = {}
+        for each in sorted(possible, key=lambda each: (each.bytes or 0.0, each.layout.parts)):
+            of_grids.setdefault(each.layout.grid, each)
+        shown = [each for each in possible if each.simulated]
+        until = time.monotonic() + SECONDS_OF_REASONS
+        for each in of_grids.values():
+            least = min((each.bytes or 0.0 for each in shown), default=math.inf)
+            if (each.bytes or 0.0) >= least or time.monotonic() > until:
+                break
+            if not each.simulated and self._computations(each.layout) <= MOST_COMPUTATIONS:
+                with suppress(ValueError):
+                    shown.append(self._simulated(each)[0])
+        return min(shown or possible, key=lambda each: each.bytes or 0.0)
 
     def with_reason(self, each: Candidate, chosen: Candidate) -> Candidate:
         """Why it was not taken."""

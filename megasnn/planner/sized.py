@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.schedule import ChunkCost
@@ -23,20 +24,23 @@ class Chunks:
     again: tuple[float, ...]
 
 
+@lru_cache(maxsize=4096)
+def balanced(seconds: tuple[float, ...], placement: Placement) -> tuple[range, ...]:
+    """The layers of each chunk. Layers without exchanges take the same on any links."""
+    return tuple(placed_bounds(seconds, placement))
+
+
 class SizedLayers:
     """Attributes: costs: of each layer."""
 
     def __init__(self, costs: tuple[LayerCost, ...]) -> None:
         self.costs = costs
-        self._bounds: dict[Placement, tuple[range, ...]] = {}
+        self._seconds = tuple(layer.seconds for layer in costs)
         self._chunks: dict[tuple[LinkCost, Placement], Chunks] = {}
 
     def bounds(self, placement: Placement) -> tuple[range, ...]:
         """The layers of each chunk, balanced."""
-        if placement not in self._bounds:
-            seconds = [layer.seconds for layer in self.costs]
-            self._bounds[placement] = tuple(placed_bounds(seconds, placement))
-        return self._bounds[placement]
+        return balanced(self._seconds, placement)
 
     def chunks(self, link: LinkCost, placement: Placement) -> Chunks:
         """Args: link: between two stages."""

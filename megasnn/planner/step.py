@@ -10,7 +10,7 @@ from itertools import chain
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
-from megasnn.grid import Grid
+from megasnn.grid import ContextCut, Grid
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.order import chunk_costs, with_forwards_again
 from megasnn.pipeline.peaks import step_peaks
@@ -83,8 +83,10 @@ class Predictor:
     def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
         self._analysis, self._config, self._cluster = analysis, config, cluster
         self._on_gpu = cluster.machine.kind == "cuda"
+        self._sized_on = lru_cache(maxsize=None)(self._sized_of)
         self._layers = lru_cache(maxsize=None)(self._layers_of)
         self._states = lru_cache(maxsize=None)(self._states_of)
+        self._states_on = lru_cache(maxsize=None)(self._states_of_ranks)
         self._sums = Sums(cluster, config.optimizer)
 
     def costs(self, layout: Layout) -> PipelineCosts:
@@ -98,11 +100,14 @@ class Predictor:
         return self._sized(layout).bounds(layout.placement)
 
     def _sized(self, layout: Layout) -> SizedLayers:
-        grid, cluster = layout.grid, self._cluster
+        return self._sized_on(layout.grid, layout.cut)
+
+    def _sized_of(self, grid: Grid, cut: ContextCut) -> SizedLayers:
+        layout, cluster = Layout(grid, cut), self._cluster
         links = Links(cluster.link(layout, "tensor"), cluster.link(layout, "context"))
         at_work = min(layout.ranks, cluster.ranks_of_node)
         samples = layout.own_samples(self._config.training.micro_batch_size)
-        return self._layers(Share(grid.tensor, grid.context, layout.cut, samples, at_work), links)
+        return self._layers(Share(grid.tensor, grid.context, cut, samples, at_work), links)
 
     def _layers_of(self, share: Share, links: Links) -> SizedLayers:
         return SizedLayers(layer_costs(self._analysis, self._cluster.machine, share, links))
@@ -129,23 +134,21 @@ class Predictor:
         busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
         # In whole stages' micro-batches: of chunks that are not equally large, one is what is certain.
         kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
-        need = reduction = behind = 0.0
-        for rank in range(layout.grid.pipeline):
-            states = self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank))
-            summed = self._sums.at_once(layout, states)
-            reduction = max(reduction, summed.to_keepers + summed.over_copies)
-            behind = max(behind, states.updated * self._cluster.machine.update + summed.sharing)
+        need, reduced, updated = 0.0, 0, 0
+        for rank, states in enumerate(self.states(layout)):
+            reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
             stash = held[rank] * (kept if rank == 0 else 1)
             last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
             mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
             need = max(need, mine + self._samples(layout, rank))
-        time = busy * self._cluster.slowest(layout.ranks) + max(0.0, reduction - busy)
-        return time + self._sums.agreement(layout) + behind, self.with_program(need)
+        summed = self._sums.at_once(layout, reduced, updated)
+        time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
+        time += max(0.0, summed.to_keepers + summed.over_copies - busy) + self._sums.agreement(layout) + summed.sharing
+        return time, self.with_program(need)
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""
-        ranks = range(layout.grid.pipeline)
-        states = [self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank)) for rank in ranks]
+        states = self.states(layout)
         return self.with_program(max(each.weights + each.gradients + each.optimizer for each in states))
 
     def with_program(self, tensors: float) -> float:
@@ -153,9 +156,20 @@ class Predictor:
         machine = self._cluster.machine
         return machine.program + tensors * (1 + machine.rest)
 
-    def _of_rank(self, layout: Layout, rank: int) -> tuple[range, ...]:
-        bounds = self.bounds(layout)
-        return tuple(bounds[chunk] for chunk in layout.chunks_of(rank))
+    def states(self, layout: Layout) -> tuple[States, ...]:
+        """Of each pipeline rank. Schedules that place chunks alike have the same, with recomputation and without."""
+        return self._states_on(layout.grid, layout.cut, layout.placement, layout.shards_optimizer)
+
+    def _states_of_ranks(
+        self, grid: Grid, cut: ContextCut, placement: tuple[int, ...], shards: bool
+    ) -> tuple[States, ...]:
+        spans: list[list[range]] = [[] for _ in range(grid.pipeline)]
+        for rank, span in zip(placement, self._sized_on(grid, cut).bounds(placement), strict=True):
+            spans[rank].append(span)
+        # Owners differ by their number alone, and without owners replicas do not change what a rank holds.
+        owners = grid.data * grid.context if shards else 1
+        alike = Grid(data=owners, tensor=grid.tensor, weight=grid.weight)
+        return tuple(self._states(alike, shards, tuple(each)) for each in spans)
 
     def _states_of(self, grid: Grid, shards: bool, spans: tuple[range, ...]) -> States:
         layout = Layout(grid, shards_optimizer=shards)
@@ -204,7 +218,7 @@ class Predictor:
             for rank, row in enumerate(result.timeline)
         ]
         scale = self._cluster.slowest(layout.ranks)
-        states = [self._states(layout.grid, layout.shards_optimizer, self._of_rank(layout, rank)) for rank in ranks]
+        states = self.states(layout)
         behind = [
             (each.updated * self._cluster.machine.update, sum(bucket.sharing for bucket in summed))
             for each, summed in zip(states, buckets, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, groupby
+from operator import sub
 
 from megasnn.table import Table
 
@@ -87,10 +88,12 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
     if len(set(placement)) == len(placement):
         return bounds
     total = list(accumulate(costs, initial=0.0))
+    ranks, whole = max(placement) + 1, total[-1]
 
     def badness(cuts: Sequence[int]) -> float:
-        spans = [total[stop] - total[start] for start, stop in zip([0, *cuts], [*cuts, len(costs)], strict=True)]
-        loads = [0.0] * (max(placement) + 1)
+        ends = [*map(total.__getitem__, cuts), whole]
+        spans = list(map(sub, ends, [0.0, *ends]))
+        loads = [0.0] * ranks
         for rank, span in zip(placement, spans, strict=True):
             loads[rank] += span
         return max(loads) + FILL_AND_DRAIN * max(spans)

@@ -49,6 +49,22 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert dp2["samples_per_s_per_rank"] == pytest.approx(4 / 1.5)
 
 
+def test_a_line_holds_the_regime_the_parts_of_a_step_and_what_should_not_happen() -> None:
+    data = measured()
+    for row, one in data.items():
+        for turn_of_rank in (rank for ranks in one.turns for rank in ranks):
+            turn_of_rank.parts_ms.update({"forward": [2.0, 4.0], "backward": [5.0, 5.0]})
+        one.events += [{"warnings": 1, "recompiles": 0, "graph_breaks": 2}] * row.ranks
+    _, one, dp2 = figures(LayoutBenchmark(regime="weak", global_batch_size=8), data)
+    assert (dp2["regime"], dp2["samples"], dp2["samples_per_rank"], dp2["replicas"]) == ("weak", 16, 8, 2)
+    assert dp2["phases_ms"] == {
+        "forward_backward": pytest.approx(8), "forward": 3, "backward": 5, "reset": None, "optimizer": pytest.approx(2),
+    }  # fmt: skip
+    assert (dp2["phases_spread_ms"]["forward"]["min"], dp2["phases_spread_ms"]["forward"]["max"]) == (2, 4)
+    assert (dp2["warnings"], dp2["recompiles"], dp2["graph_breaks"], one["warnings"]) == (2, 0, 4, 1)
+    assert dp2["tensor_parallel"] == {"calls": 0, "mb": 0} and dp2["setup_ms"] == {"plan": None, "materialise": None}
+
+
 def test_weak_scaling_counts_samples_not_steps() -> None:
     _, _, dp2 = figures(LayoutBenchmark(regime="weak", global_batch_size=8), measured())
     assert dp2["throughput_ratio"]["megasnn"]["median"] == pytest.approx(4)

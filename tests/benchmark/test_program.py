@@ -37,7 +37,14 @@ def test_a_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert len(line["round_ms"]) == 2 and line["samples"] == 4
         assert line["memory_mb"]["baseline"][0] > 50 and line["memory_mb"]["largest"] < 300
         assert line["machine"]["cores"] and line["versions"]["torch"]
+        assert line["regime"] == "strong" and line["samples_per_rank"] == 4 / line["layout"]["ranks"]
+        parts = line["phases_ms"]["forward"] + line["phases_ms"]["backward"]
+        assert 0 < parts < 1.5 * line["phases_ms"]["forward_backward"]
+        assert line["recompiles"] == line["graph_breaks"] == 0 <= line["warnings"]
+        assert line["setup_ms"]["materialise"] > 0
     theirs, one, pp2 = lines
+    assert theirs["phases_ms"]["reset"] > 0 and one["phases_ms"]["reset"] is theirs["setup_ms"]["plan"] is None
+    assert pp2["setup_ms"]["plan"] > 0
     assert theirs["activations_mb"] is None and one["activations_ratio"] == 1
     assert 0 < pp2["activations_mb"] < one["activations_mb"] + 1
     assert one["traffic"] == [{}] and one["throughput_ratio"]["megasnn"]["median"] == 1

@@ -44,12 +44,14 @@ def test_what_is_no_row_is_refused(name: str) -> None:
         parse_row(name, 8, 4)
 
 
-def test_regimes_differ_in_the_batch_of_data_parallel_rows() -> None:
+def test_regimes_differ_in_the_batch_of_rows_of_several_ranks() -> None:
     dp2, pp2 = parse_row("dp2", 4, 1), parse_row("pp2", 4, 1)
     strong, weak = LayoutBenchmark(global_batch_size=8), LayoutBenchmark(regime="weak", global_batch_size=8)
     assert (strong.samples(dp2), strong.micro_batch_size(dp2)) == (8, 4)
     assert (weak.samples(dp2), weak.micro_batch_size(dp2)) == (16, 8)
-    assert (weak.samples(pp2), weak.micro_batch_size(pp2)) == (8, 2)
+    assert (weak.samples(pp2), weak.micro_batch_size(pp2)) == (16, 4)
+    one = parse_row("megasnn", 4, 1)
+    assert (weak.samples(one), strong.samples(one)) == (8, 8)
 
 
 def test_everything_wrong_is_told_at_once() -> None:

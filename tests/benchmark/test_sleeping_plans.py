@@ -181,6 +181,15 @@ def test_one_of_each_kind_is_tried() -> None:
     assert any(each.recompute == "always" for each in found) and len(set(found)) == len(found)
 
 
+def test_no_step_beats_its_bound() -> None:
+    predictor = _of(FLAGS, 4)
+    with buckets_of(round(1e3 * FLAGS.bucket_kb)):
+        found = plan(FLAGS.analysis(), FLAGS.configuration(), FLAGS.cluster(4), simulations=1)
+        possible = [each.layout for each in found.candidates if each.seconds is not None]
+        compared = [(predictor.least(each)[0], predictor.predict(each).time.total) for each in possible]
+    assert len(compared) > 50 and all(bound <= whole * (1 + 1e-9) for bound, whole in compared)
+
+
 def test_collectives_are_foreseen_as_they_are_rehearsed() -> None:
     links, link = Links(1.0, 0.1), LinkCost(1.0, 0.1)
     assert collectives.all_reduce(link, 4, 80, on_gpu=False) == links.all_reduce(4, 80)

@@ -126,7 +126,7 @@ def test_slower_ranks_are_waited_for() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(PlanError, match=r"no layout of 8 device\(s\) fits into 0.10 GB each: the least needs .* more"):
+    with pytest.raises(PlanError, match=r"no layout of 8 device\(s\) fits into 0.1 GB each: the least needs .* more"):
         planned(gigabytes=0.1)
 
 

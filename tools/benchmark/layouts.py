@@ -66,6 +66,7 @@ def measure(flags: LayoutBenchmark) -> Iterator[Part]:
                 say(f"  {row.name} {1e3 * median(step_times(turn)):.0f} ms", end="")
             say("")
         for row, ranks in rows.items():
+            measured[row].events = ranks.call("events", timeout=limit)
             measured[row].memory = ranks.call("memory", timeout=limit)
         gpu = next(iter(rows.values())).call("gpu", timeout=limit)[0]
     yield Part(figures(flags, measured), gpu)

@@ -44,12 +44,12 @@ class LayoutBenchmark(Flags):
     """Number of classes."""
 
     global_batch_size: int = 32
-    """Samples of a step; with --regime weak, samples of a step for each data parallel replica."""
+    """Samples of a step; with --regime weak, samples of a step for each rank."""
     micro_batches: int = 8
     """Micro-batches of a replica in rows with a pipeline; the others take their samples in one go. A row may say its
     own: pp2:16."""
     regime: Literal["strong", "weak"] = "strong"
-    """strong: every row computes the same global batch. weak: it grows with the data parallel size."""
+    """strong: every row computes the same global batch. weak: it grows with the row's ranks, whatever the axes."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
     fp32_products: Literal["auto", "ieee", "split"] = "auto"
@@ -104,7 +104,7 @@ class LayoutBenchmark(Flags):
 
     def samples(self, row: Row) -> int:
         """Samples of a step over all ranks."""
-        return self.global_batch_size * (row.data if self.regime == "weak" else 1)
+        return self.global_batch_size * (row.ranks if self.regime == "weak" else 1)
 
     def micro_batch_size(self, row: Row) -> int:
         return -(-self.samples(row) // self._pieces(row))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
+import warnings
 
 import torch
 
@@ -32,6 +34,7 @@ class LayoutRank:
         self._device = _device(task)
         _warm_up(self._flags, self._device)
         self._baseline = _memory_now(self._device)
+        self._warnings = 0
 
     def prepare(self) -> Preparation:
         """Builds the model and takes the warm-up steps, the last of them with the traffic counted."""
@@ -39,11 +42,21 @@ class LayoutRank:
         self._steps(self._flags.warmup)
         with statistics.counting():
             self._steps(1)
-        return Preparation(self._work.layout, self._loss, _traffic_by_group())
+        self._compiled_before, _ = _compiled()
+        return Preparation(self._work.layout, self._loss, _traffic_by_group(), dict(self._work.setup_ms))
 
     def measure(self, steps: int) -> Turn:
-        self._steps(1)  # caches and branch predictors saw another row last
-        return self._steps(steps)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            self._steps(1)  # caches and branch predictors saw another row last
+            turn = self._steps(steps)
+        self._warnings += len(told)
+        return turn
+
+    def events(self) -> dict[str, int]:
+        """What should not happen, or not again: warnings and recompiles in all turns, and breaks of graphs."""
+        compiled, breaks = _compiled()
+        return {"warnings": self._warnings, "recompiles": compiled - self._compiled_before, "graph_breaks": breaks}
 
     def memory(self) -> Memory:
         peak = peak_memory_mb(self._device)
@@ -68,6 +81,7 @@ class LayoutRank:
             flags.precision,
             flags.neuron_backend,
             flags.fp32_products,
+            watches=True,
             tensor_model_parallel_size=row.tensor,
             pipeline_model_parallel_size=row.pipeline,
             context_parallel_size=row.context,
@@ -91,6 +105,8 @@ class LayoutRank:
             turn.clock.append(self._now())
             turn.forward_backward.append(middle - turn.clock[-2])
             turn.update.append(turn.clock[-1] - middle)
+            for name, milliseconds in self._work.phases_ms().items():
+                turn.parts_ms.setdefault(name, []).append(milliseconds)
         return turn
 
     def _now(self) -> float:
@@ -134,6 +150,14 @@ def _memory_now(device: torch.device) -> float:
     release_free_memory()  # what the compiler has freed must not be there for the model to fill unseen
     reset_peak_memory(device)
     return peak_memory_mb(device)
+
+
+def _compiled() -> tuple[int, int]:
+    """Graphs that torch.compile has made in this process, and places where it could not go on."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it would take seconds
+    if dynamo is None:
+        return 0, 0
+    return dynamo.counters["stats"]["unique_graphs"], sum(dynamo.counters["graph_break"].values())
 
 
 def _traffic_by_group() -> dict[str, dict[str, float]]:

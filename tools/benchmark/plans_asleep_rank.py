@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megasnn.batching import micro_batches_of
 from megasnn.engine.distributed_model import DistributedModel
@@ -22,9 +21,9 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.planner.layout import Layout
 from tools.benchmark.layouts_asleep import SleepingPlansBenchmark, buckets_of
 from tools.benchmark.nccl_like import nccl_like
-from tools.benchmark.queued_device import Device, wait_until
+from tools.benchmark.queued_device import Device
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
-from tools.benchmark.rehearsal_rank import HEAD_START, WARM_UP
+from tools.benchmark.rehearsal_rank import WARM_UP, begin_together, require_all_added
 from tools.benchmark.sleeping import sleeping_model
 
 
@@ -101,29 +100,14 @@ class LayoutsAsleep:
         )
         data, count = model.state.data, self._flags.micro_batches
         micro_batches = [each] * len(micro_batches_of(count, data.size, data.rank))
-        begin = self._begin_together()
+        begin = begin_together(self._device)
         model.forward_backward(micro_batches, count)
         self._sleep(self._flags.update * sum(entry.tensor.nbytes for entry in model.owned))
         model.share_rows()
         end = time.perf_counter()
         self._device.synchronize()
-        self._require_all_added(model)
+        require_all_added(model, count)
         return Whole(self._device.reached - begin, end - begin)
-
-    def _begin_together(self) -> float:
-        begin = torch.tensor([time.perf_counter() + HEAD_START], dtype=torch.float64)
-        dist.all_reduce(begin, dist.ReduceOp.MAX)
-        self._device.reached = begin.item()
-        wait_until(self._device.reached)
-        return self._device.reached
-
-    def _require_all_added(self, model: DistributedModel) -> None:
-        """Raises ValueError where a gradient is not the sum over all micro-batches of all replicas."""
-        for entry in model.owned:
-            assert entry.tensor.grad is not None, "zeroed before the step"
-            found = set(entry.tensor.grad[:, 0].tolist())
-            if found - {self._flags.micro_batches}:
-                raise ValueError(f"the gradient of {entry.name} has {found}, not {self._flags.micro_batches} parts")
 
 
 class PlansAsleepRank(LayoutsAsleep):

@@ -16,7 +16,9 @@ Other parts have benchmarks of their own; the first flag chooses one, and --help
     python tools/benchmark --data                         # the loader, beside PyTorch's DataLoader
     python tools/benchmark --kernels                      # norm and neuron, in copies of their input
     python tools/benchmark --memory                       # what a step takes, beside SpikingJelly and predictions
+    python tools/benchmark --capacity                     # the largest micro-batch that fits, by trying and foreseen
     python tools/benchmark --plans                        # steps of layouts, beside what the planner foresees
+    python tools/benchmark --fit-device                   # the table of devices, fitted to half of measured layouts
     python tools/benchmark --sleeping-plans               # the same of 4, 8 and 16 ranks that sleep, and the plan
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
     python tools/benchmark --scale                        # what grows with ranks, stages and micro-batches
@@ -32,7 +34,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megasnn.config.cli import command_line
+from tools.benchmark.capacity import CAPACITY
 from tools.benchmark.checkpoints import CHECKPOINTS
+from tools.benchmark.devices import DEVICES
 from tools.benchmark.harness import Case, run
 from tools.benchmark.kernels import KERNELS
 from tools.benchmark.layouts import LAYOUTS
@@ -47,8 +51,10 @@ from tools.benchmark.rehearsal import REHEARSAL
 from tools.benchmark.scale import SCALE
 
 OTHERS: dict[str, Case[Any]] = {
+    "--capacity": CAPACITY,
     "--checkpoint": CHECKPOINTS,
     "--data": LOADING,
+    "--fit-device": DEVICES,
     "--kernels": KERNELS,
     "--memory": MEMORY,
     "--readers": READERS,

@@ -88,33 +88,35 @@ class Rehearsal:
             self._device.doing = len(reached)
 
         model.executor.observer = observe
-        begin = self._begin_together()
+        begin = begin_together(self._device)
         self._device.moved.clear()
         self._device.doing = 0
         model.forward_backward(micro_batches, flags.micro_batches * flags.replicas)
         model.data_parallel.share_rows()
         self._device.synchronize()
-        self._require_all_added(model)
+        require_all_added(model, flags.micro_batches * flags.replicas)
         seconds = model.executor.clock.seconds
         clock = [(seconds(start), seconds(end)) for start, end in marks]
         clock[0] = begin, clock[0][1]  # a rank that woke up late has begun late
         return RankStep(list(zip([begin, *reached], reached, strict=False)), clock, list(self._device.moved))
 
-    def _begin_together(self) -> float:
-        begin = torch.tensor([time.perf_counter() + HEAD_START], dtype=torch.float64)
-        dist.all_reduce(begin, dist.ReduceOp.MAX)
-        self._device.reached = begin.item()
-        wait_until(self._device.reached)
-        return self._device.reached
 
-    def _require_all_added(self, model: DistributedModel) -> None:
-        """Raises ValueError where a gradient is not the sum over all micro-batches of all replicas."""
-        expected = self._flags.micro_batches * self._flags.replicas
-        for entry in model.owned:
-            assert entry.tensor.grad is not None, "zeroed before the step"
-            found = set(entry.tensor.grad[:, 0].tolist())
-            if found - {expected}:
-                raise ValueError(f"the gradient of {entry.name} has {found} parts, and should have {expected}")
+def begin_together(device: Device) -> float:
+    """All ranks agree on when a step begins, and wait for it."""
+    begin = torch.tensor([time.perf_counter() + HEAD_START], dtype=torch.float64)
+    dist.all_reduce(begin, dist.ReduceOp.MAX)
+    device.reached = begin.item()
+    wait_until(device.reached)
+    return device.reached
+
+
+def require_all_added(model: DistributedModel, expected: int) -> None:
+    """Raises ValueError where a gradient is not the sum over so many micro-batches, all of all replicas."""
+    for entry in model.owned:
+        assert entry.tensor.grad is not None, "zeroed before the step"
+        found = set(entry.tensor.grad[:, 0].tolist())
+        if found - {expected}:
+            raise ValueError(f"the gradient of {entry.name} has {found} parts, and should have {expected}")
 
 
 class RehearsalRank(Rehearsal):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -20,11 +21,18 @@ from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.schedule import Action, Kind
 from megasnn.telemetry.allocations import AllocationCounter
+from megasnn.telemetry.timers import Mark, Timers
 from tools.benchmark.models import Dimensions, configuration, spikingjelly_model
 
 OPTIMIZER = OptimizerConfig(lr_decay_style="constant")
 ENDLESS = 10**9  # steps
+# Computing again is for backward, and counts there.
+PHASES = {
+    Kind.FORWARD: "forward",
+    **dict.fromkeys((Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE), "backward"),
+}
 Precision = Literal["fp32", "tf32", "bf16", "fp64"]
 Products = Literal["auto", "ieee", "split"]
 CudaGraphs = Literal["off", "on", "auto"]
@@ -35,15 +43,20 @@ class TrainingStep(Protocol):
 
     Attributes:
         layout: layers of each pipeline stage; "" without a pipeline.
+        setup_ms: milliseconds of what came before the first step, by name.
     """
 
     layout: str
+    setup_ms: Mapping[str, float]
 
     def forward_backward(self) -> float:
         """Up to the gradients; returns the loss."""
 
     def update(self) -> None:
         """The optimizer's step."""
+
+    def phases_ms(self) -> dict[str, float]:
+        """Milliseconds of the parts of the last `forward_backward`, by name; the device has done it."""
 
 
 class SpikingJellyStep:
@@ -65,7 +78,11 @@ class SpikingJellyStep:
         compiled: bool = False,
         keeps_gradients: bool = False,
     ) -> None:
-        self.model = spikingjelly_model(model).to(device)
+        built = Timers(device)
+        with built("materialise"):
+            self.model = spikingjelly_model(model).to(device)
+        self.setup_ms: Mapping[str, float] = built.mean_ms()
+        self._timers = Timers(device)
         self._forward = torch.compile(self.model) if compiled else self.model
         self.images, self.labels = (tensor.to(device) for tensor in _random_batch(describe(model), samples))
         self.optimizer = torch.optim.AdamW(
@@ -76,10 +93,12 @@ class SpikingJellyStep:
 
     def forward_backward(self) -> float:
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
-        with self._autocast():
+        with self._timers("forward"), self._autocast():
             loss = F.cross_entropy(self._forward(self.images).mean(0), self.labels)
-        loss.backward()
-        self.forget_state()
+        with self._timers("backward"):
+            loss.backward()
+        with self._timers("reset"):
+            self.forget_state()
         return loss.item()
 
     def forget_state(self) -> None:
@@ -92,16 +111,24 @@ class SpikingJellyStep:
     def update(self) -> None:
         self.optimizer.step()
 
+    def phases_ms(self) -> dict[str, float]:
+        return self._timers.mean_ms()
+
 
 class MegaSNNStep:
     """As the training loop does it, gradient norm and clipping included, on this rank of a layout.
 
     Args:
         plan: of the pipeline; None: as training plans it.
+        watches: whether `phases_ms` is asked for: then each action of a step is timed.
     """
 
-    def __init__(self, config: PretrainConfig, plan: PipelinePlan | None = None) -> None:
+    def __init__(self, config: PretrainConfig, plan: PipelinePlan | None = None, watches: bool = False) -> None:
         self.engine = Engine(config, length=Length(ENDLESS), plan=plan)
+        self.setup_ms: Mapping[str, float] = self.engine.setup_ms
+        self._marks: list[tuple[Kind, Mark, Mark]] = []
+        if watches:
+            self.engine.distributed.executor.observer = self._observe
         training, bounds = config.training, self.engine.plan.bounds
         self.layout = layers_per_chunk(bounds) if len(bounds) > 1 else ""
         self._samples = training.global_batch_size
@@ -116,11 +143,23 @@ class MegaSNNStep:
 
     def forward_backward(self) -> float:
         """From the first to the last action: up to the reduced gradients; returns the loss."""
+        self._marks.clear()
         self._loss = self.engine.distributed.forward_backward(self._micro_batches, self._samples)
         return self._loss
 
     def update(self) -> None:
         self.engine.steps.update(self._loss, self._samples)
+
+    def phases_ms(self) -> dict[str, float]:
+        """Of computing: what is left of the step are messages, sums of gradients, and waiting for other ranks."""
+        found = dict.fromkeys(PHASES.values(), 0.0)
+        for kind, start, end in self._marks:
+            found[PHASES[kind]] += 1e3 * self.engine.distributed.executor.clock.between(start, end)
+        return found
+
+    def _observe(self, action: Action, start: Mark, end: Mark) -> None:
+        if action.kind in PHASES:
+            self._marks.append((action.kind, start, end))
 
 
 def megasnn_step(
@@ -131,12 +170,13 @@ def megasnn_step(
     neuron_backend: str,
     fp32_products: Products = "auto",
     cuda_graphs: CudaGraphs = "off",
+    watches: bool = False,
     **parallel: Any,
 ) -> MegaSNNStep:
     """On the grid of ranks that is there, with a pipeline that is planned as training plans it. Collective.
 
     Args:
-        parallel: see ParallelConfig.
+        watches: see MegaSNNStep. parallel: see ParallelConfig.
     """
     config = configuration(
         model,
@@ -151,7 +191,7 @@ def megasnn_step(
         parallel=ParallelConfig(**parallel),
         optimizer=OPTIMIZER,
     )
-    return MegaSNNStep(replace(config, neuron=replace(config.neuron, neuron_backend=neuron_backend)))
+    return MegaSNNStep(replace(config, neuron=replace(config.neuron, neuron_backend=neuron_backend)), watches=watches)
 
 
 def counted_peak(step: TrainingStep, device: torch.device, ranks: int) -> int:
