@@ -21,7 +21,12 @@ def draw(plan: Plan, path: Path) -> list[Path]:
     """
     scale, unit = SECONDS
     predicted = plan.predicted
-    write_chart(predicted.schedule, predicted.simulation, path, View(scale=scale, unit=unit, title=str(plan.layout)))
+    write_chart(
+        predicted.schedule,
+        predicted.simulation,
+        path,
+        View(scale=scale, unit=unit, title=f"one replica of {plan.layout}"),
+    )
     against = path.with_name(f"{path.stem}-ranks.svg")
     against.write_text(time_against_ranks(plan), encoding="utf-8")
     return [path, against]

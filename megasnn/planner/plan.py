@@ -11,8 +11,8 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.planner.analysis import Analysis, differences
 from megasnn.planner.cluster import Cluster, node_problems
 from megasnn.planner.layout import Layout
+from megasnn.planner.predicted import Predicted
 from megasnn.planner.search import Candidate, PlanError, Prefer, Search, layouts
-from megasnn.planner.step import Predicted
 
 SIMULATIONS, SECONDS = 20, 20.0
 DECIDED = "--memory-budget", "--pipeline-memory-limit", "--pipeline-model-parallel-layout", "--weight-memory-limit"

@@ -19,7 +19,8 @@ from megasnn.grid import ContextCut, Grid
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout, grids, schedules, with_layout
-from megasnn.planner.step import Predicted, Predictor
+from megasnn.planner.predicted import Predicted
+from megasnn.planner.step import Predictor
 from megasnn.schedule.refine import NEVER
 
 Prefer = Literal["speed", "memory", "capacity"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
@@ -19,6 +19,7 @@ from megasnn.planner.cluster import Cluster
 from megasnn.planner.costs import Links, Share, layer_costs
 from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast, sample_bytes
+from megasnn.planner.predicted import Predicted, StepTime
 from megasnn.planner.reduction import (
     Sums,
     gradients_complete,
@@ -29,7 +30,7 @@ from megasnn.planner.reduction import (
 from megasnn.planner.sized import SizedLayers
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, plan_schedule, simulate
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES, least_held
 from megasnn.schedule.refine import NEVER
@@ -37,44 +38,6 @@ from megasnn.schedule.weights import SharedWeights
 
 AT_ONCE = 2  # buffers in which gathered weights come
 ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step.
-
-    Attributes:
-        pipeline: forwards and backwards, with all that holds them up.
-        reduction: what is left of gradients' sums behind them.
-        agreement: all ranks wait for each other with loss and norm. update: the optimizer. sharing: rows that owners
-            then give to the others.
-    """
-
-    pipeline: float
-    reduction: float
-    agreement: float
-    update: float
-    sharing: float
-
-    @property
-    def total(self) -> float:
-        return self.pipeline + self.reduction + self.agreement + self.update + self.sharing
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """
-    Attributes:
-        memory: of each pipeline rank. bounds: the layers of each chunk.
-        idle: share of the ranks' time in which they do not compute, in the pipeline.
-    """
-
-    time: StepTime
-    memory: tuple[MemoryForecast, ...]
-    bounds: tuple[range, ...]
-    idle: float
-    schedule: Schedule
-    simulation: Simulation
 
 
 class Predictor:

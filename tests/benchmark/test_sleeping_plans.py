@@ -16,7 +16,8 @@ from megasnn.pipeline.costs import LinkCost
 from megasnn.planner import collectives
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
-from megasnn.planner.step import Predicted, Predictor
+from megasnn.planner.predicted import Predicted
+from megasnn.planner.step import Predictor
 from tests.benchmark.test_rehearsal import _reduces_at_the_end as reduces_at_the_end
 from tools.benchmark.layouts_asleep import SleepingPlansBenchmark, buckets_of
 from tools.benchmark.links import Links

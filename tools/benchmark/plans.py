@@ -13,8 +13,9 @@ from megasnn.planner.analysis import Analysis
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
+from megasnn.planner.predicted import Predicted
 from megasnn.planner.search import Prefer
-from megasnn.planner.step import Predicted, Predictor
+from megasnn.planner.step import Predictor
 from tools.benchmark.harness import Case, Figures, Part, rounds, say, summary
 from tools.benchmark.log import Line
 from tools.benchmark.plans_flags import LAYOUTS, RANKS, PlansBenchmark

@@ -13,7 +13,8 @@ from statistics import median
 
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import Plan, plan
-from megasnn.planner.step import Predicted, Predictor
+from megasnn.planner.predicted import Predicted
+from megasnn.planner.step import Predictor
 from megasnn.schedule.refine import NEVER
 from tools.benchmark.harness import Case, Figures, Part, rounds, say, summary
 from tools.benchmark.layouts_asleep import SleepingPlansBenchmark, buckets_of
