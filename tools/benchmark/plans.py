@@ -134,11 +134,11 @@ def report(flags: PlansBenchmark, lines: Sequence[Line], earlier: Sequence[Line 
     ]
     return (
         f"{flags.model}, {flags.micro_batches} micro-batches of {flags.micro_batch_size}\n\n{table(HEADINGS, rows)}\n\n"
-        + "\n".join(_told_of_plans(lines))
+        + "\n".join(told_of_plans(lines))
     )
 
 
-def _told_of_plans(lines: Sequence[Line]) -> Iterator[str]:
+def told_of_plans(lines: Sequence[Line]) -> Iterator[str]:
     """How the plans compare with the best of all rows."""
     fastest = min(lines, key=lambda line: line["step_ms"]["median"])
     smallest = min(lines, key=lambda line: line["all_tensors_mb"])

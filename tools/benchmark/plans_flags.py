@@ -51,8 +51,15 @@ class PlansBenchmark(Flags):
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "micro_batch_size", "micro_batches", "rounds", "steps") + above(self, 0, "timeout")
-        unknown = [name for name in self.layouts if name not in LAYOUTS]
-        return wrong + [f"--layouts {name}: known are {', '.join(LAYOUTS)}" for name in unknown]
+        wrong += [f"--layouts {name}: known are {', '.join(LAYOUTS)}" for name in self.layouts if name not in LAYOUTS]
+        for name in self.layouts:
+            layout = LAYOUTS.get(name, Layout(Grid()))
+            if layout.cut == "samples" and layout.grid.context > self.micro_batch_size > 0:
+                wrong.append(
+                    f"--micro-batch-size {self.micro_batch_size} is too small for {name}, where each of "
+                    f"{layout.grid.context} ranks needs a sample: raise it, or leave {name} out of --layouts"
+                )
+        return wrong
 
     def configuration(self) -> PretrainConfig:
         """Of a run on one rank."""
