@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,19 @@ class LinkCost:
     per_byte: float = 0.0
     sender_per_byte: float = 0.0
     receiver_per_byte: float = 0.0
+
+    def exchange(self, ranks: int, size: float) -> float:
+        """Seconds in which each rank sends each other one so many bytes, in pairs: n - 1 steps (R. Thakur,
+        R. Rabenseifner, W. Gropp, Optimization of Collective Communication Operations in MPICH, 2005)."""
+        return (ranks - 1) * (self.latency + self.per_byte * size)
+
+    def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
+        """Seconds of a sum of so many bytes that all ranks get: by Gloo in a ring, whose steps grow with the ranks; by
+        NCCL, which takes what is faster for a size, in two trees (of the same paper)."""
+        if ranks == 1:
+            return 0.0
+        steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
+        return 2 * (steps * self.latency + self.per_byte * size * (ranks - 1) / ranks)
 
 
 @dataclass(frozen=True)
@@ -140,8 +154,8 @@ class PipelineCosts:
 
     def with_gathers(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
         """The costs of units whose weights `ranks` replicas share, with the time to gather and to scatter them."""
-        link, others = self.replicas or self.link, ranks - 1
-        times = [others * (link.latency + link.per_byte * size / ranks) if size else 0.0 for size in unit_bytes]
+        link = self.replicas or self.link
+        times = [link.exchange(ranks, size / ranks) if size else 0.0 for size in unit_bytes]
         return [replace(cost, gather=time, scatter=time) for cost, time in zip(costs, times, strict=True)]
 
     def _crossing(self, number: int) -> tuple[int, int, int]:

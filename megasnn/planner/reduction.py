@@ -9,7 +9,6 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.pipeline.costs import LayerCost
 from megasnn.planner.analysis import HeldTensor
 from megasnn.planner.cluster import Cluster
-from megasnn.planner.collectives import all_reduce, exchange
 from megasnn.planner.layout import Layout
 from megasnn.planner.states import buckets_of, row_bytes
 from megasnn.schedule import Action, Kind
@@ -44,7 +43,7 @@ class Sums:
         """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
         machine = self._cluster.machine
         link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
-        return all_reduce(link, layout.ranks, 0, self._on_gpu)
+        return link.all_reduce(layout.ranks, 0, self._on_gpu)
 
     def at_once(self, layout: Layout, kept: int, owned: int) -> Summed:
         """All gradients of a rank, as if they were one bucket: in more of them they take no less.
@@ -74,12 +73,12 @@ class Sums:
         grid, copies = layout.grid, layout.grid.data * layout.grid.context
         to_keepers = over_copies = sharing = 0.0
         if grid.weight > 1:  # whole gradients go to those who keep the rows
-            to_keepers = exchange(self._cluster.link(layout, "weight"), grid.weight, kept)
+            to_keepers = self._cluster.link(layout, "weight").exchange(grid.weight, kept)
         link = self._cluster.link(layout, "data")
         if layout.shards_optimizer and copies > 1:
-            over_copies = sharing = exchange(link, copies, owned)
+            over_copies = sharing = link.exchange(copies, owned)
         elif copies > 1:
-            over_copies = all_reduce(link, copies, kept, self._on_gpu)
+            over_copies = link.all_reduce(copies, kept, self._on_gpu)
         return Summed(layers, to_keepers, over_copies, sharing)
 
 

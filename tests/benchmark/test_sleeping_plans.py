@@ -13,7 +13,6 @@ import pytest
 from megasnn.config.checks import ConfigError
 from megasnn.grid import Grid
 from megasnn.pipeline.costs import LinkCost
-from megasnn.planner import collectives
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
 from megasnn.planner.predicted import Predicted
@@ -193,10 +192,10 @@ def test_no_step_beats_its_bound() -> None:
 
 def test_collectives_are_foreseen_as_they_are_rehearsed() -> None:
     links, link = Links(1.0, 0.1), LinkCost(1.0, 0.1)
-    assert collectives.all_reduce(link, 4, 80, on_gpu=False) == links.all_reduce(4, 80)
-    assert collectives.exchange(link, 4, 20) == links.all_to_all(4, given=60, taken=60)
-    assert collectives.all_reduce(link, 1, 80, on_gpu=False) == 0
-    assert collectives.all_reduce(link, 1024, 0, on_gpu=True) == 20  # two trees of ten steps
+    assert link.all_reduce(4, 80, on_gpu=False) == links.all_reduce(4, 80)
+    assert link.exchange(4, 20) == links.all_to_all(4, given=60, taken=60)
+    assert link.all_reduce(1, 80, on_gpu=False) == 0
+    assert link.all_reduce(1024, 0, on_gpu=True) == 20  # two trees of ten steps
 
 
 def test_what_cannot_be_is_refused() -> None:
