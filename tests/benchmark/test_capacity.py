@@ -9,8 +9,8 @@ import pytest
 
 from tools.benchmark.capacity import largest, layout_of
 from tools.benchmark.capacity_flags import CapacityBenchmark
-from tools.benchmark.plans_flags import LAYOUTS
 from tools.benchmark.program import main
+from tools.benchmark.two_ranks import LAYOUTS
 
 
 @pytest.mark.parametrize("start", [1, 6, 13, 100])
@@ -35,8 +35,8 @@ def test_sizes_are_those_that_can_be() -> None:
     assert CapacityBenchmark(most=6).sizes(LAYOUTS["cp2rows"]) == [1, 2, 3, 4, 5, 6]
     sizes = CapacityBenchmark(grows="image-size", most=40).sizes(LAYOUTS["one"])
     assert sizes and all(size % 4 == 0 for size in sizes)
-    grown = CapacityBenchmark(grows="depth", micro_batch_size=3).configuration(7)
-    assert grown.model.depth == 7 and grown.training.micro_batch_size == 3
+    grown = CapacityBenchmark(grows="depth", micro_batch_size=3).run(7)
+    assert grown.model.depth == 7 and grown.micro_batch_size == 3
 
 
 def test_a_plan_is_a_row() -> None:

@@ -8,22 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.models.building import describe
-from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.machines import DEVICES, REACHED
 from tools.benchmark import devices
 from tools.benchmark.devices_fit import Example, fitted, foreseen
-from tools.benchmark.plans_flags import LAYOUTS, PlansBenchmark
+from tools.benchmark.models import dimensions_of
 from tools.benchmark.program import main
+from tools.benchmark.two_ranks import LAYOUTS, Run
 
 
 def test_shares_are_found_again() -> None:
     made_up = replace(REACHED["cpu"], operations=0.3, moved=0.2)
-    config = PlansBenchmark(model="spikformer_ti").configuration()
-    known = counted_sizes(describe(config.model, config.neuron.spec), config, [1], [2])
+    run = Run(dimensions_of("spikformer_ti"), 4, 4)
+    known = run.counted()
     examples = []
     for size in (1, 4):
-        config = PlansBenchmark(model="spikformer_ti", micro_batch_size=size).configuration()
+        config = replace(run, micro_batch_size=size).configuration()
         for layout in (LAYOUTS["one"], LAYOUTS["dp2"]):
             nothing = Example(known, config, layout, 1.0)
             examples.append(replace(nothing, seconds=foreseen(nothing, made_up)))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.benchmark.plans import told_of_plans
-from tools.benchmark.plans_flags import PlansBenchmark
+from tools.benchmark.plans import PlansBenchmark, told_of_plans
 
 
 def test_usual_flags_go_together() -> None:

@@ -18,11 +18,11 @@ from megasnn.planner.plan import plan
 from megasnn.planner.predicted import Predicted
 from megasnn.planner.step import Predictor
 from tests.benchmark.test_rehearsal import _reduces_at_the_end as reduces_at_the_end
-from tools.benchmark.layouts_asleep import SleepingPlansBenchmark, buckets_of
 from tools.benchmark.links import Links
 from tools.benchmark.nccl_like import nccl_like
 from tools.benchmark.plans_asleep import to_try
-from tools.benchmark.plans_asleep_rank import LayoutsAsleep, Whole
+from tools.benchmark.plans_asleep_flags import SleepingPlansBenchmark, buckets_of
+from tools.benchmark.plans_asleep_rank import LayoutsAsleep, Whole, slowest
 from tools.benchmark.program import main
 
 LIMIT = 0.05
@@ -72,8 +72,7 @@ def _rehearse(
     of_ranks = ranks(layouts[0].ranks, _run, flags, turns, mutated)
     found = []
     for each in zip(*of_ranks, strict=True):
-        steps = [Whole(*map(max, zip(*step, strict=True))) for step in zip(*each, strict=True)]
-        found.append(Whole(*map(min, zip(*steps, strict=True))))
+        found.append(Whole(*map(min, zip(*slowest(each), strict=True))))
     return found
 
 

@@ -9,7 +9,7 @@ from megasnn.planner.layout import Layout, with_layout
 from megasnn.planner.plan import Plan, plan
 from megasnn.planner.search import Prefer
 from tests.planner.models import analysis, cluster, config
-from tools.benchmark.plans_rank import held_bytes
+from tools.benchmark.steps_rank import held_bytes
 from tools.benchmark.training_steps import MegaSNNStep, counted_peak
 
 RANKS = 2

@@ -6,31 +6,25 @@ where memory ends. Tries begin at the foreseen size, and double their distance u
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 
-from megasnn.config import PretrainConfig
-from megasnn.models.building import describe
 from megasnn.planner.analysis import Analysis
-from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.plan import plan
 from megasnn.planner.step import Predictor
 from tools.benchmark.capacity_flags import PLANS, CapacityBenchmark
-from tools.benchmark.capacity_rank import CapacityRank, Tried
 from tools.benchmark.harness import Case, Figures, Part, say
 from tools.benchmark.log import Line
-from tools.benchmark.plans_flags import LAYOUTS, RANKS
 from tools.benchmark.ranks import RankProcesses, start_row
-from tools.benchmark.table import change, table
+from tools.benchmark.steps_rank import StepsRank, Tried
+from tools.benchmark.table import change, shown, table
+from tools.benchmark.two_ranks import LAYOUTS, RANKS, UNLIMITED, Run, cluster_of
 
 MB = 1e-6
-UNLIMITED = 1e15  # bytes
 HEADINGS = (
     "layout", "largest\nby trying", "largest\nforeseen", "counted\nMB", "foreseen\nMB", "next size,\ncounted MB",
     "samples\na step", "step\nms", "samples\nper s", "tries", "largest,\nchange",
@@ -79,7 +73,7 @@ def largest(fits: Callable[[int], bool], sizes: Sequence[int], start: int) -> in
 
 
 def find(flags: CapacityBenchmark, layout: Layout, ranks: RankProcesses) -> Found:
-    """The largest size on a layout. Args: ranks: of `CapacityRank`, as many as the layout has or more."""
+    """The largest size on a layout. Args: ranks: of `StepsRank`, as many as the layout has or more."""
     sizes = flags.sizes(layout)
     tried: dict[int, Tried] = {}
 
@@ -88,8 +82,9 @@ def find(flags: CapacityBenchmark, layout: Layout, ranks: RankProcesses) -> Foun
         return _foreseen(flags, layout, size)
 
     def fits(size: int) -> bool:
-        parallel = layout.parallel(flags.usual().parallel, _predictor(flags, size).bounds(layout))
-        taken = ranks.call("tried", size, parallel, layout.ranks, timeout=flags.timeout)
+        run, bounds = flags.run(size), _predictor(flags, size).bounds(layout)
+        parallel = layout.parallel(run.configuration().parallel, bounds)
+        taken = ranks.call("tried", run, parallel, layout.ranks, timeout=flags.timeout)
         tried[size] = max(taken[: layout.ranks], key=lambda each: each.bytes)
         say(f"  {size}: {MB * tried[size].bytes:.0f} MB", end="")
         return tried[size].bytes <= flags.memory / MB
@@ -108,44 +103,44 @@ def _foreseen(flags: CapacityBenchmark, layout: Layout, size: int) -> float:
 
 @lru_cache(maxsize=16)
 def _predictor(flags: CapacityBenchmark, size: int) -> Predictor:
-    config = flags.configuration(size)
+    run = flags.run(size)
     # Bytes are counted for few samples, and scaled: a size of micro-batches needs no analysis of its own.
-    return Predictor(_analysis(flags.usual() if flags.grows == "micro-batch" else config), config, _cluster())
+    counted = _counted(flags.usual() if flags.grows == "micro-batch" else run)
+    return Predictor(counted, run.configuration(), _cluster())
 
 
 @lru_cache(maxsize=16)
-def _analysis(config: PretrainConfig) -> Analysis:
-    return counted_sizes(describe(config.model, config.neuron.spec), config, [1, RANKS], [RANKS])
+def _counted(run: Run) -> Analysis:
+    return run.counted()
 
 
 def _cluster(memory: float = UNLIMITED) -> Cluster:
     """Args: memory: bytes of each rank for tensors."""
     machine = DEVICES["cpu-core"].machine("cpu-core", "fp32")
-    return Cluster(RANKS, RANKS, replace(machine, memory=memory + machine.program))
+    return cluster_of(machine, memory + machine.program)
 
 
 def layout_of(flags: CapacityBenchmark, name: str) -> Layout:
     """Of the table, or what the planner takes for the usual size. Raises PlanError where nothing fits."""
     if name in LAYOUTS:
         return LAYOUTS[name]
-    config = flags.usual()
-    return plan(_analysis(config), config, _cluster(flags.memory / MB), PLANS[name]).layout
+    run = flags.usual()
+    return plan(_counted(run), run.configuration(), _cluster(flags.memory / MB), PLANS[name]).layout
 
 
 def measure(flags: CapacityBenchmark) -> Iterator[Part]:
-    with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
-        with closing(start_row("of capacity", CapacityRank, flags, RANKS, 1, f"{folder}/store")) as ranks:
-            ranks.ready(flags.timeout)
-            lines = []
-            for name in flags.layouts:
-                layout = layout_of(flags, name)
-                say(f"{name}: {layout}")
-                lines.append(_figures(flags, name, layout, find(flags, layout, ranks)))
+    with start_row("of capacity", StepsRank, None, RANKS) as ranks:
+        ranks.ready(flags.timeout)
+        lines = []
+        for name in flags.layouts:
+            layout = layout_of(flags, name)
+            say(f"{name}: {layout}")
+            lines.append(_figures(flags, name, layout, find(flags, layout, ranks)))
     yield Part(lines)
 
 
 def _figures(flags: CapacityBenchmark, name: str, layout: Layout, found: Found) -> Figures:
-    samples = flags.configuration(found.size).training.global_batch_size if found.size else 0
+    samples = flags.run(found.size).samples if found.size else 0
     at, above = found.tried.get(found.size), min((size for size in found.tried if size > found.size), default=None)
     rate = samples / at.seconds if at else None
     return {
@@ -174,10 +169,10 @@ def report(flags: CapacityBenchmark, lines: Sequence[Line], earlier: Sequence[Li
             line["row"].removeprefix("capacity ") + (f" ({line['layout']})" if "plan" in line["row"] else ""),
             str(line["largest"]),
             str(line["largest_foreseen"]),
-            *(_shown(line[name]) for name in ("counted_mb", "foreseen_mb", "next_counted_mb")),
+            *(shown(line[name]) for name in ("counted_mb", "foreseen_mb", "next_counted_mb")),
             str(line["samples"]),
-            _shown(line["step_ms"], ".0f"),
-            _shown(line["samples_per_s"]),
+            shown(line["step_ms"], ".0f"),
+            shown(line["samples_per_s"]),
             str(len(line["tried_mb"])),
             change(line, last, "largest"),
         ]
@@ -187,10 +182,6 @@ def report(flags: CapacityBenchmark, lines: Sequence[Line], earlier: Sequence[Li
         f"{flags.model}, the largest {flags.grows} of which tensors take no more than {flags.memory:g} MB a rank; "
         f"{flags.micro_batches} micro-batches, {lines[0]['machine']['cpu']}\n\n{table(HEADINGS, rows)}"
     )
-
-
-def _shown(value: float | None, digits: str = ".1f") -> str:
-    return "-" if value is None else format(value, digits)
 
 
 CAPACITY = Case(CapacityBenchmark, measure, report, NOTES)

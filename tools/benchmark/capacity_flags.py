@@ -6,16 +6,13 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megasnn.config import PretrainConfig, TrainingConfig
 from megasnn.config.checks import above, at_least
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.planner.layout import Layout
 from megasnn.planner.search import Prefer
 from tools.benchmark.harness import Flags
-from tools.benchmark.models import Dimensions, configuration, dimensions_of
-from tools.benchmark.pipeline_flags import ModelName
-from tools.benchmark.plans_flags import LAYOUTS, RANKS
-from tools.benchmark.training_steps import OPTIMIZER
+from tools.benchmark.models import Dimensions, ModelName, dimensions_of
+from tools.benchmark.two_ranks import LAYOUTS, RANKS, Run, unknown_layouts
 
 Grows = Literal["micro-batch", "image-size", "depth"]
 PLANS: dict[str, Prefer] = {"plan-speed": "speed", "plan-memory": "memory", "plan-capacity": "capacity"}
@@ -46,8 +43,7 @@ class CapacityBenchmark(Flags):
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "micro_batch_size", "micro_batches", "most") + above(self, 0, "memory", "timeout")
-        known = [*LAYOUTS, *PLANS]
-        wrong += [f"--layouts {name}: known are {', '.join(known)}" for name in self.layouts if name not in known]
+        wrong += unknown_layouts(self.layouts, [*LAYOUTS, *PLANS])
         if self.grows == "depth" and not isinstance(dimensions_of(self.model), Spikformer):
             wrong.append(f"--grows depth: --model {self.model} has no blocks; take micro-batch or image-size")
         machine = 1e-6 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -73,15 +69,11 @@ class CapacityBenchmark(Flags):
         grown: dict[Grows, dict[str, Any]] = {"image-size": {"image_size": size}, "depth": {"depth": size}}
         return replace(dimensions_of(self.model), **grown.get(self.grows, {}))
 
-    def configuration(self, size: int) -> PretrainConfig:
-        """Of a run on one rank, where what grows has this size."""
+    def run(self, size: int) -> Run:
+        """The run in which what grows has this size."""
         samples = size if self.grows == "micro-batch" else self.micro_batch_size
-        return self._run(self._dimensions(size), samples)
+        return Run(self._dimensions(size), samples, self.micro_batches)
 
-    def usual(self) -> PretrainConfig:
-        """Of a run on one rank, where nothing grows."""
-        return self._run(dimensions_of(self.model), self.micro_batch_size)
-
-    def _run(self, model: Dimensions, samples: int) -> PretrainConfig:
-        training = TrainingConfig(samples, samples * self.micro_batches, train_iters=1)
-        return configuration(model, training=training, optimizer=OPTIMIZER)
+    def usual(self) -> Run:
+        """The run in which nothing grows."""
+        return Run(dimensions_of(self.model), self.micro_batch_size, self.micro_batches)

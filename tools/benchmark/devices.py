@@ -6,24 +6,20 @@ the rows, before anything is measured.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from statistics import median
 
 from megasnn.config.checks import above, at_least
-from megasnn.models.building import describe
-from megasnn.planner.analyze import counted_sizes
 from megasnn.planner.machines import REACHED, Reached
 from tools.benchmark.devices_fit import DEVICE, Example, fitted, foreseen
 from tools.benchmark.harness import Case, Figures, Flags, Part, rounds, say, summary
 from tools.benchmark.log import Line, latest_alike, read_lines, surroundings
-from tools.benchmark.pipeline_flags import ModelName
-from tools.benchmark.plans_flags import LAYOUTS, RANKS, PlansBenchmark
-from tools.benchmark.plans_rank import PlansRank
+from tools.benchmark.models import ModelName, dimensions_of
 from tools.benchmark.ranks import RankProcesses, start_row
-from tools.benchmark.table import change, table
+from tools.benchmark.steps_rank import StepsRank, slowest
+from tools.benchmark.table import change, quartiles, table
+from tools.benchmark.two_ranks import LAYOUTS, RANKS, Run, unknown_layouts
 
 MODELS: tuple[ModelName, ...] = "spikformer_cifar10", "vgg_dvs"
 HEADINGS = (
@@ -60,31 +56,28 @@ class DeviceBenchmark(Flags):
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "micro_batches", "rounds", "steps") + above(self, 0, "timeout")
         wrong += [f"--sizes {size}: a micro-batch has a sample at least" for size in self.sizes if size < 1]
-        unknown = [name for name in self.layouts if name not in LAYOUTS]
-        wrong += [f"--layouts {name}: known are {', '.join(LAYOUTS)}" for name in unknown]
+        wrong += unknown_layouts(self.layouts)
         count = len(self.models) * len(self.sizes) * len(self.layouts)
         if not wrong and count < 2:
             wrong.append(f"{count} row(s): one half is fitted to and the other is foreseen; give more --layouts")
         return wrong
 
-    def of_plans(self, model: ModelName, size: int) -> PlansBenchmark:
-        """What the ranks of one model and size are told."""
-        return PlansBenchmark(model=model, micro_batch_size=size, micro_batches=self.micro_batches)
+    def run(self, model: ModelName, size: int) -> Run:
+        return Run(dimensions_of(model), size, self.micro_batches)
 
 
 def measure(flags: DeviceBenchmark) -> Iterator[Part]:
     found: dict[str, Example] = {}
     times: dict[str, dict[str, float]] = {}
     for model in flags.models:
-        config = flags.of_plans(model, 1).configuration()
-        known = counted_sizes(describe(config.model, config.neuron.spec), config, [1, RANKS], [RANKS])
+        known = flags.run(model, 1).counted()
         for size in flags.sizes:
+            config = flags.run(model, size).configuration()
             measured = flags.resume and _measured_before(flags, model, size)
             for layout, milliseconds in (measured or _times(flags, model, size)).items():
                 name = f"{model} {size} {layout}"
                 times[name] = milliseconds
-                run = flags.of_plans(model, size).configuration()
-                found[name] = Example(known, run, LAYOUTS[layout], 1e-3 * milliseconds["median"])
+                found[name] = Example(known, config, LAYOUTS[layout], 1e-3 * milliseconds["median"])
     names = sorted(found)
     reached = fitted([found[name] for name in names[::2]])
     yield Part([_figures(flags, name, found[name], times[name], name in names[::2], reached) for name in names])
@@ -108,27 +101,24 @@ def _configuration(flags: DeviceBenchmark, model: str, size: int, layout: str) -
 
 def _times(flags: DeviceBenchmark, model: ModelName, size: int) -> dict[str, dict[str, float]]:
     """Milliseconds of the steps on each layout, on its slowest rank."""
-    work = flags.of_plans(model, size)
+    run = flags.run(model, size)
     found: dict[str, list[float]] = {name: [] for name in flags.layouts}
-    with (
-        tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder,
-        closing(start_row(f"{model} {size}", PlansRank, work, RANKS, 1, f"{folder}/store")) as ranks,
-    ):
+    with start_row(f"{model} {size}", StepsRank, None, RANKS) as ranks:
         ranks.ready(flags.timeout)
         say(f"{model}, micro-batches of {size}")
         for _ in rounds(flags.rounds):
             for name in flags.layouts:
-                found[name] += _turn(flags, work, ranks, name)
+                found[name] += _turn(flags, run, ranks, name)
                 say(f"  {name} {median(found[name]):.0f} ms", end="")
             say("")
     return {name: summary(times) for name, times in found.items()}
 
 
-def _turn(flags: DeviceBenchmark, work: PlansBenchmark, ranks: RankProcesses, name: str) -> list[float]:
+def _turn(flags: DeviceBenchmark, run: Run, ranks: RankProcesses, name: str) -> list[float]:
     layout = LAYOUTS[name]
-    parallel = layout.parallel(work.configuration().parallel)  # a pipeline is cut as a run cuts it
-    taken = ranks.call("steps", parallel, layout.ranks, flags.steps, False, timeout=flags.timeout)
-    return [1e3 * max(step) for step in zip(*(each.seconds for each in taken[: layout.ranks]), strict=True)]
+    parallel = layout.parallel(run.configuration().parallel)  # a pipeline is cut as a run cuts it
+    taken = ranks.call("steps", run, parallel, layout.ranks, flags.steps, False, timeout=flags.timeout)
+    return [1e3 * seconds for seconds in slowest(taken[: layout.ranks])]
 
 
 def _figures(
@@ -152,7 +142,7 @@ def report(flags: DeviceBenchmark, lines: Sequence[Line], earlier: Sequence[Line
         [
             line["row"].removeprefix("devices "),
             f"{line['step_ms']['median']:.0f}",
-            f"{line['step_ms']['q1']:.0f}..{line['step_ms']['q3']:.0f}",
+            quartiles(line["step_ms"], ".0f"),
             "yes" if line["fitted_to"] else "",
             f"{line['foreseen_ms']:.0f}",
             f"{line['foreseen_ms'] / line['step_ms']['median']:.3f}",

@@ -21,7 +21,7 @@ from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.telemetry.memory import keep_free_memory
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, seconds, summary
 from tools.benchmark.log import Line
-from tools.benchmark.table import change, table
+from tools.benchmark.table import change, quartiles, table
 
 HEADINGS = ("", "copy, ms", "forward,\ncopies", "quartiles", "backward,\ncopies", "quartiles", "change", "change")
 
@@ -82,11 +82,11 @@ class _Row:
         self.backward.append(seconds(lambda: torch.autograd.grad(kept, [self.x, *self._parameters], self._g)))
 
     def _spikes(self) -> Tensor:
-        flags = self._flags
-        spec, backend = NeuronSpec(), flags.neuron_backend
-        return norm_pool_neuron(self.x, *self._parameters, spec=spec, training=True, pool=flags.pool, backend=backend)[
-            0
-        ]
+        pool, backend = self._flags.pool, self._flags.neuron_backend
+        spikes, *_ = norm_pool_neuron(
+            self.x, *self._parameters, spec=NeuronSpec(), training=True, pool=pool, backend=backend
+        )
+        return spikes
 
 
 def measure(flags: KernelBenchmark) -> Iterator[Part]:
@@ -127,7 +127,7 @@ def report(flags: KernelBenchmark, lines: Sequence[Line], earlier: Sequence[Line
 def _cells(line: Line, last: Line | None) -> list[str]:
     cells = [line["row"], f"{line['copy_ms']['median']:.2f}"]
     for figure in (line["forward_copies"], line["backward_copies"]):
-        cells += [f"{figure['median']:.2f}", f"{figure['q1']:.2f}..{figure['q3']:.2f}"]
+        cells += [f"{figure['median']:.2f}", quartiles(figure, ".2f")]
     return [*cells, *(change(line, last, name, "median") for name in ("forward_copies", "backward_copies"))]
 
 

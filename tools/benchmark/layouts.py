@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 
 from megasnn.models.vgg_dvs.dimensions import VggDvs
@@ -15,7 +14,7 @@ from tools.benchmark.layouts_rank import LayoutRank
 from tools.benchmark.layouts_rows import COMPILED, MEGASNN, SPIKINGJELLY, Row
 from tools.benchmark.log import Line
 from tools.benchmark.ranks import RankProcesses, start_row
-from tools.benchmark.table import change, table
+from tools.benchmark.table import change, quartiles, shown, table
 
 HEADINGS = (
     "row",
@@ -75,13 +74,11 @@ def measure(flags: LayoutBenchmark) -> Iterator[Part]:
 @contextmanager
 def _rows_started(flags: LayoutBenchmark) -> Iterator[dict[Row, RankProcesses]]:
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megasnn-benchmark-"))
         say("starting the ranks of all rows ...")
         rows = {}
         for row in flags.table_rows():
-            store = f"{folder}/{row.name}"
-            ranks = start_row(row.name, LayoutRank, (flags, row), row.ranks, row.threads, store, row.variables)
-            rows[row] = stack.enter_context(closing(ranks))
+            started = start_row(row.name, LayoutRank, (flags, row), row.ranks, row.threads, row.variables)
+            rows[row] = stack.enter_context(started)
         for ranks in rows.values():
             ranks.ready(flags.timeout)
         yield rows
@@ -126,14 +123,14 @@ def _cells(line: Line, last: Line | None) -> list[str]:
         line["row"],
         f"{line['layout']['ranks']} x {line['threads']}",
         f"{step['median']:.1f}",
-        f"{step['q1']:.1f}..{step['q3']:.1f}",
+        quartiles(step, ".1f"),
         f"{line['samples_per_s']:.1f}",
         _ratio(line, MEGASNN),
         _ratio(line, SPIKINGJELLY),
         f"{line['memory_mb']['largest']:.0f}",
-        _shown(memory_ratio, ".2f"),
-        _shown(line["activations_mb"], ".0f"),
-        _shown(line["activations_ratio"], ".3f"),
+        shown(memory_ratio, ".2f"),
+        shown(line["activations_mb"], ".0f"),
+        shown(line["activations_ratio"], ".3f"),
         str(calls),
         f"{moved:.2f}",
         f"{phases['forward_backward']:.1f}",
@@ -143,13 +140,9 @@ def _cells(line: Line, last: Line | None) -> list[str]:
     ]
 
 
-def _shown(value: float | None, digits: str) -> str:
-    return "-" if value is None else format(value, digits)
-
-
 def _ratio(line: Line, reference: str) -> str:
     ratio = line["throughput_ratio"].get(reference)
-    return "-" if ratio is None else f"{ratio['median']:.2f}"
+    return shown(ratio and ratio["median"], ".2f")
 
 
 def brief(lines: Sequence[Line]) -> str:
@@ -167,7 +160,7 @@ def _comparison(line: Line, reference: str) -> str:
     stages = f"; layers {line['pipeline_layout']}" if line["pipeline_layout"] else ""
     return (
         f"{TITLES.get(line['row'], line['row'])}: {speed['median']:.2f} x the throughput of {TITLES[reference]} "
-        f"(quartiles {speed['q1']:.2f}..{speed['q3']:.2f}), {memory:.2f} x its peak memory a rank{stages}"
+        f"(quartiles {quartiles(speed, '.2f')}), {memory:.2f} x its peak memory a rank{stages}"
     )
 
 

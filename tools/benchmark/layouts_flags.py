@@ -15,14 +15,14 @@ from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.schedule.build import chunks_of_schedule
 from tools.benchmark.harness import Flags
 from tools.benchmark.layouts_rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
-from tools.benchmark.models import IMAGE_SIZES
+from tools.benchmark.models import IMAGE_SIZES, Dimensions, SpikingJellyName
 
 
 @dataclass(frozen=True)
 class LayoutBenchmark(Flags):
     """The same model, batch and optimizer in every row; `check` says whether they go together."""
 
-    model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "cifar10_dvs_vgg"] = "spikformer_cifar10"
+    model: SpikingJellyName = "spikformer_cifar10"
     """Model of SpikingJelly to take the dimensions from; the flags up to --num-classes win over it."""
     embed_dim: int | None = None
     """Channels of the blocks."""
@@ -78,7 +78,7 @@ class LayoutBenchmark(Flags):
     timeout: float = 300.0
     """Seconds that a row may take for its preparation or for one turn before the benchmark gives up."""
 
-    def dimensions(self) -> Spikformer | VggDvs:
+    def dimensions(self) -> Dimensions:
         """Raises ValueError for a flag that is not of this model."""
         shared = self._given("num_classes", "image_size", "time_steps")
         if self.model == "cifar10_dvs_vgg":

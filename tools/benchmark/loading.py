@@ -34,7 +34,7 @@ from megasnn.preprocess.sample import shards_of_sample
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, summary
 from tools.benchmark.log import Line
 from tools.benchmark.models import Dimensions
-from tools.benchmark.table import change, table
+from tools.benchmark.table import change, quartiles, shown, table
 from tools.benchmark.waiting import Waiting, measure_waiting, one_rank_loader
 
 WORKERS = (0, 1, 2)
@@ -49,6 +49,9 @@ HEADINGS = (
     "of it waiting",
     "change",
 )
+NOTES = """\
+ratio: against the DataLoader with as many workers; x decoding: against one process that reads, decodes and
+changes samples and does nothing else with them; both compared round by round"""
 
 Batches = Generator[int, None, None]  # the size of each
 
@@ -233,19 +236,14 @@ def _cells(line: Line, last: Line | None) -> list[str]:
     return [
         line["row"],
         f"{rate['median']:.0f}",
-        f"{rate['q1']:.0f}..{rate['q3']:.0f}",
+        quartiles(rate, ".0f"),
         f"{line['dataloader_samples_per_s']['median']:.0f}",
         f"{line['throughput_ratio']['median']:.2f}",
         f"{line['decoding_ratio']['median']:.2f}",
-        "-" if line["step_ms"] is None else f"{line['step_ms']:.1f}",
-        "-" if line["waiting_share"] is None else f"{line['waiting_share']:.2%}",
+        shown(line["step_ms"]),
+        shown(line["waiting_share"], ".2%"),
         change(line, last, "samples_per_s", "median"),
     ]
 
-
-NOTES = (
-    "ratio: against the DataLoader with as many workers; x decoding: against one process that reads, decodes and\n"
-    "changes samples and does nothing else with them; both compared round by round"
-)
 
 LOADING = Case(LoadingBenchmark, measure, report, NOTES)

@@ -7,23 +7,20 @@ counted are not those that are timed.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Literal
 
 from megasnn.config.checks import above, at_least
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.schedule.refine import NEVER
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, summary
 from tools.benchmark.log import Line
 from tools.benchmark.memory_rank import MemoryRank, MemoryRow, MemoryWork
-from tools.benchmark.models import IMAGE_SIZES, Dimensions
+from tools.benchmark.models import Dimensions, SpikingJellyName, dimensions_of
 from tools.benchmark.ranks import RankProcesses, start_row
-from tools.benchmark.table import change, table
+from tools.benchmark.table import change, quartiles, shown, table
 
 MB = 1e-6
 SPIKINGJELLY = "spikingjelly"
@@ -41,7 +38,7 @@ change: of what is counted"""
 class MemoryBenchmark(Flags):
     """A row for each way to train the same model."""
 
-    model: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "cifar10_dvs_vgg"] = "spikformer_cifar10"
+    model: SpikingJellyName = "spikformer_cifar10"
     """Model of SpikingJelly."""
     micro_batch_size: int = 32
     """Samples in a micro-batch."""
@@ -70,9 +67,7 @@ class MemoryBenchmark(Flags):
         return wrong + at_least(self, 1, *sizes) + above(self, 0, "timeout", "memory_budget")
 
     def dimensions(self) -> Dimensions:
-        if self.model == "cifar10_dvs_vgg":
-            return VggDvs()
-        return Spikformer(variant=self.model, num_classes=10, image_size=IMAGE_SIZES[self.model])
+        return dimensions_of(self.model)
 
     def rows(self) -> list[MemoryRow]:
         """SpikingJelly's as it is, ours as it is, and others."""
@@ -119,14 +114,12 @@ def measure(flags: MemoryBenchmark) -> Iterator[Part]:
 @contextmanager
 def _started(flags: MemoryBenchmark) -> Iterator[dict[str, RankProcesses]]:
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megasnn-benchmark-"))
         rows = {}
         for row in flags.rows():
             work = MemoryWork(row, flags.dimensions(), flags.micro_batches, flags.micro_batch_size, flags.device)
             say(f"starting {row.name}")
-            ranks = start_row(row.name, MemoryRank, work, row.ranks, 1, f"{folder}/{row.name}")
-            rows[row.name] = stack.enter_context(closing(ranks))
-            ranks.ready(flags.timeout)
+            rows[row.name] = stack.enter_context(start_row(row.name, MemoryRank, work, row.ranks))
+            rows[row.name].ready(flags.timeout)
         yield rows
 
 
@@ -166,11 +159,11 @@ def _cells(line: Line, last: Line | None) -> list[str]:
         line["row"],
         f"{counted:.0f}",
         f"{line['of_spikingjelly']:.3f}",
-        "-" if predicted is None else f"{predicted:.0f}",
-        "-" if predicted is None else f"{predicted / counted:.3f}",
+        shown(predicted, ".0f"),
+        shown(predicted and predicted / counted, ".3f"),
         f"{line['step_ms']['median']:.0f}",
         f"{ratio['median']:.2f}",
-        f"{ratio['q1']:.2f}..{ratio['q3']:.2f}",
+        quartiles(ratio, ".2f"),
         change(line, last, "counted_mb"),
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from spikingjelly.activation_based import functional, layer, surrogate
 from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
@@ -14,17 +14,18 @@ from megasnn.config import PretrainConfig
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from tools.benchmark.pipeline_flags import ModelName
 
 Dimensions = Spikformer | VggDvs
+ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_dvs"]
+SpikingJellyName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "cifar10_dvs_vgg"]
 
 # Smaller images than those of the Spikformers for ImageNet: a step takes seconds on one core.
 IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32}
 
 
-def dimensions_of(model: ModelName) -> Dimensions:
-    """By name, those that schedules are measured with."""
-    if model == "vgg_dvs":
+def dimensions_of(model: ModelName | SpikingJellyName) -> Dimensions:
+    """Those that a model is measured with, by our name or by SpikingJelly's."""
+    if model == "vgg_dvs" or model == "cifar10_dvs_vgg":
         return VggDvs()
     return Spikformer(variant=model, num_classes=10, image_size=IMAGE_SIZES[model])
 

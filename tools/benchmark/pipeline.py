@@ -7,25 +7,17 @@ slows a round's costs and its steps alike, so that ratios are taken round by rou
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from statistics import median
 
 from tools.benchmark.harness import Case, Figures, Part, ratios, rounds, say, summary
 from tools.benchmark.log import Line
-from tools.benchmark.pipeline_flags import (
-    ONE_BATCH,
-    ONE_RANK,
-    SINGLE,
-    Measured,
-    ModelName,
-    PipelineBenchmark,
-    PipelineTurn,
-)
+from tools.benchmark.models import ModelName
+from tools.benchmark.pipeline_flags import ONE_BATCH, ONE_RANK, SINGLE, Measured, PipelineBenchmark, PipelineTurn
 from tools.benchmark.pipeline_rank import PipelineRank
-from tools.benchmark.ranks import RankProcesses, start_row
+from tools.benchmark.ranks import start_row
 from tools.benchmark.table import change, table
 
 HEADINGS = (
@@ -62,9 +54,9 @@ def measure(flags: PipelineBenchmark) -> Iterator[Part]:
 
 def _measure(flags: PipelineBenchmark, model: ModelName) -> dict[str, Measured]:
     limit = flags.timeout
-    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
+    with ExitStack() as stack:
         single, pipeline = (
-            stack.enter_context(closing(_start(flags, model, stages, f"{folder}/{stages}")))
+            stack.enter_context(start_row(f"{model} on {stages} rank(s)", PipelineRank, (flags, model), stages))
             for stages in (1, flags.stages)
         )
         rows = {**dict.fromkeys(SINGLE, single), **dict.fromkeys(flags.schedules, pipeline)}
@@ -84,10 +76,6 @@ def _measure(flags: PipelineBenchmark, model: ModelName) -> dict[str, Measured]:
                     measured[name].simulated.append(pipeline.call("simulate", name, timeout=limit)[0])
             say("")
     return measured
-
-
-def _start(flags: PipelineBenchmark, model: ModelName, stages: int, store: str) -> RankProcesses:
-    return start_row(f"{model} on {stages} rank(s)", PipelineRank, (flags, model), stages, 1, store)
 
 
 def _seconds(turn: Sequence[PipelineTurn], part: str = "step") -> float:

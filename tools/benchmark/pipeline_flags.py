@@ -8,8 +8,8 @@ from typing import Any, Literal
 from megasnn.config.checks import above, at_least
 from megasnn.schedule.named import AUTO, SCHEDULES
 from tools.benchmark.harness import Flags
+from tools.benchmark.models import ModelName
 
-ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_dvs"]
 ONE_BATCH = "one batch"  # a single rank that takes all samples in one go
 ONE_RANK = "one rank"  # a single rank with the pipeline's micro-batches: it computes the same function
 SINGLE = (ONE_BATCH, ONE_RANK)

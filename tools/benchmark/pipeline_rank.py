@@ -24,8 +24,8 @@ from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.evaluate import idle_share
 from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
-from tools.benchmark.models import configuration, dimensions_of
-from tools.benchmark.pipeline_flags import ONE_BATCH, ModelName, PipelineBenchmark, PipelineTurn
+from tools.benchmark.models import ModelName, configuration, dimensions_of
+from tools.benchmark.pipeline_flags import ONE_BATCH, PipelineBenchmark, PipelineTurn
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
 from tools.benchmark.training_steps import ENDLESS, OPTIMIZER, MegaSNNStep
 

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 
-from megasnn.config import PretrainConfig
+from megasnn.config.checks import above, at_least
+from megasnn.grid import Grid
 from megasnn.planner.analysis import Analysis
-from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
 from megasnn.planner.predicted import Predicted
 from megasnn.planner.search import Prefer
 from megasnn.planner.step import Predictor
-from tools.benchmark.harness import Case, Figures, Part, rounds, say, summary
+from tools.benchmark.harness import Case, Figures, Flags, Part, rounds, say, summary
 from tools.benchmark.log import Line
-from tools.benchmark.plans_flags import LAYOUTS, RANKS, PlansBenchmark
-from tools.benchmark.plans_rank import PlansRank, Taken
+from tools.benchmark.models import ModelName, dimensions_of
 from tools.benchmark.ranks import RankProcesses, start_row
-from tools.benchmark.table import change, table
+from tools.benchmark.steps_rank import StepsRank, Taken, slowest
+from tools.benchmark.table import change, table, with_extremes
+from tools.benchmark.two_ranks import LAYOUTS, RANKS, Run, cluster_of, unknown_layouts
 
 PREFER: tuple[Prefer, ...] = "speed", "memory"
-UNLIMITED = 1e15  # bytes
 HEADINGS = (
     "layout",
     "predicted\nms",
@@ -45,21 +43,56 @@ plan: what the planner takes of all layouts that it knows of, for one rank and f
 change: against the latest line in the log of the same row and configuration on the same kind of machine"""
 
 
+@dataclass(frozen=True)
+class PlansBenchmark(Flags):
+    """What the planner foresees, beside what two ranks take."""
+
+    model: ModelName = "spikformer_cifar10"
+    """As for --pipeline."""
+    micro_batch_size: int = 4
+    """Samples of a micro-batch."""
+    micro_batches: int = 4
+    """Of a step, over all replicas."""
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    """Some of them."""
+    rounds: int = 5
+    """How often each layout has its turn."""
+    steps: int = 1
+    """Timed steps of a turn; two untimed ones come before them."""
+    timeout: float = 300.0
+    """Seconds that a turn may take before the benchmark gives up."""
+
+    def problems(self) -> list[str]:
+        wrong = at_least(self, 1, "micro_batch_size", "micro_batches", "rounds", "steps") + above(self, 0, "timeout")
+        wrong += unknown_layouts(self.layouts)
+        for name in self.layouts:
+            layout = LAYOUTS.get(name, Layout(Grid()))
+            if layout.cut == "samples" and layout.grid.context > self.micro_batch_size > 0:
+                wrong.append(
+                    f"--micro-batch-size {self.micro_batch_size} is too small for {name}, where each of "
+                    f"{layout.grid.context} ranks needs a sample: raise it, or leave {name} out of --layouts"
+                )
+        return wrong
+
+    @property
+    def run(self) -> Run:
+        return Run(dimensions_of(self.model), self.micro_batch_size, self.micro_batches)
+
+
 def measure(flags: PlansBenchmark) -> Iterator[Part]:
-    config = flags.configuration()
-    with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
-        with closing(start_row("of the planner", PlansRank, flags, RANKS, 1, f"{folder}/store")) as ranks:
-            ranks.ready(flags.timeout)
-            say("measuring the layers")
-            analysis: Analysis = ranks.call("analyse", timeout=flags.timeout)[0]
-            assert analysis.machine is not None
-            cluster = Cluster(RANKS, RANKS, replace(analysis.machine, memory=UNLIMITED))
-            predictor = Predictor(analysis, config, cluster)
-            chosen: dict[Prefer, Layout] = {name: plan(analysis, config, cluster, name).layout for name in PREFER}
-            layouts = {name: LAYOUTS[name] for name in flags.layouts}
-            layouts |= {f"plan-{name}": each for name, each in chosen.items() if each not in layouts.values()}
-            predicted = {name: predictor.predict(each) for name, each in layouts.items()}
-            taken = _taken(flags, config, ranks, layouts, predicted)
+    config = flags.run.configuration()
+    with start_row("of the planner", StepsRank, None, RANKS) as ranks:
+        ranks.ready(flags.timeout)
+        say("measuring the layers")
+        analysis: Analysis = ranks.call("analyse", flags.run, timeout=flags.timeout)[0]
+        assert analysis.machine is not None
+        cluster = cluster_of(analysis.machine)
+        predictor = Predictor(analysis, config, cluster)
+        chosen: dict[Prefer, Layout] = {name: plan(analysis, config, cluster, name).layout for name in PREFER}
+        layouts = {name: LAYOUTS[name] for name in flags.layouts}
+        layouts |= {f"plan-{name}": each for name, each in chosen.items() if each not in layouts.values()}
+        predicted = {name: predictor.predict(each) for name, each in layouts.items()}
+        taken = _taken(flags, ranks, layouts, predicted)
     for name, each in predicted.items():
         say(f"{name}: {each.time}")
     told = {layout: [name for name, each in chosen.items() if each == layout] for layout in layouts.values()}
@@ -70,25 +103,21 @@ def measure(flags: PlansBenchmark) -> Iterator[Part]:
 
 def _taken(
     flags: PlansBenchmark,
-    config: PretrainConfig,
     ranks: RankProcesses,
     layouts: Mapping[str, Layout],
     predicted: Mapping[str, Predicted],
 ) -> dict[str, list[list[Taken]]]:
     """Of each layout, in each round, what each of its ranks has taken."""
+    run, usual = flags.run, flags.run.configuration().parallel
     taken: dict[str, list[list[Taken]]] = {name: [] for name in layouts}
     for number in rounds(flags.rounds):
         for name, layout in layouts.items():
-            parallel = layout.parallel(config.parallel, predicted[name].bounds)
-            found = ranks.call("steps", parallel, layout.ranks, flags.steps, number == 1, timeout=flags.timeout)
+            parallel = layout.parallel(usual, predicted[name].bounds)
+            found = ranks.call("steps", run, parallel, layout.ranks, flags.steps, number == 1, timeout=flags.timeout)
             taken[name].append(found[: layout.ranks])
-            say(f"  {name} {1e3 * median(max(times) for times in _by_step(taken[name][-1])):.0f} ms", end="")
+            say(f"  {name} {1e3 * median(slowest(taken[name][-1])):.0f} ms", end="")
         say("")
     return taken
-
-
-def _by_step(ranks: Sequence[Taken]) -> list[tuple[float, ...]]:
-    return list(zip(*(each.seconds for each in ranks), strict=True))
 
 
 def _figures(
@@ -100,7 +129,7 @@ def _figures(
     taken: Sequence[Sequence[Taken]],
 ) -> Figures:
     """Args: chosen: the preferences of which the layout is the plan."""
-    times = summary([1e3 * max(step) for turn in taken for step in _by_step(turn)])
+    times = summary([1e3 * seconds for turn in taken for seconds in slowest(turn)])
     needs = [each.gathered + each.kept + each.working + each.messages for each in predicted.memory]
     return {
         "row": f"plans {name}",
@@ -122,7 +151,7 @@ def report(flags: PlansBenchmark, lines: Sequence[Line], earlier: Sequence[Line 
         [
             line["row"].removeprefix("plans "),
             f"{line['predicted_ms']:.0f}",
-            f"{line['step_ms']['median']:.0f} ({line['step_ms']['min']:.0f}..{line['step_ms']['max']:.0f})",
+            with_extremes(line["step_ms"]),
             f"{line['step_ms']['median'] / line['predicted_ms']:.3f}",
             f"{line['predicted_mb']:.1f}",
             f"{line['counted_mb']:.1f}",

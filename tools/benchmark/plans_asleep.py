@@ -5,9 +5,8 @@ What ranks sleep and what links take is what the planner is told, so that each m
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -17,11 +16,11 @@ from megasnn.planner.predicted import Predicted
 from megasnn.planner.step import Predictor
 from megasnn.schedule.refine import NEVER
 from tools.benchmark.harness import Case, Figures, Part, rounds, say, summary
-from tools.benchmark.layouts_asleep import SleepingPlansBenchmark, buckets_of
 from tools.benchmark.log import Line
-from tools.benchmark.plans_asleep_rank import PlansAsleepRank, Whole
+from tools.benchmark.plans_asleep_flags import SleepingPlansBenchmark, buckets_of
+from tools.benchmark.plans_asleep_rank import PlansAsleepRank, Whole, slowest
 from tools.benchmark.ranks import RankProcesses, start_row
-from tools.benchmark.table import change, table
+from tools.benchmark.table import change, table, with_extremes
 
 HEADINGS = (
     "layout",
@@ -99,22 +98,15 @@ def _taken(flags: SleepingPlansBenchmark, tried: Sequence[Tried]) -> dict[Layout
     """Of each layout, the steps of all rounds, each on its slowest rank."""
     taken: dict[Layout, list[Whole]] = {each.layout: [] for each in tried}
     with ExitStack() as at_end:
-        folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="megasnn-benchmark-"))
         rows: dict[int, RankProcesses] = {}
         for count in sorted({each.layout.ranks for each in tried}):
-            store = f"{folder}/{count}"
-            rows[count] = at_end.enter_context(
-                closing(start_row(f"of {count} ranks", PlansAsleepRank, flags, count, 1, store))
-            )
+            rows[count] = at_end.enter_context(start_row(f"of {count} ranks", PlansAsleepRank, flags, count))
             rows[count].ready(flags.timeout)
         for _ in rounds(flags.rounds):
             for each in tried:
                 ranks = rows[each.layout.ranks]
-                of_ranks: list[list[Whole]] = ranks.call(
-                    "steps", each.layout, each.predicted.bounds, timeout=flags.timeout
-                )
-                for step in zip(*of_ranks, strict=True):
-                    taken[each.layout].append(Whole(*map(max, zip(*step, strict=True))))
+                of_ranks = ranks.call("steps", each.layout, each.predicted.bounds, timeout=flags.timeout)
+                taken[each.layout] += slowest(of_ranks)
     return taken
 
 
@@ -142,7 +134,7 @@ def report(flags: SleepingPlansBenchmark, lines: Sequence[Line], earlier: Sequen
             f"{line['predicted_ms']:.1f}",
             f"{line['stream_ms']:.1f}",
             f"{line['stream_ms'] / line['predicted_ms']:.3f}",
-            f"{line['clock_ms']['median']:.0f} ({line['clock_ms']['min']:.0f}..{line['clock_ms']['max']:.0f})",
+            with_extremes(line["clock_ms"]),
             f"{line['clock_ms']['median'] / line['predicted_ms']:.3f}",
             change(line, last, "clock_ms", "median"),
         ]

@@ -19,8 +19,8 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import plan_pipeline
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.planner.layout import Layout
-from tools.benchmark.layouts_asleep import SleepingPlansBenchmark, buckets_of
 from tools.benchmark.nccl_like import nccl_like
+from tools.benchmark.plans_asleep_flags import SleepingPlansBenchmark, buckets_of
 from tools.benchmark.queued_device import Device
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
 from tools.benchmark.rehearsal_rank import WARM_UP, begin_together, require_all_added
@@ -32,6 +32,11 @@ class Whole(NamedTuple):
 
     stream: float
     clock: float
+
+
+def slowest(of_ranks: Sequence[Sequence[Whole]]) -> list[Whole]:
+    """Of each step, on the rank where it takes longest."""
+    return [Whole(*map(max, zip(*step, strict=True))) for step in zip(*of_ranks, strict=True)]
 
 
 class LayoutsAsleep:

@@ -12,10 +12,11 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -156,7 +157,7 @@ class RankTask(Generic[Work]):
         work: what the row measures.
         rank, ranks: its number, and how many the row has.
         threads: of this rank.
-        store: a file through which the ranks find each other.
+        store: a file through which the ranks find each other; those of further worlds have names that begin like it.
     """
 
     work: Work
@@ -166,19 +167,25 @@ class RankTask(Generic[Work]):
     store: str
 
 
+@contextmanager
 def start_row(
     name: str,
     make: Callable[[RankTask[Work]], object],
     work: Work,
     ranks: int,
-    threads: int,
-    store: str,
+    threads: int = 1,
     variables: Mapping[str, str] | None = None,
-) -> RankProcesses:
-    """The ranks of a row of the table, which `make` makes of their tasks. variables: more of their environment."""
-    tasks = [RankTask(work, rank, ranks, threads, store) for rank in range(ranks)]
+) -> Iterator[RankProcesses]:
+    """Inside, the ranks of a row of the table are there, which `make` makes of their tasks; `ready` waits for them.
+
+    Args:
+        variables: more of their environment.
+    """
     environment = {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **(variables or {})}
-    return RankProcesses(f"row {name}", make, tasks, environment, limit_flag="--timeout")
+    with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
+        tasks = [RankTask(work, rank, ranks, threads, f"{folder}/store") for rank in range(ranks)]
+        with closing(RankProcesses(f"row {name}", make, tasks, environment, limit_flag="--timeout")) as processes:
+            yield processes
 
 
 def set_up_rank(task: RankTask[Any]) -> None:
@@ -194,6 +201,33 @@ def join_ranks(store: str, rank: int, ranks: int, backend: str = "gloo") -> None
     import torch.distributed as dist
 
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+
+
+class Worlds:
+    """Worlds of torch.distributed that a rank is in, one after another; no world is there between two.
+
+    Attributes:
+        rank, ranks: as in the task.
+    """
+
+    def __init__(self, task: RankTask[Any]) -> None:
+        self.rank, self.ranks, self._store, self._count = task.rank, task.ranks, task.store, 0
+
+    @contextmanager
+    def of_first(self, ranks: int) -> Iterator[bool]:
+        """Inside, there is a world of the first ranks of the row, where they are several; gives whether this is one of
+        them. To be entered by all ranks of the row alike."""
+        import torch.distributed as dist
+
+        self._count += 1
+        is_in = self.rank < ranks
+        if is_in and ranks > 1:
+            join_ranks(f"{self._store}-{self._count}", self.rank, ranks)
+        try:
+            yield is_in
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 @contextmanager

@@ -7,9 +7,7 @@ whether it takes as long as simulated, and which transfers and reductions are hi
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -82,12 +80,11 @@ class Rehearsed:
 
 def measure(flags: RehearsalBenchmark) -> Iterator[Part]:
     """All schedules on the same ranks, one after another."""
-    with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
-        count = flags.stages * flags.replicas
-        with closing(start_row(f"of {count} ranks", RehearsalRank, flags, count, 1, f"{folder}/store")) as ranks:
-            ranks.ready(flags.timeout)
-            layers = _layers(flags, ranks)
-            yield Part([_figures(flags, name, ranks, layers) for name in flags.schedules])
+    count = flags.stages * flags.replicas
+    with start_row(f"of {count} ranks", RehearsalRank, flags, count) as ranks:
+        ranks.ready(flags.timeout)
+        layers = _layers(flags, ranks)
+        yield Part([_figures(flags, name, ranks, layers) for name in flags.schedules])
 
 
 def _layers(flags: RehearsalBenchmark, ranks: RankProcesses) -> list[SleepingLayer]:

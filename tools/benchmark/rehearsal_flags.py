@@ -13,7 +13,7 @@ from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.refine import NEVER, RECOMPUTE
 from tools.benchmark.harness import Flags
 from tools.benchmark.links import Links
-from tools.benchmark.pipeline_flags import ModelName
+from tools.benchmark.models import ModelName
 from tools.benchmark.queued_device import Moved
 from tools.benchmark.sleeping import SleepingLayer
 

@@ -22,9 +22,8 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import Action
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.telemetry.timers import Mark
-from tools.benchmark.models import dimensions_of
+from tools.benchmark.models import ModelName, dimensions_of
 from tools.benchmark.nccl_like import nccl_like
-from tools.benchmark.pipeline_flags import ModelName
 from tools.benchmark.queued_device import Device, wait_until
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
 from tools.benchmark.rehearsal_flags import Prepared, RankStep, RehearsalBenchmark

@@ -1,8 +1,8 @@
-"""A table as text."""
+"""A table as text, and the cells that tables of several cases have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.benchmark.log import Line
@@ -22,6 +22,21 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
         for row in cells
     )
+
+
+def shown(value: float | None, digits: str = ".1f") -> str:
+    """A figure; "-" where there is none."""
+    return "-" if value is None else format(value, digits)
+
+
+def with_extremes(figure: Mapping[str, float], digits: str = ".0f") -> str:
+    """Median, least and most of a summary."""
+    return f"{figure['median']:{digits}} ({figure['min']:{digits}}..{figure['max']:{digits}})"
+
+
+def quartiles(figure: Mapping[str, float], digits: str) -> str:
+    """The first and the third of a summary."""
+    return f"{figure['q1']:{digits}}..{figure['q3']:{digits}}"
 
 
 def change(line: Line, last: Line | None, *keys: str) -> str:
