@@ -221,10 +221,12 @@ class Predictor:
         return plan
 
     def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
-        """What the transport between replicas takes from the computing, where every core computes."""
+        """What sums take from the computing: in memory, or by the transport where every core computes."""
         copies, ways = layout.grid.data * layout.grid.context, 1 if layout.shards_optimizer else 2
         of_data, of_weight = (self._cluster.link(layout, axis) for axis in ("data", "weight"))
         size = max(each.reduced for each in states)
+        if self._cluster.sums_in_memory(layout):
+            return size * self._cluster.machine.summed if copies > 1 else 0.0
         summed = size * ways * (copies - 1) / copies
         shared = float(size * (layout.grid.weight - 1))
         if plan.weights is not None:
