@@ -90,9 +90,7 @@ def test_flags_that_no_layout_has_are_named() -> None:
     given = replace(given, parallel=replace(given.parallel, pipeline_model_parallel_size=64))
     with pytest.raises(PlanError, match="none has --pipeline-model-parallel-size 64; leave some of these out"):
         plan(analysis(), given, cluster(64))
-    with pytest.raises(
-        ConfigError, match="-parallel-size 64: none of 1, 2, 4, 8 device.* change --gpus"
-    ):
+    with pytest.raises(ConfigError, match="-parallel-size 64: none of 1, 2, 4, 8 device.* change --gpus"):
         plan(analysis(), given, cluster(8))
     given = replace(given, parallel=replace(config().parallel, tensor_model_parallel_size=4))
     with pytest.raises(PlanError, match="-parallel-size 4 is not in the costs, which have 1, 2, 3: analyze with that"):
