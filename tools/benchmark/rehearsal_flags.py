@@ -17,7 +17,7 @@ from tools.benchmark.models import ModelName
 from tools.benchmark.queued_device import Moved
 from tools.benchmark.sleeping import SleepingLayer
 
-TIMES = ("forward_ms", "input_gradient_ms", "weight_gradient_ms", "gradient_kb", "parameters_kb", "latency_ms")
+AMOUNTS = ("forward_ms", "input_gradient_ms", "weight_gradient_ms", "gradient_kb", "parameters_kb", "latency_ms")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RehearsalBenchmark(Flags):
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "replicas", "micro_batches", "micro_batch_size", "layers", "steps")
-        wrong += at_least(self, 2, "stages") + at_least(self, 0, *TIMES) + above(self, 0, "bandwidth", "timeout")
+        wrong += at_least(self, 2, "stages") + at_least(self, 0, *AMOUNTS) + above(self, 0, "bandwidth", "timeout")
         unknown = [name for name in self.schedules if name not in SCHEDULES.choices]
         wrong += [f"--schedules: {name!r} is none; known: {', '.join(SCHEDULES.choices)}" for name in unknown]
         if not self.schedules:
