@@ -155,10 +155,8 @@ class PipelineCosts:
             deferred = sum(each.deferred_bytes for each in self.layers[span.start : span.stop])
             crossing = self._crossing(span.stop)
             cast = sum(self.layers[i].cast for i in span)
-            last = self._working_of(span, beside) if beside else working
-            found.append(
-                UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE), deferred, *crossing, cast, last)
-            )
+            again, last = cost.time(Kind.RECOMPUTE), self._working_of(span, beside) if beside else None
+            found.append(UnitMemory(held, entering, working, again, deferred, *crossing, cast, last))
         return found
 
     def with_gathers(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:

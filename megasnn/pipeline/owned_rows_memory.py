@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megasnn.comm.collectives import exchange_bytes
 from megasnn.comm.group import Group
@@ -67,7 +67,7 @@ def travelling(data_parallel: BucketedDataParallel, layers: Iterable[tuple[int, 
     Args:
         layers: of the rank, each with its place in the model.
     """
-    layer_of = {parameter: i for i, layer in layers for parameter in layer.parameters()}
-    buckets = [(frozenset(map(layer_of.__getitem__, each)), size) for each, size in data_parallel.travelling]
+    layer_of: dict[Tensor, int] = {parameter: i for i, layer in layers for parameter in layer.parameters()}
+    buckets = [(frozenset(layer_of[each] for each in held), size) for held, size in data_parallel.travelling]
     order = sorted(set(layer_of.values()), reverse=True)
     return Travelling(data_parallel.exchanged_bytes, under_way(order, buckets))

@@ -275,6 +275,6 @@ class Predictor:
 
 
 def _beside(spans: Sequence[range], buckets: Sequence[Summed]) -> dict[int, int]:
-    """Bytes that travel to owners of rows while layers' last gradients are computed. Args: spans: of a rank's chunks."""
+    """Bytes that travel to owners of rows while layers' last gradients are computed. Args: spans: a rank's chunks."""
     backwards = chain(*(reversed(span) for span in reversed(spans)))
     return under_way(backwards, [(each.layers, each.travelling) for each in buckets])
