@@ -159,8 +159,10 @@ def initialize_model_parallel(
             _state.communicators.start(getattr(_state, name))
         if name == "weight":
             _state.communicators.start(_state.scatter)
-    if _state.context.held is not None:  # whose messages are small, and are waited for in the middle of layers
-        _state.context.held.connect()
+    # Ranks that share a micro-batch wait for small messages in the middle of layers, and copies add up gradients.
+    for held in dict.fromkeys((_state.context.held, _state.copies.held)):
+        if held is not None:
+            held.connect()
     let_computing_go_first()
     return _state
 

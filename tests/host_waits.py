@@ -120,7 +120,6 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
     with ExitStack() as stack:
         for module in (codec, philox):
             stack.enter_context(mock.patch.object(module, "_loops", lambda: None))
-        stack.enter_context(mock.patch.object(Handle, "direct", None))
         stack.enter_context(mock.patch.object(device_checks, "runs_ahead", lambda device: True))
         stack.enter_context(mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{_place()}: synchronize")))
         stack.enter_context(_Operations(found, host))
@@ -136,7 +135,10 @@ def waits_of_a_step(model: str, flags: str = "") -> tuple[list[str], list[str]]:
     given = f"{MODEL_FLAGS[model]} {TRAINING_FLAGS} --neuron-backend torch {flags}".split()
     config = parse(run_config(MODELS[model]), given)
     size = config.training.global_batch_size
-    with Engine(config, length=Length(config.training.iterations or 0)) as engine:
+    with (
+        mock.patch.object(Handle, "direct", None),  # as it is on GPUs
+        Engine(config, length=Length(config.training.iterations or 0)) as engine,
+    ):
         watch = Watch(engine.distributed, engine.state, engine.steps.timers)
         random = torch.Generator().manual_seed(0)
         images = torch.rand(size, *config.model.input_shape, generator=random)

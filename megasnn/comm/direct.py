@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,12 +51,14 @@ class Direct:
     """All ranks of a group, connected with each other. Every rank starts the same gatherings in the same order.
 
     Args:
-        sockets: by the rank that is at the other end.
+        rank: the place of this one in the group.
+        sockets: by the place of the rank that is at the other end.
         limit: seconds until a rank that sends nothing is given up.
+        ranks: the global ranks of the group, for messages.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], limit: float) -> None:
-        self._rank, self._sockets, self._limit = rank, dict(sockets), limit
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], limit: float, ranks: Sequence[int]) -> None:
+        self._rank, self._sockets, self._limit, self._ranks = rank, dict(sockets), limit, ranks
         self._under_way = deque[_Gathering]()
         for each in sockets.values():
             each.setblocking(False)
@@ -82,6 +84,23 @@ class Direct:
 
         return finish
 
+    def exchange_files(self, own: int) -> dict[int, int]:
+        """Gives all others an open file, and gets theirs, by rank. Nothing else is to be on its way.
+
+        Raises:
+            ConnectionError, TimeoutError: as a gathering.
+        """
+        for each in self._sockets.values():
+            socket.send_fds(each, [b"f"], [own])
+        found = dict[int, int]()
+        for rank, each in self._sockets.items():
+            self._sleep({each: select.POLLIN}, [rank])
+            _, files, *_ = socket.recv_fds(each, 1, 1)
+            if not files:
+                raise self._gone(rank)
+            found[rank] = files[0]
+        return found
+
     def close(self) -> None:
         for each in self._sockets.values():
             each.close()
@@ -95,20 +114,22 @@ class Direct:
             if time.monotonic() - begun < _AWAKE:
                 os.sched_yield()
             else:
-                self._sleep(gathering)
+                wanted = {
+                    each: select.POLLIN * (rank in gathering.unread) | select.POLLOUT * (rank in gathering.unsent)
+                    for rank, each in self._sockets.items()
+                }
+                self._sleep(wanted, [*(gathering.unread or gathering.unsent)])
 
-    def _sleep(self, gathering: _Gathering) -> None:
+    def _sleep(self, wanted: Mapping[socket.socket, int], silent: Sequence[int]) -> None:
         """Until something can be sent or read."""
         poll = select.poll()
-        for rank, each in self._sockets.items():
-            wanted = select.POLLIN * (rank in gathering.unread) | select.POLLOUT * (rank in gathering.unsent)
-            if wanted:
-                poll.register(each, wanted)
+        for each, events in wanted.items():
+            if events:
+                poll.register(each, events)
         if not poll.poll(1000 * self._limit):
-            silent = ", ".join(map(str, gathering.unread or gathering.unsent))
             raise TimeoutError(
-                f"nothing came from rank(s) {silent} of those that share a micro-batch within {self._limit:g} s "
-                "(--distributed-timeout-minutes)"
+                f"nothing came from rank(s) {', '.join(str(self._ranks[each]) for each in silent)} within "
+                f"{self._limit:g} s (--distributed-timeout-minutes)"
             )
 
     def _send(self) -> bool:
@@ -122,7 +143,7 @@ class Direct:
                     except BlockingIOError:
                         break
                     except ConnectionError as error:
-                        raise _gone(rank) from error
+                        raise self._gone(rank) from error
                     moved = True
                     _advance(gathering.unsent, rank, count)
                 if rank in gathering.unsent:
@@ -139,9 +160,9 @@ class Direct:
             except BlockingIOError:
                 continue
             except ConnectionError as error:
-                raise _gone(rank) from error
+                raise self._gone(rank) from error
             if not count:
-                raise _gone(rank)
+                raise self._gone(rank)
             moved = True
             _advance(gathering.unread, rank, count)
             had = expected - len(row)
@@ -149,20 +170,19 @@ class Direct:
                 size = int(gathering.rows[rank, :_SIZE].view(torch.int64))
                 if size != expected - _SIZE:
                     raise ConnectionError(
-                        f"rank {rank} of those that share a micro-batch sends {size} bytes where this one sends "
+                        f"rank {self._ranks[rank]} sends {size} bytes where rank {self._ranks[self._rank]} sends "
                         f"{expected - _SIZE}: they are not at the same place"
                     )
         return moved
+
+    def _gone(self, rank: int) -> ConnectionError:
+        return ConnectionError(f"rank {self._ranks[rank]} is gone")
 
 
 def _advance(left: dict[int, memoryview], rank: int, count: int) -> None:
     left[rank] = left[rank][count:]
     if not left[rank]:
         del left[rank]
-
-
-def _gone(rank: int) -> ConnectionError:
-    return ConnectionError(f"rank {rank} of those that share a micro-batch is gone")
 
 
 def connected(group: dist.ProcessGroup) -> Direct | None:
@@ -185,7 +205,7 @@ def connected(group: dist.ProcessGroup) -> Direct | None:
             return None
         found |= dict(_from(listener) for _ in range(rank + 1, size))
     options: Any = group._get_backend(torch.device("cpu")).options
-    return Direct(rank, found, options._timeout.total_seconds())
+    return Direct(rank, found, options._timeout.total_seconds(), dist.get_process_group_ranks(group))
 
 
 def _told_by_all(group: dist.ProcessGroup, value: Any) -> list[Any]:

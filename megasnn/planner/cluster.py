@@ -40,6 +40,12 @@ class Cluster:
         within = is_within_node(layout.grid, axis, self.ranks_of_node)
         return self.machine.within if within else self.machine.between
 
+    def sums_in_memory(self, layout: Layout) -> bool:
+        """Whether copies sum up whole gradients in memory that they share: on one node, where neither weights nor the
+        optimizer's rows are parted."""
+        parted = layout.grid.weight > 1 or layout.shards_optimizer
+        return self.machine.summed > 0 and not parted and is_within_node(layout.grid, "data", self.ranks_of_node)
+
     def slowest(self, ranks: int) -> float:
         """How much longer the slowest of so many ranks takes than the mean of them."""
         return 1 + self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 1.0

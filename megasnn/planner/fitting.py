@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 from megasnn.pipeline.costs import LinkCost
 from megasnn.planner.analysis import Analysis, Timed
 from megasnn.planner.costs import PARTS, Share, counted_costs, work_of
-from megasnn.planner.machines import DEVICES, Machine
+from megasnn.planner.machines import DEVICES, MOVED_IN_SUM, MOVED_IN_UPDATE, Machine
 
 
 def fitted_machine(
@@ -43,6 +43,7 @@ def fitted_machine(
         start=0.0,
         alone=1.0,  # seconds are there of one rank, and of all at the same time
         update=update,
+        summed=update * MOVED_IN_SUM / MOVED_IN_UPDATE if is_cpu else 0.0,  # both read and write in order
         within=link or base.within,
         program=base.program if program is None else program,
         memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),

@@ -34,6 +34,8 @@ class Machine:
         start: seconds that each of these parts takes besides, for programs that are not compiled.
         alone: how many times as fast a rank computes with nobody beside it on its node, where cores share a clock and
             a memory.
+        summed: seconds in which ranks of a node sum up a byte of what lies in memory that they share; 0 where sums
+            travel on the links.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Machine:
     told: str
     start: float = 0.0
     alone: float = 1.0
+    summed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Device:
             watts=self.watts,
             start=reached.start,
             alone=reached.alone,
+            summed=MOVED_IN_SUM / (UPDATE_REACHES * self.bandwidth) if self.kind == "cpu" else 0.0,
             told=f"the table of devices; of its peak rates, products reach {reached.operations:.0%}, memory "
             f"{reached.moved:.0%} and links {reached.links:.0%}: {reached.told}",
         )
@@ -121,6 +125,9 @@ class Reached:
 
 
 MOVED_IN_UPDATE = 7.0  # bytes for each byte of parameters: AdamW reads value, gradient, two moments, and writes three
+MOVED_IN_SUM = (
+    2.0  # for each byte of gradients: of n ranks each reads, and writes, a part of 1 / n in the memory of all
+)
 UPDATE_REACHES = 0.6  # of the bandwidth: nothing but reading and writing in order
 REACHED = {
     "cuda": Reached(

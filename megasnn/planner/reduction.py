@@ -23,14 +23,16 @@ class Summed:
     Attributes:
         layers: that they are of.
         to_keepers: seconds until those who keep rows have them; 0 where every replica keeps all.
-        over_copies: seconds of the sum over the ranks that hold the same.
+        over_copies: seconds of the sum over the ranks that hold the same; 0 where the processor does it.
         sharing: seconds in which owners of rows then give them to the others.
+        travelling: bytes to and from owners of rows of whole parameters.
     """
 
     layers: frozenset[int]
     to_keepers: float
     over_copies: float
     sharing: float
+    travelling: int = 0
 
 
 class Sums:
@@ -77,9 +79,11 @@ class Sums:
         link = self._cluster.link(layout, "data")
         if layout.shards_optimizer and copies > 1:
             over_copies = sharing = link.exchange(copies, owned)
-        elif copies > 1:
+        elif copies > 1 and not self._cluster.sums_in_memory(layout):
             over_copies = link.all_reduce(copies, kept, self._on_gpu)
-        return Summed(layers, to_keepers, over_copies, sharing)
+        owns = layout.shards_optimizer and copies > 1 and grid.weight == 1
+        travelling = kept - owned + (copies - 1) * owned if owns else 0
+        return Summed(layers, to_keepers, over_copies, sharing, travelling)
 
 
 def gradients_complete(

@@ -67,8 +67,8 @@ def _at_another_place() -> str:
 
 def test_other_sizes_are_an_error(ranks) -> None:
     first, second = ranks(2, _at_another_place)
-    assert "rank 1 of those that share a micro-batch sends 16 bytes where this one sends 12" in first
-    assert "rank 0 of those that share a micro-batch sends 12 bytes where this one sends 16" in second
+    assert "rank 1 sends 16 bytes where rank 0 sends 12" in first
+    assert "rank 0 sends 12 bytes where rank 1 sends 16" in second
 
 
 def _left_alone(closes: bool) -> str:
@@ -91,7 +91,7 @@ def _left_alone(closes: bool) -> str:
 
 @pytest.mark.parametrize(
     ("closes", "error"),
-    [(True, "ConnectionError: rank 1 of those that"), (False, "TimeoutError: nothing came from rank(s) 1 of those")],
+    [(True, "ConnectionError: rank 1 is gone"), (False, "TimeoutError: nothing came from rank(s) 1 within")],
 )
 def test_a_rank_that_is_gone_or_silent_is_an_error(ranks, closes, error) -> None:
     assert ranks(2, _left_alone, closes)[0].startswith(error)

@@ -10,8 +10,10 @@ import pytest
 
 from megasnn.commands.plan import main
 from megasnn.config import ConfigError
+from megasnn.grid import Grid
 from megasnn.planner import analyze
 from megasnn.planner.apply import command
+from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
 from megasnn.planner.search import PlanError, layouts
 from megasnn.planner.states import states_of
@@ -89,3 +91,26 @@ def test_states_that_are_shared_between_layouts_are_those_of_each() -> None:
             chunks = [[each for i in span for each in counted.tensors[i]] for span in spans]
             own = states_of(chunks, layout, config().optimizer, on_gpu=False)
             assert predictor.states(layout)[rank] == own, layout
+
+
+def test_ranks_of_a_node_sum_gradients_in_memory() -> None:
+    """Over other nodes, of rows that have owners, and where the machine has no such memory, they cross links."""
+    inside = cluster(2)
+    for layout, grows in (
+        (Layout(Grid(data=2)), True),
+        (Layout(Grid(context=2)), True),
+        (Layout(Grid(data=2), shards_optimizer=True), False),
+        (Layout(Grid(data=2, weight=2)), False),
+        (Layout(Grid(tensor=2)), False),
+    ):
+        slow = replace(inside.machine, summed=inside.machine.summed + 1.0)  # a second for each byte
+        gradients = max(each.reduced for each in Predictor(analysis(), config(), inside).states(layout))
+        times = [
+            Predictor(analysis(), config(), replace(inside, machine=machine)).predict(layout).time.reduction
+            for machine in (inside.machine, slow)
+        ]
+        assert times[1] - times[0] == pytest.approx(gradients if grows else 0.0), layout
+    apart = replace(inside, ranks_of_node=1)
+    assert inside.sums_in_memory(Layout(Grid(data=2))) and not apart.sums_in_memory(Layout(Grid(data=2)))
+    on_gpus = cluster(2, device="h100")
+    assert not on_gpus.sums_in_memory(Layout(Grid(data=2)))
