@@ -221,6 +221,16 @@ class BucketedDataParallel:
             default=0,
         )
 
+    @property
+    def travelling(self) -> list[tuple[list[Tensor], int]]:
+        """Where rows of whole parameters have owners: of each bucket, in the order in which they are complete, the
+        parameters, and the bytes that travel as soon as they are."""
+        return [
+            (each.parameters, each.owned.travelling_bytes)
+            for each in self._buckets
+            if each.owned is not None and each.kept is None
+        ]
+
     def share_rows(self) -> None:
         """After owners have changed their rows: gives them to all replicas. Collective over the replicas; does nothing
         where rows have no owners."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -139,17 +139,24 @@ class PipelineCosts:
 
     def working_bytes(self, bounds: Sequence[range]) -> list[dict[Kind, int]]:
         """What each chunk's computations need at most, above what is there before them; what they take is a part."""
-        return [self._working_of(span) for span in bounds]
+        return [self._working_of(span, {}) for span in bounds]
 
-    def unit_memory(self, bounds: Sequence[range], placement: Sequence[int]) -> list[UnitMemory]:
-        """All that is known of the memory of each chunk, for `moments`."""
+    def unit_memory(
+        self, bounds: Sequence[range], placement: Sequence[int], beside: Mapping[int, int] | None = None
+    ) -> list[UnitMemory]:
+        """All that is known of the memory of each chunk, for `moments`.
+
+        Args:
+            beside: bytes that travel to those who own rows while a layer's last gradients are computed, by layer.
+        """
         parts = self.held_bytes(bounds), self.entering_bytes(bounds), self.working_bytes(bounds)
         found = []
         for span, cost, held, entering, working in zip(bounds, self.of_chunks(bounds, placement), *parts, strict=True):
             deferred = sum(each.deferred_bytes for each in self.layers[span.start : span.stop])
             crossing = self._crossing(span.stop)
             cast = sum(self.layers[i].cast for i in span)
-            found.append(UnitMemory(held, entering, working, cost.time(Kind.RECOMPUTE), deferred, *crossing, cast))
+            again, last = cost.time(Kind.RECOMPUTE), self._working_of(span, beside) if beside else None
+            found.append(UnitMemory(held, entering, working, again, deferred, *crossing, cast, last))
         return found
 
     def with_gathers(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
@@ -165,9 +172,13 @@ class PipelineCosts:
         last = self.layers[number - 1]
         return last.waiting, last.message, last.gradient
 
-    def _working_of(self, span: range) -> dict[Kind, int]:
+    def _working_of(self, span: range, beside: Mapping[int, int]) -> dict[Kind, int]:
         """A forward keeps its layers' activations one after another, and a backward lets them go. A layer takes what
-        the one before it gave, and that goes when it is used up."""
+        the one before it gave, and that goes when it is used up.
+
+        Args:
+            beside: what is there besides, while a layer's gradients are computed to their end.
+        """
         given = self._crossing(span.start)[0]
         forward = whole = inputs = weights = again = 0
         held = 0
@@ -182,9 +193,10 @@ class PipelineCosts:
             layer = self.layers[i]
             gradient = layer.waiting if layer.gradient and i + 1 < len(self.layers) else 0
             of_whole = max(layer.working[1:]) if layer.working_whole is None else layer.working_whole
-            whole = max(whole, gradient + of_whole - freed)
+            travelling = beside.get(i, 0)
+            whole = max(whole, gradient + of_whole + travelling - freed)
             inputs = max(inputs, gradient + layer.working[1] - freed_inputs)
-            weights = max(weights, layer.working[2] - freed_weights)
+            weights = max(weights, layer.working[2] + travelling - freed_weights)
             freed += layer.held
             freed_inputs += layer.held - layer.deferred_bytes
             freed_weights += layer.deferred_bytes

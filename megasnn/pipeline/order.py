@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.peaks import Travelling, beside_of_layers
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, plan_schedule, simulate
 from megasnn.schedule.budget import SECONDS, BudgetError, within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
@@ -21,7 +22,7 @@ _LEAST_SECONDS = 0.05
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """The layers of each unit -> what is gathered of them."""
-ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[int]]
+ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[Travelling]]
 """The layers of each chunk, and its rank -> bytes that travel to and from those who own rows, on each rank."""
 
 
@@ -221,8 +222,10 @@ def _within_budget(
     """With forwards that are computed again, in units; as it is where none has to be."""
     assert request.memory_budget is not None
     refined = plan.in_units(bounds, NEVER)
-    memory = cut.costs.unit_memory(refined.unit_bounds(bounds), refined.executed_placement)
-    limits = request.memory_budget, request.offloads, seconds, cut.exchanged(plan.placement)
+    exchanged = cut.exchanged(plan.placement)
+    units = refined.unit_bounds(bounds), refined.executed_placement
+    memory = cut.costs.unit_memory(*units, beside_of_layers(exchanged))
+    limits = request.memory_budget, request.offloads, seconds, [each.behind for each in exchanged]
     chosen = {
         count: within_budget(refined.training(count), memory, *limits) for count in dict.fromkeys(request.micro_batches)
     }
@@ -282,6 +285,6 @@ class Cut:
         costs = self.costs.of_chunks(self.bounds_of(placement), placement)
         return costs if self._request.recompute == NEVER else with_forwards_again(costs)
 
-    def _exchanged(self, placement: tuple[int, ...]) -> Sequence[int]:
+    def _exchanged(self, placement: tuple[int, ...]) -> Sequence[Travelling]:
         """Nothing where rows have no owners."""
         return () if self._exchanged_of is None else self._exchanged_of(self.bounds_of(placement), placement)

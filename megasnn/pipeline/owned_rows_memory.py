@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megasnn.comm.collectives import exchange_bytes
 from megasnn.comm.group import Group
 from megasnn.data_parallel.buckets import BUCKET_BYTES, BucketedDataParallel
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.pipeline.peaks import Travelling, under_way
 from megasnn.sharded_tensors import copied_tensors, sharded_tensors
 
 
@@ -23,8 +24,8 @@ def exchanged_with_owners(
     device: torch.device,
     bounds: Sequence[range],
     placement: Sequence[int],
-) -> list[int]:
-    """Bytes on each pipeline rank, of the replica that needs most; nothing gets memory for that.
+) -> list[Travelling]:
+    """On each pipeline rank, of the replica that needs most; nothing gets memory for that.
 
     Args:
         copies: the ranks that own rows. device: where the buckets will be.
@@ -34,7 +35,7 @@ def exchanged_with_owners(
     # Rows are dealt out nearly evenly: the first rank or the last one has most.
     owners = [replace(copies, rank=rank) for rank in {0, copies.size - 1}]
     return [
-        max(_exchanged(mine, layers, bounds, context, each, device) for each in owners)
+        max((_exchanged(mine, layers, bounds, context, each, device) for each in owners), key=lambda each: each.behind)
         for mine in _chunks_of_ranks(placement)
     ]
 
@@ -50,10 +51,23 @@ def _exchanged(
     context: BuildContext,
     copies: Group,
     device: torch.device,
-) -> int:
+) -> Travelling:
     tensors = []
     for chunk in chunks:
         mine = layers[bounds[chunk].start : bounds[chunk].stop]
         tensors.append((chunk, [*sharded_tensors(mine), *copied_tensors(mine)]))
     most = exchange_bytes(copies, device, BUCKET_BYTES)
-    return BucketedDataParallel(tensors, copies, context.tensor, most, rows_have_owners=True).exchanged_bytes
+    data_parallel = BucketedDataParallel(tensors, copies, context.tensor, most, rows_have_owners=True)
+    return travelling(data_parallel, ((i, layers[i][1]) for chunk in chunks for i in bounds[chunk]))
+
+
+def travelling(data_parallel: BucketedDataParallel, layers: Iterable[tuple[int, nn.Module]]) -> Travelling:
+    """What a rank exchanges with those who own rows.
+
+    Args:
+        layers: of the rank, each with its place in the model.
+    """
+    layer_of: dict[Tensor, int] = {parameter: i for i, layer in layers for parameter in layer.parameters()}
+    buckets = [(frozenset(layer_of[each] for each in held), size) for held, size in data_parallel.travelling]
+    order = sorted(set(layer_of.values()), reverse=True)
+    return Travelling(data_parallel.exchanged_bytes, under_way(order, buckets))

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.schedule import Schedule
 from megasnn.schedule.memory import UnitMemory, micro_batches_under_way, moments
 from megasnn.schedule.offload import most_on_host
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """Bytes that travel between a rank and those who own rows of its parameters, at most.
+
+    Attributes:
+        behind: when all backwards are done. beside: while a layer's last gradients are computed, by layer.
+    """
+
+    behind: int
+    beside: Mapping[int, int] = field(default_factory=dict)
+
+
+def under_way(layers: Iterable[int], buckets: Iterable[tuple[frozenset[int], int]]) -> dict[int, int]:
+    """What travels while the last gradients of each layer are computed: of the buckets that are complete, the last one.
+    Those before it have come, as a rule, and are given back when it starts.
+
+    Args:
+        layers: of a rank, in the order of backwards. buckets: in theirs: the layers of each, and the bytes that travel.
+    """
+    found, done, waiting, now = dict[int, int](), set[int](), deque(buckets), 0
+    for layer in layers:
+        found[layer] = now
+        done.add(layer)
+        while waiting and waiting[0][0] <= done:
+            _, now = waiting.popleft()
+    return found
 
 
 @dataclass(frozen=True)
@@ -33,19 +62,25 @@ class StepPeak:
 
 
 def step_peaks(
-    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[int] = ()
+    schedule: Schedule, bounds: Sequence[range], costs: PipelineCosts, exchanged: Sequence[Travelling] = ()
 ) -> list[StepPeak]:
     """Of each pipeline rank.
 
     Args:
         bounds: the layers of each chunk.
-        exchanged: of each, the bytes that travel to and from those who own rows, when all backwards are done.
+        exchanged: of each, what travels to and from those who own rows.
     """
-    units = costs.unit_memory(bounds, schedule.placement)
+    units = costs.unit_memory(bounds, schedule.placement, beside_of_layers(exchanged))
+    behind = [each.behind for each in exchanged] or [0] * schedule.ranks
     return [
         replace(_peak(schedule, rank, units, each), on_host=round(most_on_host(schedule, rank, units)))
-        for rank, each in enumerate(exchanged or [0] * schedule.ranks)
+        for rank, each in enumerate(behind)
     ]
+
+
+def beside_of_layers(exchanged: Iterable[Travelling]) -> dict[int, int]:
+    """`Travelling.beside` of all ranks' layers."""
+    return {layer: size for each in exchanged for layer, size in each.beside.items()}
 
 
 def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> StepPeak:

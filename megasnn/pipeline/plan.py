@@ -16,7 +16,7 @@ from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.order import Compared, ExchangedOf, PipelineRequest, chunk_costs, decide_order
 from megasnn.pipeline.owned_rows_memory import exchanged_with_owners
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.peaks import step_peaks
+from megasnn.pipeline.peaks import Travelling, step_peaks
 from megasnn.pipeline.shared_weights import shared_weights
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, simulate
 from megasnn.schedule.evaluate import Forecast, forecast
@@ -52,7 +52,7 @@ class PipelinePlan:
     compared: tuple[Compared, ...] = ()
     memory_budget: float | None = None
     weight_ranks: int = 1
-    exchanged: tuple[int, ...] = ()
+    exchanged: tuple[Travelling, ...] = ()
 
     @property
     def executed_bounds(self) -> list[range]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megasnn.data_parallel.gathered_weights import AT_ONCE, gathered_bytes, travelling_bytes
+from megasnn.data_parallel.gathered_weights import gathered_bytes, travelling_bytes
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.schedule import Schedule
-from megasnn.schedule.memory import weights_held
 from megasnn.schedule.weights import SharedWeights
 
 
@@ -41,9 +39,3 @@ def shared_weights(
     most = None if limit is None else int(min(limit, sum(unit_bytes)))
     scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
     return SharedWeights(unit_bytes, most, scattered=scattered, travelling=travelling)
-
-
-def gathered_and_buffers(weights: SharedWeights, schedule: Schedule, rank: int) -> tuple[int, int]:
-    """The most bytes of gathered weights that a pipeline rank holds, and what the buffers take in which they come."""
-    units = [weights.travelling[unit] for unit in schedule.chunks_of(rank) if weights.unit_bytes[unit]]
-    return max(weights_held(schedule, rank, weights.unit_bytes)), max(units, default=0) * min(AT_ONCE, len(units))

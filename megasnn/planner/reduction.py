@@ -25,12 +25,14 @@ class Summed:
         to_keepers: seconds until those who keep rows have them; 0 where every replica keeps all.
         over_copies: seconds of the sum over the ranks that hold the same; 0 where the processor does it.
         sharing: seconds in which owners of rows then give them to the others.
+        travelling: bytes to and from owners of rows of whole parameters.
     """
 
     layers: frozenset[int]
     to_keepers: float
     over_copies: float
     sharing: float
+    travelling: int = 0
 
 
 class Sums:
@@ -79,7 +81,9 @@ class Sums:
             over_copies = sharing = link.exchange(copies, owned)
         elif copies > 1 and not self._cluster.sums_in_memory(layout):
             over_copies = link.all_reduce(copies, kept, self._on_gpu)
-        return Summed(layers, to_keepers, over_copies, sharing)
+        owns = layout.shards_optimizer and copies > 1 and grid.weight == 1
+        travelling = kept - owned + (copies - 1) * owned if owns else 0
+        return Summed(layers, to_keepers, over_copies, sharing, travelling)
 
 
 def gradients_complete(

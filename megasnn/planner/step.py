@@ -13,7 +13,7 @@ from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut, Grid
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.order import chunk_costs, with_forwards_again
-from megasnn.pipeline.peaks import step_peaks
+from megasnn.pipeline.peaks import Travelling, step_peaks, under_way
 from megasnn.planner.analysis import Analysis, HeldTensor
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.costs import Links, Share, layer_costs
@@ -21,6 +21,7 @@ from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.planner.predicted import Predicted, StepTime
 from megasnn.planner.reduction import (
+    Summed,
     Sums,
     gradients_complete,
     keepers_end,
@@ -31,12 +32,10 @@ from megasnn.planner.sized import SizedLayers
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, plan_schedule, simulate
-from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES, least_held
 from megasnn.schedule.refine import NEVER
 from megasnn.schedule.weights import SharedWeights
 
-AT_ONCE = 2  # buffers in which gathered weights come
 ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
@@ -164,9 +163,8 @@ class Predictor:
         schedule = plan.training(count)
         executed = plan.unit_bounds(bounds)
         tensors, ranks = self._tensors(layout), range(layout.grid.pipeline)
-        buckets = [
-            self._sums.buckets(layout, [bounds[chunk] for chunk in layout.chunks_of(rank)], tensors) for rank in ranks
-        ]
+        chunks = [[bounds[chunk] for chunk in layout.chunks_of(rank)] for rank in ranks]
+        buckets = [self._sums.buckets(layout, spans, tensors) for spans in chunks]
         sums = {
             (rank, place): seconds
             for rank, summed in enumerate(buckets)
@@ -195,7 +193,11 @@ class Predictor:
             sharing=max(map(sum, behind)) - update,
         )
         idle = sum(result.idle) / (result.makespan * len(result.idle)) if result.makespan else 0.0
-        memory = self._memory(layout, plan, schedule, executed, costs, states)
+        exchanged = [
+            Travelling(each.exchanged, _beside(spans, summed))
+            for each, spans, summed in zip(states, chunks, buckets, strict=True)
+        ]
+        memory = self._memory(layout, plan, schedule, executed, costs, states, exchanged)
         return Predicted(time, memory, bounds, idle, schedule, result)
 
     def _schedule_plan(
@@ -248,15 +250,14 @@ class Predictor:
         executed: Sequence[range],
         costs: PipelineCosts,
         states: Sequence[States],
+        exchanged: Sequence[Travelling],
     ) -> tuple[MemoryForecast, ...]:
         found = []
-        peaks = step_peaks(schedule, executed, costs, [each.exchanged for each in states])
+        peaks = step_peaks(schedule, executed, costs, exchanged)
         for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
             gathered = buffers = 0
-            if (shared := plan.weights) is not None:
-                units = [shared.travelling[u] for u in schedule.chunks_of(rank) if shared.unit_bytes[u]]
-                gathered = max(weights_held(schedule, rank, shared.unit_bytes))
-                buffers = max(units, default=0) * min(AT_ONCE, len(units))
+            if plan.weights is not None:
+                gathered, buffers = plan.weights.gathered_and_buffers(schedule, rank)
             found.append(
                 MemoryForecast(
                     program=1e-6 * self._cluster.machine.program,
@@ -271,3 +272,9 @@ class Predictor:
                 )
             )
         return tuple(found)
+
+
+def _beside(spans: Sequence[range], buckets: Sequence[Summed]) -> dict[int, int]:
+    """Bytes that travel to owners of rows while layers' last gradients are computed. Args: spans: a rank's chunks."""
+    backwards = chain(*(reversed(span) for span in reversed(spans)))
+    return under_way(backwards, [(each.layers, each.travelling) for each in buckets])

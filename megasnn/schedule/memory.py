@@ -84,6 +84,8 @@ class UnitMemory:
         output: its output, and the gradient of that, while they wait for the unit that takes them.
         message, gradient: the two on the way to another rank; no gradient where none is needed of its output.
         cast: its weights in another type, which a step makes once and keeps.
+        last: `working` of what computes its last gradients of a step, with what travels to those who own rows; None: no
+            more than before.
     """
 
     held: float
@@ -95,6 +97,7 @@ class UnitMemory:
     message: float = 0.0
     gradient: float = 0.0
     cast: float = 0.0
+    last: Mapping[Kind, float] | None = None
 
     @property
     def waiting_gradient(self) -> float:
@@ -138,6 +141,7 @@ def moments(
     row, last = schedule.actions[rank], schedule.chunks - 1
     again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
     kept, waiting = cast_bytes(schedule, rank, units) * one, 0.0 * one
+    finish = {action.chunk: index for index, action in enumerate(row) if action.kind in FINISHING}
     arrivals = known_arrivals(schedule, rank)
     sent: dict[int, deque[float]] = {peer: deque() for peer in peers(schedule.placement, rank)}
     arrived, on_the_way = dict.fromkeys(sent, 0), 0.0  # bytes are whole numbers: sums and differences are exact
@@ -155,6 +159,8 @@ def moments(
             coming = sum(_size(units, each) for each in _received_next(row, index))
             # Where a forward is not computed again, that needs nothing.
             needs = (mine if kind is Kind.RECOMPUTE else one) * memory.working[kind]
+            if memory.last is not None and index == finish.get(unit):
+                coming += memory.last[kind] - memory.working[kind]
             yield Moment(action, kept, needs, waiting + one * (coming + on_the_way))
         if kind is Kind.FORWARD:
             kept = kept + (one - mine) * memory.held

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from megasnn.schedule.actions import FINISHING, GATHERING, SENDS, USES_WEIGHTS, Action, Kind, Schedule
+from megasnn.schedule.memory import weights_held
 from megasnn.schedule.validate_weights import validate_weights
 
+AT_ONCE = 2  # gathers on their way: of the unit that computes next, and of the one behind it
 BEHIND_COMPUTING = SENDS | {Kind.OFFLOAD}
 
 
@@ -48,6 +50,11 @@ class SharedWeights:
     def whole(self, schedule: Schedule) -> int:
         """Bytes of all weights of the rank that has the most: with this limit each unit is gathered once."""
         return max(sum(self.unit_bytes[unit] for unit in schedule.chunks_of(rank)) for rank in range(schedule.ranks))
+
+    def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
+        """The most bytes of gathered weights that a rank holds, and what the buffers take in which they come."""
+        units = [self.travelling[unit] for unit in schedule.chunks_of(rank) if self.unit_bytes[unit]]
+        return max(weights_held(schedule, rank, self.unit_bytes)), max(units, default=0) * min(AT_ONCE, len(units))
 
 
 def insert_gathers(schedule: Schedule, unit_bytes: Sequence[int], limit: int | None = None, ahead: int = 1) -> Schedule:

@@ -26,7 +26,6 @@ from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summar
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.schedule import Kind
 from megasnn.sharding import row_bounds
 from megasnn.telemetry.reporter import Reporter
@@ -282,7 +281,7 @@ def _shared_weights(config: PretrainConfig, engine: DistributedModel, plan: Pipe
     rows = sum(each.nbytes for each in kept if each.requires_grad)
     units = [size for size, rank in zip(weights.unit_bytes, schedule.placement, strict=True) if rank == pipeline.rank]
     live = ranks * rows * sum(sorted(units)[-2:]) / max(1, sum(units))
-    (gathered, buffers), others = gathered_and_buffers(weights, schedule, pipeline.rank), 1e-6 * (ranks - 1)
+    (gathered, buffers), others = weights.gathered_and_buffers(schedule, pipeline.rank), 1e-6 * (ranks - 1)
     told = [
         f"--weight-parallel-size {ranks}: a rank keeps {1e-6 * sum(each.nbytes for each in kept):.1f} MB of weights, "
         f"and gathers at most {1e-6 * gathered:.1f} MB at once, in buffers of {1e-6 * buffers:.1f} MB; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.memory import NotMeasuredError, measure_memory
+from megasnn.pipeline.owned_rows_memory import travelling
 from megasnn.pipeline.peaks import StepPeak, graphs_bytes, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
@@ -53,7 +54,7 @@ def forecast_memory(
     weights = sum(copies.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
     rank = state.pipeline.rank
-    gathered, buffers = (0, 0) if shared is None else gathered_and_buffers(shared, schedule, rank)
+    gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, rank)
     gradients = distributed.data_parallel.held_bytes
     moments = _moments(owned, config)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is what is foretold: the host's copies are not in it
@@ -110,7 +111,9 @@ def _costs(
 
 def _peak(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> StepPeak:
     schedule = plan.schedules.training(plan.micro_batches)
-    exchanged = [distributed.data_parallel.exchanged_bytes] * schedule.ranks
+    chunks = distributed.chunks.values()
+    layers = chain(*(zip(plan.bounds[chunk.index], chunk.layers, strict=True) for chunk in chunks))
+    exchanged = [travelling(distributed.data_parallel, layers)] * schedule.ranks
     return step_peaks(schedule, plan.executed_bounds, costs, exchanged)[distributed.state.pipeline.rank]
 
 

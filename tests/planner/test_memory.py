@@ -14,7 +14,6 @@ from megasnn.engine import Engine
 from megasnn.grid import Grid
 from megasnn.optim import state_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.layout import Layout, with_layout
 from megasnn.planner.predicted import Predicted
@@ -68,7 +67,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
             peak = step_peak(run, distributed, plan, state)
             schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
             rank = state.pipeline.rank
-            gathered, buffers = (0, 0) if shared is None else gathered_and_buffers(shared, schedule, rank)
+            gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, rank)
             trained = [entry.tensor for entry in distributed.owned if entry.is_parameter]
             found = {
                 "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + buffers,

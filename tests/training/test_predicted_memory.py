@@ -160,6 +160,13 @@ def test_of_rows_that_travel_in_several_buckets(ranks) -> None:
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
 
 
+def test_a_bucket_travels_beside_the_last_backward(ranks) -> None:
+    """The first layers need most, while the bucket of the last ones is under way."""
+    deep, zero1 = VggDvs(channels="16,32,P,128,P,256,P", image_size=32, time_steps=5), LAYOUTS["dp2-zero1"][1]
+    found = ranks(2, predicted_and_counted, deep, zero1, 3, 1, "fp32", None, None, 2**17)
+    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
 def test_a_budget_counts_what_travels_between_owners(ranks, tmp_path, monkeypatch) -> None:
     """It is more here than all that backwards need, and no choice makes it less."""
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))

@@ -19,7 +19,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse, validate
 from megasnn.config.training import Length
 from megasnn.data_parallel import BucketedDataParallel
-from megasnn.data_parallel.gathered_weights import AT_ONCE, GatheredWeights
+from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
 from megasnn.models.layer import layer
@@ -28,9 +28,8 @@ from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.schedule import Kind, plan_schedule
-from megasnn.schedule.weights import SharedWeights
+from megasnn.schedule.weights import AT_ONCE, SharedWeights
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.models.networks import CLASSES, between
 from tests.training.runs import TINY, same, saved, train, without_trial
@@ -270,7 +269,7 @@ def buffers(*flags: str) -> Buffers:
             with mock.patch.object(GatheredWeights, "ready", arriving):
                 made.train_step(*samples(made, 8))
         schedule = made.plan.schedules.training(4 // made.state.data.size)
-        _, planned = gathered_and_buffers(shared, schedule, made.state.pipeline.rank)
+        _, planned = shared.gathered_and_buffers(schedule, made.state.pipeline.rank)
         kept = sum(each.nbytes for each in weights._buffers)
         return Buffers(to_start, to_arrive, kept, planned, first == places(), max(on_their_way))
 

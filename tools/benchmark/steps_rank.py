@@ -12,7 +12,6 @@ from itertools import pairwise
 from megasnn.config import ParallelConfig
 from megasnn.models.building import describe
 from megasnn.optim.building import held_state_bytes
-from megasnn.pipeline.shared_weights import gathered_and_buffers
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.measuring import measured
 from megasnn.telemetry.allocations import AllocationCounter
@@ -118,5 +117,5 @@ def held_bytes(work: MegaSNNStep) -> int:
     weights = sum(entry.tensor.nbytes for entry in distributed.tensors)
     if (shared := plan.schedules.weights) is not None:
         schedule = plan.schedules.training(plan.micro_batches)
-        weights += gathered_and_buffers(shared, schedule, distributed.state.pipeline.rank)[1]
+        weights += shared.gathered_and_buffers(schedule, distributed.state.pipeline.rank)[1]
     return weights + distributed.data_parallel.held_bytes + held_state_bytes(work.engine.steps.optimizer)
