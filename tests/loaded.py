@@ -5,6 +5,8 @@ A rank that imports numba and loads the machine code of the kernels by itself is
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import tyro  # noqa: F401  (as flags are read)
 
@@ -29,3 +31,7 @@ def _load_kernels(dtype: torch.dtype) -> None:
 
 for _dtype in (torch.float32, torch.float64):
     _load_kernels(_dtype)
+
+# Nothing of this is looked through for garbage in the processes that are forked, nor copied for that.
+gc.collect()
+gc.freeze()

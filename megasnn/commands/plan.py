@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 from megasnn.config import PretrainConfig
@@ -24,16 +25,16 @@ from megasnn.files.durable import write_whole
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import Analysis, read, write
 from megasnn.planner.apply import apply
-from megasnn.planner.cluster import Cluster, node_problems
+from megasnn.planner.candidates import Prefer
+from megasnn.planner.cluster import Cluster
 from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import AUTO, DEVICES, Machine, with_memory
 from megasnn.planner.plan import Plan, plan, problems
 from megasnn.planner.report import as_json, cuts, table
-from megasnn.planner.search import Prefer
 from megasnn.pretraining import configuration
 from megasnn.process.terminal import keep_going
 
-UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1.0}
+UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Options:
     measure: bool = False
     """Measure the layers on this device, and under torchrun its links."""
     costs: Path | None = None
-    """The costs file: read where it is there, otherwise written."""
+    """The costs file: read where it is there, otherwise written; with --measure always written."""
     output: Path | None = None
     """Write the configuration that --config takes here."""
     json: Path | None = None
@@ -74,11 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not theirs or theirs[0].startswith("-"):
         raise ValueError(f"name a model first: {', '.join(MODELS)}")
     config = configuration(MODELS[theirs[0]], theirs[1:])
-    if wrong := problems(config):  # before a model is analysed, which takes minutes where it is large
+    known = None if options.measure or options.costs is None or not options.costs.exists() else read(options.costs)
+    # Before a model is analysed, which takes minutes where it is large.
+    if wrong := problems(config, options.gpus, options.gpus_per_node) + _machine_problems(options, config, known):
         raise ConfigError(wrong)
-    analysis = _analysis(options, config)
+    rates = None if options.rates is None else measured_rates(options.rates)
+    analysis = known or _analysis(options, config)
     if os.environ.get("RANK", "0") == "0":
-        _plan(options, config, analysis)
+        _plan(options, config, analysis, rates)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -104,20 +108,52 @@ def _check(options: Options) -> None:
     wrong = at_least(options, 1, "gpus", "gpus_per_node") + at_least(options, 0, "spread")
     if options.picture is not None and options.picture.suffix not in (".svg", ".png"):
         wrong.append(f"--picture {options.picture}: the name must end in .svg or .png")
-    if not wrong:
-        wrong += node_problems(options.gpus, options.gpus_per_node)
     if options.memory is not None:
         wrong += above(_Memory(_bytes(options.memory)), 0, "memory")
-    for name in ("costs", "output", "json", "picture"):
-        path = getattr(options, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            wrong.append(f"{flag(name)} {path}: there is no folder {path.absolute().parent}")
-        elif path is not None and path.is_dir():
-            wrong.append(f"{flag(name)} {path} is a folder: name a file")
+    if options.measure and options.device_name != AUTO:
+        wrong.append(f"--measure is of the device that is here: leave it, or --device-name {options.device_name}, out")
+    wrong += _path_problems(options)
     if options.rates is not None and not options.rates.is_file():
         wrong.append(f"--rates {options.rates}: there is no such file; it is the log.jsonl of a run of this model")
     if wrong:
         raise ConfigError(wrong)
+
+
+def _path_problems(options: Options) -> list[str]:
+    paths = {flag(name): getattr(options, name) for name in ("costs", "output", "json", "picture")}
+    named = {name: path for name, path in paths.items() if path is not None}
+    wrong, seen = list[str](), dict[Path, str]()
+    for name, path in named.items():
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            wrong.append(f"{name} {path}: there is no folder {folder}")
+        elif path.is_dir():
+            wrong.append(f"{name} {path} is a folder: name a file")
+        elif (other := seen.setdefault(path.resolve(), name)) != name:
+            wrong.append(f"{other} and {name} are both {path}: name two files")
+        elif (name != "--costs" or options.measure or not path.exists()) and (why := _unwritable(folder)):
+            wrong.append(f"{name} {path}: cannot write into {folder}: {why}")
+    return wrong
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Found out by writing: rights do not tell all."""
+    try:
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+def _machine_problems(options: Options, config: PretrainConfig, known: Analysis | None) -> list[str]:
+    """What cannot be on the device that the plan is for. Raises ValueError for a precision that it has not."""
+    if options.measure:
+        return []  # the device is not known yet
+    machine = _machine(options, config, known)
+    if machine.memory > machine.program:
+        return []
+    given = f"--memory {options.memory}: programs and libraries alone take {1e-9 * machine.program:.2f} GB of a rank"
+    return [f"{given} on {machine.name}; name more"]
 
 
 @dataclass(frozen=True)
@@ -130,15 +166,15 @@ def _bytes(text: str) -> float:
     number = text.upper().rstrip("BKMGT")
     unit = text.upper()[len(number) :]
     try:
-        return float(number) * UNITS[unit]
-    except (KeyError, ValueError):
-        raise ValueError(f"--memory {text!r} is no size; it looks like 80GB or 500MB") from None
+        value, scale = float(number), UNITS.get(unit)
+    except ValueError:
+        value, scale = 0.0, None
+    if scale is None:
+        raise ValueError(f"--memory {text!r} is no size with a unit; it looks like 80GB or 500MB")
+    return value * scale
 
 
 def _analysis(options: Options, config: PretrainConfig) -> Analysis:
-    path = options.costs
-    if path is not None and path.exists() and not options.measure:
-        return read(path)
     from megasnn.planner.analyze import CONTEXT_SIZES, TENSOR_SIZES, analyze  # torch: the model has to be built
 
     parallel = config.parallel
@@ -148,13 +184,14 @@ def _analysis(options: Options, config: PretrainConfig) -> Analysis:
         {*CONTEXT_SIZES, parallel.context_parallel_size},
         measure=options.measure,
     )
+    path = options.costs
     if path is not None and os.environ.get("RANK", "0") == "0":
         write(analysis, path)
     return analysis
 
 
-def _machine(options: Options, config: PretrainConfig, analysis: Analysis) -> Machine:
-    if options.device_name == AUTO and analysis.machine is not None:
+def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None) -> Machine:
+    if options.device_name == AUTO and analysis is not None and analysis.machine is not None:
         machine = analysis.machine
     else:
         name = "h100" if options.device_name == AUTO else options.device_name
@@ -162,14 +199,15 @@ def _machine(options: Options, config: PretrainConfig, analysis: Analysis) -> Ma
     return with_memory(machine, None if options.memory is None else _bytes(options.memory))
 
 
-def _plan(options: Options, config: PretrainConfig, analysis: Analysis) -> None:
+def _plan(options: Options, config: PretrainConfig, analysis: Analysis, rates: dict[str, float] | None) -> None:
+    used = None if rates is None else energy(analysis, rates)
     machine = _machine(options, config, analysis)
     cluster = Cluster(options.gpus, min(options.gpus, options.gpus_per_node), machine, options.spread)
     found = plan(analysis, config, cluster, options.prefer)
     print(cuts(analysis))
     print(table(found))
-    if options.rates is not None:
-        print(energy(analysis, measured_rates(options.rates)))
+    if used is not None:
+        print(used)
     if options.output is not None:
         print(f"run it: {apply(found, config, options.output)}")
     if options.json is not None:

@@ -26,14 +26,8 @@ class Cluster:
     spread: float = 0.0
 
     def counts(self) -> list[int]:
-        """Numbers of devices that are looked at: powers of two, of devices and of whole nodes, and all that there are.
-
-        torchrun starts as many ranks on each node: what is more than one node is whole nodes.
-        """
-        powers = [1 << power for power in range(self.ranks.bit_length())]
-        found = {*powers, *(self.ranks_of_node * power for power in powers), self.ranks}
-        whole = (each for each in found if each <= self.ranks_of_node or each % self.ranks_of_node == 0)
-        return sorted(each for each in whole if each <= self.ranks)
+        """Numbers of devices that are looked at."""
+        return counts(self.ranks, self.ranks_of_node)
 
     def link(self, layout: Layout, axis: Axis) -> LinkCost:
         """Between the ranks along an axis; across nodes where they are not all of one."""
@@ -49,6 +43,17 @@ class Cluster:
     def slowest(self, ranks: int) -> float:
         """How much longer the slowest of so many ranks takes than the mean of them."""
         return 1 + self.spread * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 1.0
+
+
+def counts(ranks: int, ranks_of_node: int) -> list[int]:
+    """Numbers of devices that are looked at: powers of two, of devices and of whole nodes, and all that there are.
+
+    torchrun starts as many ranks on each node: what is more than one node is whole nodes.
+    """
+    powers = [1 << power for power in range(ranks.bit_length())]
+    found = {*powers, *(ranks_of_node * power for power in powers), ranks}
+    whole = (each for each in found if each <= ranks_of_node or each % ranks_of_node == 0)
+    return sorted(each for each in whole if each <= ranks)
 
 
 def is_within_node(grid: Grid, axis: Axis, ranks_of_node: int) -> bool:

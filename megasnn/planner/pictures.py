@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import log
 from pathlib import Path
 
+from megasnn.planner.candidates import Candidate
 from megasnn.planner.plan import Plan
-from megasnn.planner.search import Candidate
 from megasnn.schedule.gantt import SECONDS, View, write_chart
 
 WIDTH, HEIGHT, LEFT, FOOT, TOP = 720, 360, 80, 48, 28

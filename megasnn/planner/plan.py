@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megasnn.config import ConfigError, PretrainConfig
+from megasnn.config.checks import flag
 from megasnn.config.parallel import ParallelConfig
 from megasnn.planner.analysis import Analysis, differences
-from megasnn.planner.cluster import Cluster, node_problems
+from megasnn.planner.candidates import Candidate, Prefer
+from megasnn.planner.cluster import Cluster, counts, node_problems
 from megasnn.planner.layout import Layout
 from megasnn.planner.predicted import Predicted
-from megasnn.planner.search import Candidate, PlanError, Prefer, Search, layouts
+from megasnn.planner.search import PlanError, Search, layouts
 
 SIMULATIONS, SECONDS = 20, 20.0
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "weight_parallel_size",
+)
 DECIDED = "--memory-budget", "--pipeline-memory-limit", "--pipeline-model-parallel-layout", "--weight-memory-limit"
 
 
@@ -70,9 +79,11 @@ def plan(
         ConfigError: what no layout can be right for. PlanError: costs of another model, or no layout that fits.
     """
     begin = time.monotonic()
-    if wrong := problems(config) + node_problems(cluster.ranks, cluster.ranks_of_node):
+    if wrong := problems(config, cluster.ranks, cluster.ranks_of_node):
         raise ConfigError(wrong)
     _check(analysis, config)
+    if analysis.machine is not None and _is_of_another(analysis, cluster):
+        analysis = replace(analysis, timed=())  # seconds of one device say nothing of another
     search = Search(analysis, config, cluster, prefer)
     looked_at = [search.looked_at(layout) for layout in layouts(analysis, config, cluster)]
     chosen, predicted, looked_at, simulated = search.best(
@@ -100,10 +111,43 @@ def _check(analysis: Analysis, config: PretrainConfig) -> None:
         raise PlanError(f"these are costs of {analysis.model}, and the model is {config.model.name}: analyze that one")
     if other := differences(analysis, config):
         raise PlanError(f"these are costs of another {analysis.model}: {'; '.join(other)}; analyze this one")
+    asked = config.parallel
+    for name, size, known in (
+        ("tensor_model_parallel_size", asked.tensor_model_parallel_size, {1, *analysis.possible("tensor")}),
+        ("context_parallel_size", asked.context_parallel_size, {1, *analysis.possible("samples")}),
+    ):
+        if size not in known:
+            told = ", ".join(map(str, sorted(known)))
+            raise PlanError(f"{flag(name)} {size} is not in the costs, which have {told}: analyze with that flag")
 
 
-def problems(config: PretrainConfig) -> list[str]:
+def _is_of_another(analysis: Analysis, cluster: Cluster) -> bool:
+    """Whether layers were not measured on the device that a plan is for."""
+    return analysis.machine is None or analysis.machine.name != cluster.machine.name
+
+
+def problems(config: PretrainConfig, ranks: int, ranks_of_node: int) -> list[str]:
     """What no layout can be right for, and what the planner does not plan; needs no costs."""
+    training = config.training
+    wrong = node_problems(ranks, ranks_of_node) or _size_problems(config.parallel, ranks, ranks_of_node)
+    return wrong + _not_planned(config) + training.problems() + config.optimizer.problems()
+
+
+def _size_problems(parallel: ParallelConfig, ranks: int, ranks_of_node: int) -> list[str]:
+    """Sizes that are given and of which no number of devices is a multiple."""
+    given = {flag(name): getattr(parallel, name) for name in SIZES if getattr(parallel, name) != 1}
+    if wrong := [f"{name} must be at least 1, got {size}" for name, size in given.items() if size < 1]:
+        return wrong
+    able = counts(ranks, ranks_of_node)
+    if any(count % math.prod(given.values()) == 0 for count in able):
+        return []
+    told = " x ".join(f"{name} {size}" for name, size in given.items())
+    return [
+        f"{told}: none of {', '.join(map(str, able))} device(s) is a multiple of it; change --gpus, or leave it out"
+    ]
+
+
+def _not_planned(config: PretrainConfig) -> list[str]:
     parallel, default = config.parallel, ParallelConfig()
     wrong = [
         f"{name} is decided by the plan, or given to the run behind it: leave it out"
@@ -113,8 +157,7 @@ def problems(config: PretrainConfig) -> list[str]:
     wrong += ["--offload-activations is not planned: give it to the run"] * parallel.offload_activations
     if config.training.bptt_steps is not None:
         wrong.append(f"--bptt-steps {config.training.bptt_steps} is not planned: leave it out")
-    training = config.training
-    return wrong + training.problems() + config.optimizer.problems()
+    return wrong
 
 
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
@@ -139,7 +182,9 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
 
 
 def _warnings(analysis: Analysis, cluster: Cluster) -> Iterator[str]:
-    measured = analysis.machine
-    if measured is None or measured.name != cluster.machine.name:
-        where = "nowhere" if measured is None else f"on {measured.name}"
-        yield f"layers were measured {where}, and the plan is for {cluster.machine.name}: {cluster.machine.told}"
+    if not _is_of_another(analysis, cluster):
+        return
+    where = "nowhere"
+    if analysis.machine is not None:
+        where = f"on {analysis.machine.name}, which is not used (leave --device-name out for that)"
+    yield f"layers were measured {where}, and the plan is for {cluster.machine.name}: {cluster.machine.told}"

@@ -9,10 +9,10 @@ from typing import Any
 from megasnn.grid import AXES
 from megasnn.pipeline.costs import layers_per_chunk
 from megasnn.planner.analysis import Analysis, CutAxis
+from megasnn.planner.candidates import Candidate
 from megasnn.planner.energy import joules_of_step
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import Plan
-from megasnn.planner.search import Candidate
 
 SHOWN = 12  # candidates
 GB = 1e9

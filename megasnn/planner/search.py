@@ -7,9 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import chain, takewhile
-from typing import Literal
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
@@ -17,13 +16,13 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import layout_problems
 from megasnn.grid import ContextCut, Grid
 from megasnn.planner.analysis import Analysis
+from megasnn.planner.candidates import AS_FAST, Candidate, Choice, Prefer
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout, grids, schedules, with_layout
 from megasnn.planner.predicted import Predicted
 from megasnn.planner.step import Predictor
 from megasnn.schedule.refine import NEVER
 
-Prefer = Literal["speed", "memory", "capacity"]
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
 PATIENCE = 1.4  # times the time for simulations, where nothing has fitted yet
 MOST_REASONS = 4  # told of a search that finds nothing
@@ -33,22 +32,6 @@ GB = 1e9
 
 class PlanError(ValueError):
     """There is no plan. The message says by how much something is missing, and what would do."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that was looked at.
-
-    Attributes:
-        seconds, bytes: of a step, and that the largest rank needs; by closed bounds, or simulated. None: it cannot be.
-        reason: why it was not taken; "" of the one that was.
-    """
-
-    layout: Layout
-    seconds: float | None
-    bytes: float | None
-    simulated: bool
-    reason: str
 
 
 def layouts(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> Iterator[Layout | tuple[Layout, str]]:
@@ -103,7 +86,7 @@ _OF_LAYOUTS = {
 
 
 def _step_of(seconds: float) -> int:
-    """In steps of one per cent: of what is as fast, as far as the planner can tell, the simplest is taken."""
+    """In steps of one per cent: for the order in which candidates are simulated and shown, the simplest first."""
     return round(100 * math.log(max(seconds, 1e-12)))
 
 
@@ -153,8 +136,9 @@ class Search:
         order = sorted((each for each in looked_at if each.seconds is not None), key=self.rank)
         fitting = [each for each in order if not each.reason]
         found: dict[Layout, Candidate] = {}
+        steps: dict[Layout, Predicted] = {}
         last = time.monotonic() + PATIENCE * (until - time.monotonic())
-        best: tuple[Candidate, Predicted] | None = None
+        choice = Choice(self._preferred)
         one = [each for each in fitting if each.layout.ranks == 1][:1]  # there is always something to be faster than
 
         def enough() -> bool:
@@ -165,10 +149,10 @@ class Search:
         for each in chain(one, takewhile(lambda _: not enough(), fitting), smallest):
             if each.layout in found:
                 continue
-            if best is not None and (enough() or self.rank(each) >= self.rank(best[0])):
+            if (choice.taken and enough()) or time.monotonic() > last:
                 break
-            if time.monotonic() > last:
-                break
+            if not choice.may_change_by(each):
+                continue
             if self._computations(each.layout) > MOST_COMPUTATIONS:
                 continue
             try:
@@ -177,11 +161,23 @@ class Search:
                 found[each.layout] = replace(each, reason=str(error), seconds=None, bytes=None)
                 continue
             found[each.layout] = mine
-            if not mine.reason and (best is None or self.rank(mine) < self.rank(best[0])):
-                best = mine, predicted
-        if best is None:
+            if not mine.reason:
+                choice.add(mine)
+                steps[mine.layout] = predicted
+        if choice.taken is None:
             raise PlanError(self._why_none([found.get(each.layout, each) for each in looked_at]))
-        return *best, [found.get(each.layout, each) for each in looked_at], len(found)
+        return (
+            choice.taken,
+            steps[choice.taken.layout],
+            [found.get(each.layout, each) for each in looked_at],
+            len(found),
+        )
+
+    def _preferred(self, each: Candidate) -> float:
+        """What is wanted to be least, before the time of a step decides."""
+        if self._prefer == "speed":
+            return 0.0
+        return float(-self.largest_micro_batch(each)) if self._prefer == "capacity" else each.bytes or 0.0
 
     def _simulated(self, each: Candidate) -> tuple[Candidate, Predicted]:
         """Raises ValueError for what the schedule cannot place or keep."""
@@ -247,12 +243,17 @@ class Search:
         how = "simulated" if each.simulated else "at least"
         if self._prefer == "capacity":
             mine, best = self.largest_micro_batch(each), self.largest_micro_batch(chosen)
-            if mine <= best and not each.simulated:
-                return replace(each, reason=f"micro-batches of {mine} samples fit at most, and of {best} in the other")
-            return replace(each, reason=f"micro-batches of {mine} samples fit, and of {best} in the other, or as fast")
-        if self._prefer == "speed":
+            if mine < best:
+                most = "" if each.simulated else " at most"
+                return replace(each, reason=f"micro-batches of {mine} samples fit{most}, and of {best} in the other")
+            if self.rank(each) >= self.rank(chosen):
+                return replace(
+                    each, reason=f"micro-batches of {best} samples fit in both; {how} as long, or no simpler"
+                )
+        elif self._prefer == "speed":
             assert chosen.seconds is not None
-            if _step_of(each.seconds) == _step_of(chosen.seconds) and each.layout.parts >= chosen.layout.parts:
+            as_long = each.seconds <= AS_FAST * chosen.seconds and chosen.seconds <= AS_FAST * each.seconds
+            if as_long and each.layout.parts >= chosen.layout.parts:
                 return replace(each, reason=f"{how} as long, within 1 %, and no simpler")
             if each.seconds >= chosen.seconds:
                 return replace(each, reason=f"slower: {how} {each.seconds / chosen.seconds:.2f} times its step")

@@ -22,6 +22,10 @@ def products_of_before() -> Iterator[None]:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are forked from the server of the tests, for a test that does not look at their memory."""
+    """Ranks are forked from the server of the tests, which has imported everything.
+
+    For a test that looks at no figure of what a process by itself takes; test_the_folder_is_a_program_from_anywhere and
+    test_ranks.py have ranks that are interpreters of their own.
+    """
     context = forking()
     monkeypatch.setattr(ranks.multiprocessing, "get_context", lambda method: context)

@@ -18,6 +18,7 @@ SHORT = "--rounds 2 --steps 2 --warmup 1 --pipeline-schedule 1f1b".split()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log" / "benchmark.jsonl"
     rows = ["spikingjelly", "megasnn", "pp2"]

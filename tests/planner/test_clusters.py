@@ -42,6 +42,19 @@ def test_whole_nodes() -> None:
         (["--offload-activations"], "--offload-activations is not planned"),
         (["--output", "."], r"--output \. is a folder: name a file"),
         (["--rates", "none.jsonl"], r"--rates none\.jsonl: there is no such file"),
+        (["--rates", "log.jsonl"], r"--rates log\.jsonl is no log\.jsonl of a run"),
+        (["--memory", "80"], "--memory '80' is no size with a unit; it looks like 80GB"),
+        (["--memory", "80GiB"], "--memory '80GiB' is no size with a unit"),
+        (["--memory=-3GB"], "--memory must be greater than 0, got -3"),
+        (["--memory", "1MB"], "--memory 1MB: programs and libraries alone take 1.50 GB of a rank on h100"),
+        (["--device-name", "cpu-core", "--precision", "bf16"], "--precision bf16: one core .* take another device"),
+        (["--device-name", "h100", "--measure"], "--measure is of the device that is here: .* --device-name h100, out"),
+        (["--gpus", "8", "--tensor-model-parallel-size", "3"], "--tensor-.*-size 3: none of 1, 2, 4, 8 device"),
+        (["--micro-batch-size", "8", "--global-batch-size", "4"], "--micro-batch-size 8 is larger than"),
+        (["--output", "a.json", "--json", "./a.json"], r"--output and --json are both a\.json: name two files"),
+        (["--costs", "a.json", "--picture", "a.svg", "--json", "a.svg"], "--json and --picture are both"),
+        (["--json", "/proc/a.json"], "--json /proc/a.json: cannot write into /proc: "),
+        (["--costs", "log.jsonl"], r"log\.jsonl: .*; make it anew with `analyze`"),
     ],
 )
 def test_refused_before_anything_is_analysed(
@@ -49,7 +62,8 @@ def test_refused_before_anything_is_analysed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(analyze, "analyze", None)
-    with pytest.raises(ConfigError, match=told):
+    (tmp_path / "log.jsonl").write_text('{"kind": "iteration", "laye')
+    with pytest.raises(ValueError, match=told):
         main(["spikformer", *flags])
 
 
@@ -75,6 +89,11 @@ def test_flags_that_no_layout_has_are_named() -> None:
     given = config()
     given = replace(given, parallel=replace(given.parallel, pipeline_model_parallel_size=64))
     with pytest.raises(PlanError, match="none has --pipeline-model-parallel-size 64; leave some of these out"):
+        plan(analysis(), given, cluster(64))
+    with pytest.raises(ConfigError, match="-parallel-size 64: none of 1, 2, 4, 8 device.* change --gpus"):
+        plan(analysis(), given, cluster(8))
+    given = replace(given, parallel=replace(config().parallel, tensor_model_parallel_size=4))
+    with pytest.raises(PlanError, match="-parallel-size 4 is not in the costs, which have 1, 2, 3: analyze with that"):
         plan(analysis(), given, cluster(8))
 
 

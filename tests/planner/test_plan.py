@@ -15,14 +15,15 @@ from megasnn.config import ConfigError
 from megasnn.config.validate import validate
 from megasnn.files.described import DescriptionError
 from megasnn.models.table import MODELS
-from megasnn.planner.analysis import read, write
+from megasnn.planner.analysis import LayerSeconds, Timed, read, write
 from megasnn.planner.apply import apply, configuration
+from megasnn.planner.candidates import Prefer
 from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.pictures import draw, fastest
 from megasnn.planner.plan import Plan, plan
 from megasnn.planner.report import as_json, cuts, table
-from megasnn.planner.search import PlanError, Prefer
+from megasnn.planner.search import PlanError
 from megasnn.planner.step import Predictor
 from megasnn.pretraining import configuration as from_flags
 from tests.planner.models import analysis, cluster, config
@@ -137,6 +138,18 @@ def test_flags_that_are_given_are_kept() -> None:
     assert found.layout.grid.pipeline == 2 and found.layout.schedule == "zb1p"
 
 
+def test_seconds_of_another_device_are_not_used() -> None:
+    """Layers that were measured on one device say nothing of a second one, and the plan says so."""
+    known = analysis()
+    seconds = LayerSeconds(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
+    here = replace(cluster(2).machine, name="here")
+    timed = replace(known, timed=(Timed(1, 1, "samples", 4, 1, (seconds,) * len(known.layers)),), machine=here)
+    other, same = plan(timed, config(), cluster(2)), plan(timed, config(), replace(cluster(2), machine=here))
+    assert other.predicted.time == plan(known, config(), cluster(2)).predicted.time and not same.warnings
+    assert same.predicted.time.total > len(known.layers) > other.predicted.time.total
+    assert "measured on here, which is not used (leave --device-name out" in other.warnings[0]
+
+
 def test_refusals(tmp_path: Path) -> None:
     other = replace(config(), model=replace(config().model, depth=2))
     with pytest.raises(PlanError, match="model.depth is 1 in the costs and 2 here"):
@@ -203,7 +216,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "plan for 4 x cpu-core" in said and "of 2.00 GB" in said and f"--config {flags}" in said
     assert json.loads((tmp_path / "plan.json").read_text())["candidates"][0]["reason"] == ""
     assert (tmp_path / "plan.png").exists() and (tmp_path / "plan-ranks.svg").exists()
-    with pytest.raises(ValueError, match="--memory 'much' is no size"):
+    with pytest.raises(ValueError, match="--memory 'much' is no size with a unit"):
         main([*model, "--memory", "much"])
     with pytest.raises(ValueError, match="name a model first: spikformer"):
         main(["--gpus", "2"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megasnn.config import PretrainConfig
+from megasnn.planner.candidates import Prefer
 from megasnn.planner.layout import Layout, with_layout
 from megasnn.planner.plan import Plan, plan
-from megasnn.planner.search import Prefer
 from tests.planner.models import analysis, cluster, config
 from tools.benchmark.steps_rank import held_bytes
 from tools.benchmark.training_steps import MegaSNNStep, counted_peak

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from megasnn.config.checks import above, at_least
 from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.planner.candidates import Prefer
 from megasnn.planner.layout import Layout
-from megasnn.planner.search import Prefer
 from tools.benchmark.harness import Flags
 from tools.benchmark.models import Dimensions, ModelName, dimensions_of
 from tools.benchmark.two_ranks import LAYOUTS, RANKS, Run, unknown_layouts

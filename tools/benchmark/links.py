@@ -1,6 +1,6 @@
 """What messages and collectives take over links of a stated latency and bandwidth.
 
-A message of b bytes takes `latency + b * per_byte`, as in `megasnn.pipeline.link.LinkCost`. Collectives are made of
+A message of b bytes takes `latency + b * per_byte`, as in `megasnn.pipeline.costs.LinkCost`. Collectives are made of
 messages in steps, in each of which a rank sends one message and receives one (R. Thakur, R. Rabenseifner, W. Gropp,
 Optimization of Collective Communication Operations in MPICH, 2005, which has the formula of each):
 
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megasnn.pipeline.costs import LinkCost
+
 
 @dataclass(frozen=True)
 class Links:
@@ -30,6 +32,10 @@ class Links:
 
     latency: float = 0.0
     per_byte: float = 0.0
+
+    def cost(self) -> LinkCost:
+        """For the simulator and the planner."""
+        return LinkCost(self.latency, self.per_byte)
 
     def message(self, size: float) -> float:
         return self.latency + size * self.per_byte

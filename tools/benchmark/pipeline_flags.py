@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,11 +46,16 @@ class PipelineBenchmark(Flags):
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "micro_batches", "micro_batch_size", "rounds", "steps") + at_least(self, 2, "stages")
         wrong += above(self, 0, "timeout")
-        unknown = [name for name in self.schedules if name not in SCHEDULES.choices]
-        wrong += [f"--schedules: {name!r} is none; known: {', '.join(SCHEDULES.choices)}" for name in unknown]
+        wrong += unknown_schedules(self.schedules)
         if not self.schedules or not self.models:
             wrong.append("--schedules and --models must name at least one")
         return wrong
+
+
+def unknown_schedules(names: Sequence[str]) -> list[str]:
+    """What is wrong with --schedules."""
+    unknown = [name for name in names if name not in SCHEDULES.choices]
+    return [f"--schedules: {name!r} is none; known: {', '.join(SCHEDULES.choices)}" for name in unknown]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from statistics import median
 from megasnn.config.checks import above, at_least
 from megasnn.grid import Grid
 from megasnn.planner.analysis import Analysis
+from megasnn.planner.candidates import Prefer
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
 from megasnn.planner.predicted import Predicted
-from megasnn.planner.search import Prefer
 from megasnn.planner.step import Predictor
 from tools.benchmark.harness import Case, Figures, Flags, Part, rounds, say, summary
 from tools.benchmark.log import Line

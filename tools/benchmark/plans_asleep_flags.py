@@ -13,7 +13,7 @@ from megasnn.config.checks import above, at_least
 from megasnn.data_parallel import buckets
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.pipeline.costs import LayerCost, LinkCost
+from megasnn.pipeline.costs import LayerCost
 from megasnn.planner import states
 from megasnn.planner.analysis import Analysis, Counted, HeldTensor, LayerFacts, LayerSeconds, Timed, identity
 from megasnn.planner.cluster import Cluster
@@ -22,7 +22,7 @@ from tools.benchmark.harness import Flags
 from tools.benchmark.links import Links
 from tools.benchmark.sleeping import FLOAT, ROW, SleepingLayer
 
-POSITIVE = "forward_ms", "input_gradient_ms", "weight_gradient_ms", "gradient_kb", "parameters_kb"
+AMOUNTS = "forward_ms", "input_gradient_ms", "weight_gradient_ms", "gradient_kb", "parameters_kb"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SleepingPlansBenchmark(Flags):
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "micro_batches", "layers", "best", "rounds", "steps")
-        wrong += above(self, 0, "timeout", "bandwidth", "bucket_kb", "growth") + at_least(self, 0, *POSITIVE)
+        wrong += above(self, 0, "timeout", "bandwidth", "bucket_kb", "growth") + at_least(self, 0, *AMOUNTS)
         wrong += at_least(self, 0, "update_ms", "latency_ms")
         wrong += [f"--ranks {count}: give numbers of 2 or more" for count in self.ranks if count < 2]
         return wrong + ["--ranks must name at least one number"] * (not self.ranks)
@@ -98,7 +98,7 @@ class SleepingPlansBenchmark(Flags):
 
     def cluster(self, ranks: int) -> Cluster:
         """All ranks on one node, all links alike."""
-        link = LinkCost(self.links.latency, self.links.per_byte)
+        link = self.links.cost()
         machine = Machine(
             *("ranks that sleep", "cpu"),
             memory=1e12,

@@ -7,23 +7,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-import torch
-
 from megasnn.batching import micro_batches_of
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import build_context
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.costs import LinkCost, PipelineCosts
+from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import plan_pipeline
-from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.planner.layout import Layout
 from tools.benchmark.nccl_like import nccl_like
 from tools.benchmark.plans_asleep_flags import SleepingPlansBenchmark, buckets_of
 from tools.benchmark.queued_device import Device
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank
-from tools.benchmark.rehearsal_rank import WARM_UP, begin_together, require_all_added
+from tools.benchmark.rehearsal_rank import WARM_UP, begin_together, input_of, require_all_added
 from tools.benchmark.sleeping import sleeping_model
 
 
@@ -44,15 +41,13 @@ class LayoutsAsleep:
 
     def __init__(self, flags: SleepingPlansBenchmark, device: Device) -> None:
         self._flags, self._device = flags, device
-        self._sleeps = False
 
     def steps(self, layout: Layout, bounds: Sequence[range]) -> list[Whole]:
         """Whole steps on a layout of as many ranks as there are."""
         with self._model(layout, bounds) as model:
-            self._sleeps = False
-            for _ in range(WARM_UP):
-                self._step(model)
-            self._sleeps = True
+            with self._device.without_computing():
+                for _ in range(WARM_UP):
+                    self._step(model)
             return [self._step(model) for _ in range(self._flags.steps)]
 
     @contextmanager
@@ -62,9 +57,8 @@ class LayoutsAsleep:
         try:
             context = build_context(state, "fp32", "auto")
             layers = flags.sleeping_layers()
-            described = sleeping_model(layers, self._sleep)
-            link = LinkCost(flags.links.latency, flags.links.per_byte)
-            costs = PipelineCosts(tuple(each.cost() for each in layers), link)
+            described = sleeping_model(layers, self._device.compute)
+            costs = PipelineCosts(tuple(each.cost() for each in layers), flags.links.cost())
             request = PipelineRequest(
                 layout.schedule if grid.pipeline > 1 else "auto",
                 layout.chunks,
@@ -94,20 +88,13 @@ class LayoutsAsleep:
         replicas, count = state.data.size, self._flags.micro_batches
         return tuple(dict.fromkeys(len(micro_batches_of(count, replicas, each)) for each in range(replicas)))
 
-    def _sleep(self, seconds: float) -> None:
-        self._device.compute(seconds if self._sleeps else 0.0)
-
     def _step(self, model: DistributedModel) -> Whole:
         """From the first forward until the rows of all owners are here."""
-        image, label = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
-        each = MicroBatchInput(
-            image if model.takes_images else None, label if model.gives_logits else None, 1, range(1)
-        )
         data, count = model.state.data, self._flags.micro_batches
-        micro_batches = [each] * len(micro_batches_of(count, data.size, data.rank))
+        micro_batches = [input_of(model)] * len(micro_batches_of(count, data.size, data.rank))
         begin = begin_together(self._device)
         model.forward_backward(micro_batches, count)
-        self._sleep(self._flags.update * sum(entry.tensor.nbytes for entry in model.owned))
+        self._device.compute(self._flags.update * sum(entry.tensor.nbytes for entry in model.owned))
         model.share_rows()
         end = time.perf_counter()
         self._device.synchronize()

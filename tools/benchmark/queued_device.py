@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -115,6 +116,7 @@ class Device:
 
     Attributes:
         reached: over links, the time that the stream which computes has come to, in seconds of `time.perf_counter`.
+        computes: whether computing takes time.
         doing: what is noted with the operations that are queued.
         communicators: those that were started, in order.
         moved: over links, what has ended, in the order in which it did.
@@ -125,6 +127,7 @@ class Device:
         self._queues: dict[str, _Queue] = {}
         self._free: dict[str, float] = {}  # by queue, when the last operation ended
         self.reached = time.perf_counter()
+        self.computes = True
         self.doing: object = None
         self.communicators: list[str] = []
         self.moved: list[Moved] = []
@@ -138,8 +141,18 @@ class Device:
 
     def compute(self, seconds: float) -> None:
         """Sleeps in place of computing, which begins when what came before it has ended."""
-        self.reached += seconds
-        wait_until(self.reached)
+        if self.computes:
+            self.reached += seconds
+            wait_until(self.reached)
+
+    @contextmanager
+    def without_computing(self) -> Iterator[None]:
+        """Inside, only links take time."""
+        self.computes = False
+        try:
+            yield
+        finally:
+            self.computes = True
 
     def take_time(self, line: str, timing: Timing, asked: float, run: Callable[[], Any]) -> float:
         """Runs an operation over links, and returns when it ended.

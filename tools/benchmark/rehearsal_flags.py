@@ -14,10 +14,11 @@ from megasnn.schedule.refine import NEVER, RECOMPUTE
 from tools.benchmark.harness import Flags
 from tools.benchmark.links import Links
 from tools.benchmark.models import ModelName
+from tools.benchmark.pipeline_flags import unknown_schedules
 from tools.benchmark.queued_device import Moved
 from tools.benchmark.sleeping import SleepingLayer
 
-TIMES = ("forward_ms", "input_gradient_ms", "weight_gradient_ms", "gradient_kb", "parameters_kb", "latency_ms")
+AMOUNTS = ("forward_ms", "input_gradient_ms", "weight_gradient_ms", "gradient_kb", "parameters_kb", "latency_ms")
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,8 @@ class RehearsalBenchmark(Flags):
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "replicas", "micro_batches", "micro_batch_size", "layers", "steps")
-        wrong += at_least(self, 2, "stages") + at_least(self, 0, *TIMES) + above(self, 0, "bandwidth", "timeout")
-        unknown = [name for name in self.schedules if name not in SCHEDULES.choices]
-        wrong += [f"--schedules: {name!r} is none; known: {', '.join(SCHEDULES.choices)}" for name in unknown]
+        wrong += at_least(self, 2, "stages") + at_least(self, 0, *AMOUNTS) + above(self, 0, "bandwidth", "timeout")
+        wrong += unknown_schedules(self.schedules)
         if not self.schedules:
             wrong.append("--schedules must name at least one")
         if self.recompute not in RECOMPUTE:

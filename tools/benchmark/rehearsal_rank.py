@@ -13,7 +13,7 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import build_context
 from megasnn.models.building import describe
 from megasnn.parallel_state import initialize_model_parallel
-from megasnn.pipeline.costs import LinkCost, PipelineCosts, layers_per_chunk
+from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.measured import measure_layers
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
@@ -50,8 +50,7 @@ class Rehearsal:
     def prepare(self, name: str, layers: Sequence[SleepingLayer]) -> Prepared:
         """Collective over all ranks, as everything here."""
         flags, model = self._flags, sleeping_model(layers, self._device.compute)
-        links = flags.links
-        costs = PipelineCosts(tuple(each.cost() for each in layers), LinkCost(links.latency, links.per_byte))
+        costs = PipelineCosts(tuple(each.cost() for each in layers), flags.links.cost())
         count = flags.micro_batches
         request = PipelineRequest(
             name, chunks_of_schedule(name), None, None, 1, (count,), predicts=True, recompute=flags.recompute
@@ -65,8 +64,9 @@ class Rehearsal:
             plan.schedules,
             rows_have_owners=flags.use_distributed_optimizer,
         )
-        for _ in range(WARM_UP):
-            self.step(name)
+        with self._device.without_computing():
+            for _ in range(WARM_UP):
+                self.step(name)
         simulation = plan.simulation(count)
         assert simulation is not None
         return Prepared(plan.schedules.training(count), simulation, layers_per_chunk(plan.bounds))
@@ -74,10 +74,7 @@ class Rehearsal:
     def step(self, name: str) -> RankStep:
         """All ranks begin together."""
         model, flags = self._models[name], self._flags
-        image, label = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
-        micro_batches = [
-            MicroBatchInput(image if model.takes_images else None, label if model.gives_logits else None, 1, range(1))
-        ] * flags.micro_batches
+        micro_batches = [input_of(model)] * flags.micro_batches
         marks: list[tuple[Mark, Mark]] = []
         reached: list[float] = []
 
@@ -100,9 +97,16 @@ class Rehearsal:
         return RankStep(list(zip([begin, *reached], reached, strict=False)), clock, list(self._device.moved))
 
 
+def input_of(model: DistributedModel) -> MicroBatchInput:
+    """A micro-batch of a model that sleeps, as this rank has it."""
+    image, label = torch.zeros(1, 1, 1, 1), torch.zeros(1, dtype=torch.int64)
+    return MicroBatchInput(image if model.takes_images else None, label if model.gives_logits else None, 1, range(1))
+
+
 def begin_together(device: Device) -> float:
-    """All ranks agree on when a step begins, and wait for it."""
-    begin = torch.tensor([time.perf_counter() + HEAD_START], dtype=torch.float64)
+    """All ranks agree on when a step begins, and wait for it. No such time is needed where nothing is computed."""
+    head_start = HEAD_START if device.computes else 0.0
+    begin = torch.tensor([time.perf_counter() + head_start], dtype=torch.float64)
     dist.all_reduce(begin, dist.ReduceOp.MAX)
     device.reached = begin.item()
     wait_until(device.reached)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megasnn.config.checks import flag
 from megasnn.grid import Grid
 from megasnn.schedule.named import SCHEDULES
 from tools.benchmark.harness import Case, Figures, Flags, Part, say
@@ -35,11 +36,9 @@ class ScaleBenchmark(Flags):
     def problems(self) -> list[str]:
         wrong = [f"--ranks {each} is no power of 8, from 8 on" for each in self.ranks if not _is_power_of_8(each)]
         for name in ("stages", "micro_batches", "units"):
-            wrong += [
-                f"--{name.replace('_', '-')} {each} must be at least 1" for each in getattr(self, name) if each < 1
-            ]
-        wrong += [f"--schedules {name} is none of {', '.join(SCHEDULES)}" for name in self.schedules
-                  if name not in SCHEDULES]  # fmt: skip
+            wrong += [f"{flag(name)} {each} must be at least 1" for each in getattr(self, name) if each < 1]
+        unknown = [name for name in self.schedules if name not in SCHEDULES]
+        wrong += [f"--schedules {name} is none of {', '.join(SCHEDULES)}" for name in unknown]
         return wrong
 
 
