@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import sum_in_rank_order
+from megasnn.comm.direct import Direct
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
@@ -27,18 +28,15 @@ class SharedMemory:
     maps of others' memory as the rank's own, too.
 
     Args:
-        group: one whose ranks are connected (`Handle.direct`), with nothing on its way between them.
-        size: bytes, the same on all ranks.
+        direct: the connections of the group, with nothing on its way.
+        own: a file in memory, which is closed. size: its bytes, the same on all ranks.
     """
 
-    def __init__(self, group: Group, size: int) -> None:
-        assert group.held is not None and group.held.direct is not None
-        self._group, self._direct, self._taken = group, group.held.direct, 0
-        own = os.memfd_create(f"megasnn {group.name}")
+    def __init__(self, group: Group, direct: Direct, own: int, size: int) -> None:
+        self._group, self._direct, self._taken = group, direct, 0
         files = {group.rank: own}
         try:
-            os.ftruncate(own, size)
-            files |= self._direct.exchange_files(own)
+            files |= direct.exchange_files(own)
             maps = (mmap.mmap(files[rank], size) for rank in range(group.size))
             self._memories = [torch.frombuffer(each, dtype=torch.uint8) for each in maps]
         finally:
@@ -81,6 +79,31 @@ class SharedMemory:
 
 
 def shared_memory(group: Group, device: torch.device, size: int) -> SharedMemory | None:
-    """Memory that the ranks of a group share; None where they are not connected, or compute elsewhere."""
-    connected = group.held is not None and group.held.direct is not None
-    return SharedMemory(group, size) if connected and device.type == "cpu" and size else None
+    """Memory that the ranks of a group share; None on all of them where they are not connected (`Handle.direct`),
+    compute elsewhere, or a system has no files in memory. Collective over the group.
+
+    Args:
+        size: bytes, the same on all ranks.
+    """
+    direct = None if group.held is None else group.held.direct
+    if direct is None or device.type != "cpu" or not size:
+        return None
+    own = _file_in_memory(group.name, size)
+    if direct.start_gather(torch.tensor([own is not None]))().all():
+        assert own is not None
+        return SharedMemory(group, direct, own, size)
+    if own is not None:
+        os.close(own)
+    return None
+
+
+def _file_in_memory(name: str, size: int) -> int | None:
+    """None where the system has none: another than Linux, or in a container that forbids them."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        own = os.memfd_create(f"megasnn {name}")
+    except OSError:
+        return None
+    os.ftruncate(own, size)
+    return own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -107,12 +108,16 @@ def test_a_rank_that_is_gone_is_an_error(ranks) -> None:
 
 
 def _elsewhere() -> list[bool]:
-    """Whether there is such a memory: on a GPU, and of nothing."""
-    group = initialize_model_parallel().copies
-    found = [shared_memory(group, torch.device(device), size) for device, size in (("cuda", 8), ("cpu", 0))]
+    """Whether there is such a memory: on a GPU, of nothing, and where one rank's system has no files in memory."""
+    group, cpu = initialize_model_parallel().copies, torch.device("cpu")
+    found = [shared_memory(group, torch.device("cuda"), 8), shared_memory(group, cpu, 0)]
+    refused = OSError if dist.get_rank() else None
+    with mock.patch.object(os, "memfd_create", wraps=os.memfd_create, side_effect=refused):
+        found.append(shared_memory(group, cpu, 8))
+    found.append(shared_memory(group, cpu, 8))
     destroy_model_parallel()
     return [each is not None for each in found]
 
 
-def test_there_is_none_on_a_gpu_nor_of_nothing(ranks) -> None:
-    assert ranks(2, _elsewhere) == [[False, False]] * 2
+def test_where_there_is_none(ranks) -> None:
+    assert ranks(2, _elsewhere) == [[False, False, False, True]] * 2
