@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.checkpoint.loading import load_checkpoint as load_checkpoint
     from megasnn.checkpoint.saver import Saver as Saver
     from megasnn.checkpoint.saving import Progress as Progress
+    from megasnn.checkpoint.saving import require_few_pieces as require_few_pieces
     from megasnn.checkpoint.saving import save_checkpoint as save_checkpoint
     from megasnn.checkpoint.saving import with_optimizer as with_optimizer
     from megasnn.checkpoint.torch_archive import read_state_dict as read_state_dict

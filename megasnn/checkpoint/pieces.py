@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -42,7 +42,7 @@ DCP_METADATA = ".metadata"
 COPY = "copy."
 """Names of copies begin so, which a checkpoint laid out for certain ranks holds beside the tensors."""
 _LARGEST = 256 << 20
-_MOST_VALUES = 4_000_000
+MOST_VALUES = 4_000_000
 _MOST_PIECES = 4096
 _MOST_STARTS = 64  # for each box; beyond that, comparing every two of them takes less
 _SHORTEST_HEADER = 30  # of a member of a zip archive
@@ -102,8 +102,26 @@ class _Content:
 def write_pieces(path: Path, tensors: Iterable[SavedTensor]) -> None:
     """Writes `pieces.json` of one checkpoint, safely on disk. Raises DescriptionError for what could not be read."""
     content = json.dumps(_Content(tuple(tensors)), default=vars).encode()
-    described(_Content, content, path / PIECES, most_values=_MOST_VALUES)
+    described(_Content, content, path / PIECES, most_values=MOST_VALUES)
     write_whole(path / PIECES, content.decode())
+
+
+def values_of(tensors: Iterable[SavedTensor]) -> int:
+    """Of how many values `pieces.json` consists, for this rank's pieces: over all ranks, the sum.
+
+    Of each tensor one rank has the piece at its beginning, and counts what is told of the tensor once.
+    """
+    found = 0
+    for tensor in tensors:
+        found += sum(_values(piece) + 1 for piece in tensor.pieces)  # with the comma behind it
+        if any(not any(piece.offsets) for piece in tensor.pieces):
+            found += _values(replace(tensor, pieces=()))
+    return found
+
+
+def _values(described: SavedPiece | SavedTensor) -> int:
+    text = json.dumps(described, default=vars)
+    return sum(map(text.count, ",[{"))
 
 
 def by_file(tensors: Iterable[SavedTensor]) -> dict[str, list[tuple[SavedPiece, SavedTensor]]]:
@@ -140,7 +158,7 @@ def read_pieces(path: Path, metadata: Metadata) -> dict[str, SavedTensor]:
         if f"{zlib.crc32(content):08x}" != told.crc32:
             raise DamagedError(f"{source} was altered: its checksum differs")
         text = content if metadata.has_pieces else json.dumps(saved_in(content, source)).encode()
-        tensors = described(_Content, text, source, most_values=_MOST_VALUES).tensors
+        tensors = described(_Content, text, source, most_values=MOST_VALUES).tensors
         if metadata.has_pieces and DCP_METADATA in metadata.files:
             _require_checksum(path, DCP_METADATA, metadata.files[DCP_METADATA])
     except OSError as error:

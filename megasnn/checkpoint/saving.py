@@ -23,8 +23,9 @@ from megasnn.checkpoint.complete import Content, complete, file_name
 from megasnn.checkpoint.description import Metadata, require_model_name
 from megasnn.checkpoint.optimizer_state import PREFIX, describe
 from megasnn.checkpoint.piece_file import write_pieces_file
+from megasnn.checkpoint.pieces import MOST_VALUES, values_of
 from megasnn.checkpoint.planner import content_of, parts_of, pieces_in_memory, pieces_of
-from megasnn.comm.agreement import all_do, first_decides, first_gathers, is_first, rank_in
+from megasnn.comm.agreement import all_do, first_decides, first_gathers, gather, is_first, rank_in
 from megasnn.files.problems import CheckpointError, problem_list
 from megasnn.sharded_tensors import ShardedTensor
 
@@ -188,6 +189,31 @@ def agree(entries: Sequence[ShardedTensor], process_group: Group) -> Content:
 
     first_decides(process_group, join)
     return found[-1]
+
+
+def require_few_pieces(
+    tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer, kinds: Sequence[str], process_group: Group
+) -> None:
+    """Before there is a step: whether a checkpoint's description will not be too long to be read. Collective.
+
+    Args:
+        tensors: this rank's parameters and buffers. kinds: of the state that the optimizer will keep of its parameters.
+    Raises:
+        CheckpointError: on every rank, when it is too long.
+    """
+    states = {
+        parameter: {kind: torch.zeros(()) if kind == "step" else parameter for kind in kinds}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    entries = written_here([*tensors, *describe(tensors, states)])
+    own = values_of(pieces_of(entries, rank_in(process_group)))
+    values = 1 + sum(gather(process_group, own))  # and what is around them all
+    if values > MOST_VALUES:
+        raise CheckpointError(
+            f"a checkpoint of this run could not be saved: {values} values would describe its pieces, and "
+            f"{MOST_VALUES} are read; use more tensor and pipeline ranks, or leave --use-distributed-optimizer out"
+        )
 
 
 def written_here(entries: Iterable[ShardedTensor]) -> list[ShardedTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 from megasnn.config import PretrainConfig
@@ -27,13 +28,22 @@ def apply(plan: Plan, config: PretrainConfig, path: Path) -> str:
 def command(plan: Plan, config: PretrainConfig, path: Path) -> str:
     """The command that runs a plan; on several nodes, the one for each of them."""
     ranks, of_node = plan.layout.ranks, plan.cluster.ranks_of_node
-    run = f"megasnn {config.model.name} --config {shlex.quote(str(path))}"
+    run = f"{_program(config)} --config {shlex.quote(str(path))}"
     if all(getattr(config.training, name) is None for name in LENGTHS):
         run += " --train-epochs N"
     if ranks == 1:
-        return f"python -m {run}"
+        return f"python {run}"
     if ranks <= of_node:
-        return f"torchrun --standalone --nproc-per-node {ranks} -m {run}"
+        return f"torchrun --standalone --nproc-per-node {ranks} {run}"
     nodes = -(-ranks // of_node)
-    meet = "--rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
-    return f"torchrun --nnodes {nodes} --nproc-per-node {of_node} {meet} -m {run}"
+    meet = "--rdzv-id NAME --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {of_node} {meet} {run}"
+
+
+def _program(config: PretrainConfig) -> str:
+    """What trains the model: MegaSNN, or the script that it is defined in."""
+    module = type(config.model).__module__
+    if module.partition(".")[0] == "megasnn":
+        return f"-m megasnn {config.model.name}"
+    script = getattr(sys.modules.get(module), "__file__", None)
+    return shlex.quote(str(script)) if script else "SCRIPT"

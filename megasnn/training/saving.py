@@ -46,6 +46,9 @@ class Saves:
         self._saves_best = False
         self._saver: checkpoint.Saver | None = None
         if claim is not None:
+            if not config.training.evaluate_only:
+                kinds = config.optimizer.state_kinds()
+                checkpoint.require_few_pieces(self._tensors, self._optimizer, kinds, engine.state.world.handle)
             self._saver = checkpoint.Saver(
                 claim.folder,
                 process_group=engine.state.world.handle,

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from megasnn import MeanLinear, Model, layer
 from megasnn.commands.plan import main
 from megasnn.config import ConfigError
 from megasnn.config.validate import validate
 from megasnn.files.described import DescriptionError
+from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import LayerSeconds, Timed, read, write
-from megasnn.planner.apply import apply, configuration
+from megasnn.planner.apply import apply, command, configuration
 from megasnn.planner.candidates import Prefer
 from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import DEVICES
@@ -174,6 +176,21 @@ def test_the_command(tmp_path: Path) -> None:
     )
     of_file = from_flags(MODELS["spikformer"], ["--config", str(tmp_path / "flags.json")])
     assert of_file == configuration(found, config())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Model):
+    """A model that is defined in this file."""
+
+    def layers(self):
+        yield layer("head", MeanLinear(self.in_channels, self.num_classes))
+
+
+def test_the_command_of_a_model_of_ones_own() -> None:
+    """It runs the script with the model, which MegaSNN by itself does not know."""
+    own = run_config(Own)(model=Own(), training=config().training)
+    said = command(planned(), own, Path("plan.json"))
+    assert said.endswith(f"--nproc-per-node {planned().layout.ranks} {__file__} --config plan.json")
 
 
 def test_pictures(tmp_path: Path) -> None:
