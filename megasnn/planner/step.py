@@ -90,7 +90,7 @@ class Predictor:
             cost = chunks.costs[chunk]
             again = chunks.again[chunk] if recomputes else 0.0
             work[rank] += cost.forward + (cost.split_backward if split else cost.backward) + again
-            held[rank] += chunks.entering[chunk] if recomputes else chunks.held[chunk]
+            held[rank] += chunks.kept[recomputes][chunk]
             ahead[rank] = min(ahead[rank], before)
             before += cost.forward + (0.0 if split else cost.backward)
         busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
@@ -99,9 +99,10 @@ class Predictor:
         need, reduced, updated = 0.0, 0, 0
         for rank, states in enumerate(self.states(layout)):
             reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
-            stash = held[rank] * (kept if rank == 0 else 1)
-            last = 0 if recomputes else chunks.working[layout.chunks_of(rank)[-1]]
-            mine = states.weights + states.gradients + states.optimizer + max(stash + last, states.exchanged)
+            last = layout.chunks_of(rank)[-1]  # a micro-batch has been through all before its backward begins there
+            stash = held[rank] * (kept if rank == 0 else 1) - chunks.kept[recomputes][last]
+            backward = stash + chunks.of_backward[recomputes][last]
+            mine = states.weights + states.gradients + states.optimizer + max(backward, states.exchanged)
             need = max(need, mine + self._samples(layout, rank))
         summed = self._sums.at_once(layout, reduced, updated)
         time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
