@@ -28,11 +28,11 @@ from megasnn.planner.reduction import (
     reduction_end,
     sums_for_keepers,
 )
-from megasnn.planner.sized import SizedLayers
+from megasnn.planner.sized import Chunks, SizedLayers
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, plan_schedule, simulate
-from megasnn.schedule.named import SCHEDULES, least_held
+from megasnn.schedule.named import SCHEDULES, held_before_backwards
 from megasnn.schedule.refine import NEVER
 from megasnn.schedule.weights import SharedWeights
 
@@ -77,37 +77,40 @@ class Predictor:
     # --- bounds
 
     def least(self, layout: Layout) -> tuple[float, float]:
-        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, and the
-        fewest micro-batches that the schedule keeps, when a backward begins."""
+        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, and what the
+        schedule keeps when the first backward begins, in the order that needs least."""
         chunks = self._sized(layout).chunks(self._cluster.link(layout, "pipeline"), layout.placement)
         recomputes = layout.recompute != NEVER
         count = layout.micro_batches(self._config.training.micro_batches)
         split = SCHEDULES[layout.schedule].looks_at_costs
-        work, held = [0.0] * layout.grid.pipeline, [0.0] * layout.grid.pipeline
-        ahead = [math.inf] * layout.grid.pipeline
+        work, ahead = [0.0] * layout.grid.pipeline, [math.inf] * layout.grid.pipeline
         before = 0.0
         for chunk, rank in enumerate(layout.placement):
             cost = chunks.costs[chunk]
             again = chunks.again[chunk] if recomputes else 0.0
             work[rank] += cost.forward + (cost.split_backward if split else cost.backward) + again
-            held[rank] += chunks.kept[recomputes][chunk]
             ahead[rank] = min(ahead[rank], before)
             before += cost.forward + (0.0 if split else cost.backward)
         busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
-        # In whole stages' micro-batches: of chunks that are not equally large, one is what is certain.
-        kept = 1.0 if layout.chunks > 1 else least_held(layout.schedule, layout.grid.pipeline, count)
-        need, reduced, updated = 0.0, 0, 0
-        for rank, states in enumerate(self.states(layout)):
-            reduced, updated = max(reduced, states.reduced), max(updated, states.updated)
-            last = layout.chunks_of(rank)[-1]  # a micro-batch has been through all before its backward begins there
-            stash = held[rank] * (kept if rank == 0 else 1) - chunks.kept[recomputes][last]
-            backward = stash + chunks.of_backward[recomputes][last]
-            mine = states.weights + states.gradients + states.optimizer + max(backward, states.exchanged)
-            need = max(need, mine + self._samples(layout, rank))
+        states = self.states(layout)
+        reduced, updated = max(each.reduced for each in states), max(each.updated for each in states)
         summed = self._sums.at_once(layout, reduced, updated)
         time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
         time += max(0.0, summed.to_keepers + summed.over_copies - busy) + self._sums.agreement(layout) + summed.sharing
+        orders = held_before_backwards(layout.schedule, layout.grid.pipeline, count, layout.chunks)
+        need = min(self._least_bytes(layout, chunks, held) for held in orders)
         return time, self.with_program(need)
+
+    def _least_bytes(self, layout: Layout, chunks: Chunks, held: Sequence[int]) -> float:
+        """Of the largest rank. Args: held: micro-batches of each chunk when the first backward of its rank begins."""
+        kept, of_backward = (each[layout.recompute != NEVER] for each in (chunks.kept, chunks.of_backward))
+        need = 0.0
+        for rank, states in enumerate(self.states(layout)):
+            mine = layout.chunks_of(rank)  # a micro-batch has been through all of them, and goes back through the last
+            backward = sum(held[chunk] * kept[chunk] for chunk in mine) - kept[mine[-1]] + of_backward[mine[-1]]
+            tensors = states.weights + states.gradients + states.optimizer + self._samples(layout, rank)
+            need = max(need, tensors + max(backward, states.exchanged))
+        return need
 
     def without_samples(self, layout: Layout) -> float:
         """Bytes of the largest rank that do not depend on the size of micro-batches."""

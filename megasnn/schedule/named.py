@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, takewhile
 
-from megasnn.schedule.actions import Schedule
+from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.basic import gpipe, interleaved, one_f_one_b
 from megasnn.schedule.costs import ChunkCost, chunk_costs
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.partition import PLACEMENTS
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
-from megasnn.schedule.streams import Ticks, as_schedule
+from megasnn.schedule.streams import FORWARD, KINDS, Ticks, as_schedule
 from megasnn.schedule.validate import validate
 from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
 from megasnn.table import Table
@@ -29,6 +32,7 @@ class FixedOrder:
         holds: with the same arguments, a bound for what the rank that holds most holds, in whole stages' micro-batches.
         chunks: on each rank when no number is given.
         any_chunks: it can place any other number, too; with fewer than `chunks` it is another schedule.
+        forwards_first: whether all of them come before the first backward of a rank.
     """
 
     summary: str
@@ -36,6 +40,7 @@ class FixedOrder:
     holds: Callable[[int, int, int], float] = lambda stages, micro_batches, chunks: 1
     chunks: int = 1
     any_chunks: bool = False
+    forwards_first: bool = False
     looks_at_costs = False
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
@@ -85,6 +90,7 @@ SCHEDULES: Table[FixedOrder | FilledOrder] = Table(
             "all forwards, then all backwards",
             lambda stages, micro_batches, chunks: gpipe(stages, micro_batches),
             lambda stages, micro_batches, chunks: micro_batches,
+            forwards_first=True,
         ),
         "1f1b": FixedOrder(
             "one forward and one backward in turn",
@@ -165,6 +171,41 @@ def least_held(name: str, stages: int, micro_batches: int, chunks_per_rank: int 
         return min(1, micro_batches)
     named = SCHEDULES[name]
     return min(named.holds(stages, micro_batches, chunks_per_rank or named.chunks), micro_batches)
+
+
+@cache
+def held_before_backwards(name: str, stages: int, micro_batches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """In each order that a named schedule may take, how many micro-batches each chunk holds when the first backward of
+    its rank begins. Only forwards come before that: no costs change it.
+
+    Args:
+        chunks: on each rank.
+    """
+    named = SCHEDULES[name]
+    if isinstance(named, FixedOrder) and named.forwards_first:
+        return ((micro_batches,) * (stages * chunks),)
+    few = min(micro_batches, 2 * stages)  # all others begin behind the first backwards
+    if isinstance(named, FixedOrder):
+        of_ranks = named.order(stages, few, chunks).actions
+        return (_counted(([c for c, _, _ in takewhile(_is_forward, row)] for row in of_ranks), stages * chunks),)
+    orders = named.recipe(name, stages).orders(few)
+    found = (_counted((_before_gradients(row) for row in rows), stages * chunks) for rows in orders)
+    return tuple(dict.fromkeys(found))
+
+
+def _is_forward(action: Action) -> bool:
+    return action.kind is Kind.FORWARD
+
+
+def _before_gradients(row: Sequence[int]) -> Iterator[int]:
+    """The chunks of the forwards that streams begin with."""
+    return (each // len(KINDS) for each in takewhile(lambda each: each % len(KINDS) == FORWARD, row))
+
+
+def _counted(of_ranks: Iterable[Iterable[int]], chunks: int) -> tuple[int, ...]:
+    """How often each chunk is there."""
+    found = Counter(chain.from_iterable(of_ranks))
+    return tuple(found[chunk] for chunk in range(chunks))
 
 
 def complete(order: Schedule) -> Schedule:

@@ -44,8 +44,8 @@ def with_costs(path: Path, layout: Layout = ZBV, bounds: tuple[range, ...] | Non
     return replace(run, parallel=replace(run.parallel, layer_costs=str(path)))
 
 
-def order_of_run(run: PretrainConfig) -> tuple[tuple[range, ...], Schedule]:
-    with Engine(run, length=Length(9)) as engine:
+def order_of_run(path: Path) -> tuple[tuple[range, ...], Schedule]:
+    with Engine(with_costs(path), length=Length(9)) as engine:
         return engine.plan.bounds, engine.plan.schedules.training(engine.plan.micro_batches)
 
 
@@ -56,7 +56,7 @@ def test_cut_and_order_are_those_of_the_plan(ranks, tmp_path: Path) -> None:
         write(known, tmp_path / f"{number}.json")
         assert known.machine is not None
         predicted = Predictor(known, config(), replace(cluster(2), machine=known.machine)).predict(ZBV)
-        for bounds, schedule in ranks(2, order_of_run, with_costs(tmp_path / f"{number}.json")):
+        for bounds, schedule in ranks(2, order_of_run, tmp_path / f"{number}.json"):
             assert bounds == predicted.bounds
             assert schedule.actions == predicted.schedule.actions
         orders.append(predicted.schedule.actions)
@@ -83,12 +83,12 @@ def test_what_does_not_serve(tmp_path: Path) -> None:
 
 def test_refusals_are_of_all_ranks(ranks, tmp_path: Path) -> None:
     write(analysis(), tmp_path / "costs.json")
-    for said in ranks(2, refusal_of_run, with_costs(tmp_path / "costs.json")):
+    for said in ranks(2, refusal_of_run, tmp_path / "costs.json"):
         assert "has no seconds" in said
 
 
-def refusal_of_run(run: PretrainConfig) -> str:
-    with pytest.raises(ValueError) as found, Engine(run, length=Length(9)):
+def refusal_of_run(path: Path) -> str:
+    with pytest.raises(ValueError) as found, Engine(with_costs(path), length=Length(9)):
         pass
     return str(found.value)
 

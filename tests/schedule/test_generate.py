@@ -1,6 +1,7 @@
 """Every named schedule: the figures of the field's reference table, and validity over sizes and costs."""
 
 import time
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,8 @@ from megasnn.schedule import (
     simulate,
     validate,
 )
-from megasnn.schedule.named import SCHEDULES, CostsOf, possible_chunks
+from megasnn.schedule.actions import Kind
+from megasnn.schedule.named import SCHEDULES, CostsOf, held_before_backwards, named_schedule, possible_chunks
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.zero_bubble import half_limit, min_limit
 
@@ -100,6 +102,27 @@ def test_auto_is_never_worse_than_a_named_schedule_that_fits(
         return
     validate(best, limit)
     assert simulate(best, costs_of(best.placement)).makespan <= min(fitting, default=float("inf"))
+
+
+@given(
+    data=st.data(),
+    name=st.sampled_from(NAMES),
+    stages=st.integers(2, 5),
+    micro_batches=st.integers(1, 13),
+    chunks=st.integers(1, 3),
+)
+def test_what_is_held_before_the_first_backwards(
+    data: st.DataObject, name: str, stages: int, micro_batches: int, chunks: int
+) -> None:
+    """It is known without costs: one of the orders is what a schedule does with any."""
+    if not possible_chunks(name, chunks):
+        chunks = SCHEDULES[name].chunks
+    schedule = named_schedule(name, stages, micro_batches, chunks, data.draw(costs(stages)))
+    held = [0] * schedule.chunks
+    for row in schedule.actions:
+        for chunk, _, _ in takewhile(lambda action: action.kind is Kind.FORWARD, row):
+            held[chunk] += 1
+    assert tuple(held) in held_before_backwards(name, stages, micro_batches, chunks)
 
 
 @pytest.mark.parametrize("name", V_NAMES)
