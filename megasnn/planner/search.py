@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import chain, takewhile
@@ -21,6 +21,7 @@ from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout, grids, schedules, with_layout
 from megasnn.planner.predicted import Predicted
 from megasnn.planner.step import Predictor
+from megasnn.schedule.named import what_it_is
 from megasnn.schedule.refine import NEVER
 
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
@@ -60,14 +61,20 @@ def _of_grid(
     if refused is not None:
         yield plain, refused
         return
-    copies = grid.data * grid.context
+    copies, count = grid.data * grid.context, plain.micro_batches(config.training.micro_batches)
+    first_of = dict[Hashable, str]()
     for name, chunks in schedules(grid.pipeline):
         for recompute in (NEVER, "always"):
             for shards in (False, True)[: 1 + (copies > 1)]:
                 layout = Layout(grid, cut, name, chunks, recompute, shards)
-                if _is_asked(config, layout, whole=True):
-                    problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
-                    yield (layout, problems[0]) if problems else layout
+                if not _is_asked(config, layout, whole=True):
+                    continue
+                what = what_it_is(name, grid.pipeline, count), chunks, recompute, shards
+                if (first := first_of.setdefault(what, name)) != name:
+                    yield layout, f"the same as {first} with {count} micro-batch(es) on {grid.pipeline} stages"
+                    continue
+                problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
+                yield (layout, problems[0]) if problems else layout
 
 
 def _is_asked(config: PretrainConfig, layout: Layout, whole: bool = False) -> bool:
@@ -136,6 +143,7 @@ class Search:
         order = sorted((each for each in looked_at if each.seconds is not None), key=self.rank)
         fitting = [each for each in order if not each.reason]
         found: dict[Layout, Candidate] = {}
+        misfits: dict[Layout, Candidate] = {}
         steps: dict[Layout, Predicted] = {}
         last = time.monotonic() + PATIENCE * (until - time.monotonic())
         choice = Choice(self._preferred)
@@ -147,10 +155,14 @@ class Search:
         # Where bounds fit and no simulation does, what needs least is tried before the time is up.
         smallest = sorted(fitting, key=lambda each: each.bytes or 0.0)
         for each in chain(one, takewhile(lambda _: not enough(), fitting), smallest):
-            if each.layout in found:
+            if each.layout in found or each.layout in misfits:
                 continue
             if (choice.taken and enough()) or time.monotonic() > last:
                 break
+            each = self._looked_at_closer(each)
+            if each.reason:
+                misfits[each.layout] = each
+                continue
             if not choice.may_change_by(each):
                 continue
             if self._computations(each.layout) > MOST_COMPUTATIONS:
@@ -164,14 +176,20 @@ class Search:
             if not mine.reason:
                 choice.add(mine)
                 steps[mine.layout] = predicted
+        known = misfits | found
         if choice.taken is None:
-            raise PlanError(self._why_none([found.get(each.layout, each) for each in looked_at]))
+            raise PlanError(self._why_none([known.get(each.layout, each) for each in looked_at]))
         return (
             choice.taken,
             steps[choice.taken.layout],
-            [found.get(each.layout, each) for each in looked_at],
+            [known.get(each.layout, each) for each in looked_at],
             len(found),
         )
+
+    def _looked_at_closer(self, each: Candidate) -> Candidate:
+        """With a bound of memory over all backwards of the schedule."""
+        need = max(each.bytes or 0.0, self._predictor.least_bytes(each.layout))
+        return replace(each, bytes=need, reason=self._misfit(need))
 
     def _preferred(self, each: Candidate) -> float:
         """What is wanted to be least, before the time of a step decides."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
+from operator import mul
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
@@ -28,11 +29,12 @@ from megasnn.planner.reduction import (
     reduction_end,
     sums_for_keepers,
 )
-from megasnn.planner.sized import Chunks, SizedLayers
+from megasnn.planner.sized import SizedLayers
 from megasnn.planner.states import States, gathered_bytes, states_of, travelling_bytes
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, plan_schedule, simulate
-from megasnn.schedule.named import SCHEDULES, held_before_backwards
+from megasnn.schedule.held import Held, held_at_backwards
+from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.refine import NEVER
 from megasnn.schedule.weights import SharedWeights
 
@@ -97,19 +99,28 @@ class Predictor:
         summed = self._sums.at_once(layout, reduced, updated)
         time = busy * self._cluster.slowest(layout.ranks) + updated * self._cluster.machine.update
         time += max(0.0, summed.to_keepers + summed.over_copies - busy) + self._sums.agreement(layout) + summed.sharing
-        orders = held_before_backwards(layout.schedule, layout.grid.pipeline, count, layout.chunks)
-        need = min(self._least_bytes(layout, chunks, held) for held in orders)
-        return time, self.with_program(need)
+        return time, self.least_bytes(layout, first=True)
 
-    def _least_bytes(self, layout: Layout, chunks: Chunks, held: Sequence[int]) -> float:
-        """Of the largest rank. Args: held: micro-batches of each chunk when the first backward of its rank begins."""
+    def least_bytes(self, layout: Layout, first: bool = False) -> float:
+        """That a rank needs at least when a backward begins, in the order of the schedule that needs least.
+
+        Args:
+            first: look at the first backward of each rank only, which is quick.
+        """
+        count, stages = layout.micro_batches(self._config.training.micro_batches), layout.grid.pipeline
+        orders = held_at_backwards(layout.schedule, stages, count, layout.chunks, first)
+        return self.with_program(min(self._at_backwards(layout, of_ranks) for of_ranks in orders))
+
+    def _at_backwards(self, layout: Layout, of_ranks: Sequence[Sequence[Held]]) -> float:
+        """Bytes of the tensors of the rank that needs most."""
+        chunks = self._sized(layout).chunks(self._cluster.link(layout, "pipeline"), layout.placement)
         kept, of_backward = (each[layout.recompute != NEVER] for each in (chunks.kept, chunks.of_backward))
         need = 0.0
-        for rank, states in enumerate(self.states(layout)):
-            mine = layout.chunks_of(rank)  # a micro-batch has been through all of them, and goes back through the last
-            backward = sum(held[chunk] * kept[chunk] for chunk in mine) - kept[mine[-1]] + of_backward[mine[-1]]
+        for rank, (states, cases) in enumerate(zip(self.states(layout), of_ranks, strict=True)):
+            of_mine = [kept[chunk] for chunk in layout.chunks_of(rank)]
+            most = max(sum(map(mul, of_mine, held)) - kept[chunk] + of_backward[chunk] for chunk, held in cases)
             tensors = states.weights + states.gradients + states.optimizer + self._samples(layout, rank)
-            need = max(need, tensors + max(backward, states.exchanged))
+            need = max(need, tensors + max(most, states.exchanged))
         return need
 
     def without_samples(self, layout: Layout) -> float:

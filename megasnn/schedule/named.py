@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import chain, takewhile
 
-from megasnn.schedule.actions import Action, Kind, Schedule
+from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import gpipe, interleaved, one_f_one_b
 from megasnn.schedule.costs import ChunkCost, chunk_costs
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.partition import PLACEMENTS
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
-from megasnn.schedule.streams import FORWARD, KINDS, Ticks, as_schedule
+from megasnn.schedule.streams import Ticks, as_schedule
 from megasnn.schedule.validate import validate
 from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
 from megasnn.table import Table
@@ -173,39 +170,13 @@ def least_held(name: str, stages: int, micro_batches: int, chunks_per_rank: int 
     return min(named.holds(stages, micro_batches, chunks_per_rank or named.chunks), micro_batches)
 
 
-@cache
-def held_before_backwards(name: str, stages: int, micro_batches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """In each order that a named schedule may take, how many micro-batches each chunk holds when the first backward of
-    its rank begins. Only forwards come before that: no costs change it.
-
-    Args:
-        chunks: on each rank.
-    """
+def what_it_is(name: str, stages: int, micro_batches: int) -> Hashable:
+    """Named schedules of which this is the same are the same schedule, whatever the costs: few stages, or few
+    micro-batches, leave some of them no choice."""
     named = SCHEDULES[name]
-    if isinstance(named, FixedOrder) and named.forwards_first:
-        return ((micro_batches,) * (stages * chunks),)
-    few = min(micro_batches, 2 * stages)  # all others begin behind the first backwards
     if isinstance(named, FixedOrder):
-        of_ranks = named.order(stages, few, chunks).actions
-        return (_counted(([c for c, _, _ in takewhile(_is_forward, row)] for row in of_ranks), stages * chunks),)
-    orders = named.recipe(name, stages).orders(few)
-    found = (_counted((_before_gradients(row) for row in rows), stages * chunks) for rows in orders)
-    return tuple(dict.fromkeys(found))
-
-
-def _is_forward(action: Action) -> bool:
-    return action.kind is Kind.FORWARD
-
-
-def _before_gradients(row: Sequence[int]) -> Iterator[int]:
-    """The chunks of the forwards that streams begin with."""
-    return (each // len(KINDS) for each in takewhile(lambda each: each % len(KINDS) == FORWARD, row))
-
-
-def _counted(of_ranks: Iterable[Iterable[int]], chunks: int) -> tuple[int, ...]:
-    """How often each chunk is there."""
-    found = Counter(chain.from_iterable(of_ranks))
-    return tuple(found[chunk] for chunk in range(chunks))
+        return name
+    return named.v, min(named.limit(stages), micro_batches), min(named.pace * (stages - 1), micro_batches)
 
 
 def complete(order: Schedule) -> Schedule:

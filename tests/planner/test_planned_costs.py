@@ -26,6 +26,8 @@ from tests.planner.models import MODEL, analysis, cluster, config
 
 HERE = name_of(torch.device("cpu"))
 ZBV = Layout(Grid(pipeline=2), schedule="zbv", chunks=2)
+SHARED = Layout(Grid(pipeline=2, weight=2), schedule="zb1p")
+AGAIN = Layout(Grid(pipeline=2), schedule="zbv", chunks=2, recompute="always")
 
 
 def measured(*weight_gradients: float, device: str = HERE) -> Analysis:
@@ -44,19 +46,22 @@ def with_costs(path: Path, layout: Layout = ZBV, bounds: tuple[range, ...] | Non
     return replace(run, parallel=replace(run.parallel, layer_costs=str(path)))
 
 
-def order_of_run(path: Path) -> tuple[tuple[range, ...], Schedule]:
-    with Engine(with_costs(path), length=Length(9)) as engine:
+def order_of_run(path: Path, layout: Layout) -> tuple[tuple[range, ...], Schedule]:
+    with Engine(with_costs(path, layout), length=Length(9)) as engine:
         return engine.plan.bounds, engine.plan.schedules.training(engine.plan.micro_batches)
 
 
-def test_cut_and_order_are_those_of_the_plan(ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [ZBV, SHARED, AGAIN], ids=str)
+def test_cut_and_order_are_those_of_the_plan(ranks, tmp_path: Path, layout: Layout) -> None:
     """Two files with other seconds, which one machine cannot both measure."""
     orders = []
     for number, known in enumerate((measured(0.1, 3.0), measured(9.0, 0.1, 0.1))):
-        write(known, tmp_path / f"{number}.json")
+        path = tmp_path / f"{number}.json"
+        write(known, path)
         assert known.machine is not None
-        predicted = Predictor(known, config(), replace(cluster(2), machine=known.machine)).predict(ZBV)
-        for bounds, schedule in ranks(2, order_of_run, tmp_path / f"{number}.json"):
+        where = replace(cluster(layout.ranks), machine=known.machine)
+        predicted = Predictor(known, config(), where).predict(layout)
+        for bounds, schedule in ranks(layout.ranks, order_of_run, path, layout):
             assert bounds == predicted.bounds
             assert schedule.actions == predicted.schedule.actions
         orders.append(predicted.schedule.actions)
