@@ -8,9 +8,9 @@ from megasnn.config import PretrainConfig
 from megasnn.grid import Grid
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.planner.analysis import read, whose
+from megasnn.planner.bounds import Bounds
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
-from megasnn.planner.step import Predictor
 
 
 def planned_costs(config: PretrainConfig, grid: Grid, ranks_of_node: int, machine: str) -> PipelineCosts:
@@ -34,6 +34,6 @@ def planned_costs(config: PretrainConfig, grid: Grid, ranks_of_node: int, machin
     cluster = Cluster(grid.world_size, ranks_of_node, analysis.machine)
     layout = Layout(grid, config.parallel.context_cut(config.training.micro_batch_size))
     try:
-        return Predictor(analysis, config, cluster).costs(layout)
+        return Bounds(analysis, config, cluster).costs(layout)
     except ValueError as error:
         raise ValueError(f"{named} does not have this layout: {error}; {advice}") from None

@@ -14,8 +14,22 @@ Held = tuple[int, tuple[int, ...]]
 
 
 @cache
+def held_before_backwards(name: str, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
+    """How many micro-batches each chunk holds at least when the first backward of its rank begins, which is one through
+    the last chunk of the rank. Args: as of `held_at_backwards`.
+    """
+    found = [micro_batches] * (stages * chunks)
+    placement = SCHEDULES[name].placement(stages, chunks)
+    for of_ranks in held_at_backwards(name, stages, micro_batches, chunks, first=True):
+        of_chunks = [iter(held) for ((_, held),) in of_ranks]
+        for chunk, rank in enumerate(placement):
+            found[chunk] = min(found[chunk], next(of_chunks[rank]))
+    return tuple(found)
+
+
+@cache
 def held_at_backwards(
-    name: str, stages: int, micro_batches: int, chunks: int, first: bool
+    name: str, stages: int, micro_batches: int, chunks: int, first: bool = False
 ) -> tuple[tuple[tuple[Held, ...], ...], ...]:
     """In each order that a named schedule may take, of each rank, what it holds at least when a backward begins.
 

@@ -20,7 +20,7 @@ from megasnn.schedule import (
     validate,
 )
 from megasnn.schedule.actions import FINISHING, PROPAGATING, Kind
-from megasnn.schedule.held import Held, held_at_backwards
+from megasnn.schedule.held import Held, held_at_backwards, held_before_backwards
 from megasnn.schedule.named import SCHEDULES, CostsOf, named_schedule, possible_chunks, what_it_is
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.zero_bubble import half_limit, min_limit
@@ -123,7 +123,11 @@ def test_what_is_held_at_backwards(
     found = [at_backwards(schedule, rank) for rank in range(stages)]
     firsts = held_at_backwards(name, stages, micro_batches, chunks, first=True)
     assert tuple(cases[:1] for cases in found) in firsts
-    orders = held_at_backwards(name, stages, micro_batches, chunks, first=False)
+    least = held_before_backwards(name, stages, micro_batches, chunks)
+    for rank, ((chunk, held), *_) in enumerate(found):
+        mine = [each for each, place in enumerate(schedule.placement) if place == rank]
+        assert chunk == mine[-1] and all(least[each] <= count for each, count in zip(mine, held, strict=True))
+    orders = held_at_backwards(name, stages, micro_batches, chunks)
     assert any(all(map(covers, found, order)) for order in orders)
 
 
