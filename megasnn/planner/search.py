@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from itertools import chain, takewhile
 
 from megasnn.config import PretrainConfig
@@ -79,14 +80,22 @@ def _of_grid(
 
 def _is_asked(config: PretrainConfig, layout: Layout, whole: bool = False) -> bool:
     """Whether a layout is one with the flags that were given."""
-    given, default = config.parallel, ParallelConfig()
-    mine = layout.parallel(default)
-    names = [each.name for each in fields(given) if getattr(given, each.name) != getattr(default, each.name)]
-    of_sizes = [name for name in names if name.endswith("_size") or name == "context_parallel_cut"]
-    of_others = [name for name in names if name in _OF_LAYOUTS] if whole else []
-    return all(getattr(given, name) == getattr(mine, name) for name in (*of_sizes, *of_others))
+    given = config.parallel
+    names = [name for name in _given(given) if name in _SIZES or (whole and name in _OF_LAYOUTS)]
+    if not names:
+        return True
+    mine = layout.parallel(ParallelConfig())
+    return all(getattr(given, name) == getattr(mine, name) for name in names)
 
 
+@cache
+def _given(parallel: ParallelConfig) -> tuple[str, ...]:
+    """The fields that have not their defaults."""
+    default = ParallelConfig()
+    return tuple(each.name for each in fields(parallel) if getattr(parallel, each.name) != getattr(default, each.name))
+
+
+_SIZES = {"context_parallel_cut", *(each.name for each in fields(ParallelConfig) if each.name.endswith("_size"))}
 _OF_LAYOUTS = {
     *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "recompute", "use_distributed_optimizer"),
 }
@@ -231,9 +240,8 @@ class Search:
         )
 
     def _asked(self) -> list[str]:
-        given, default = self._config.parallel, ParallelConfig()
-        values = {each.name: getattr(given, each.name) for each in fields(given)}
-        return [f"{flag(name)} {value}" for name, value in values.items() if value != getattr(default, name)]
+        given = self._config.parallel
+        return [f"{flag(name)} {getattr(given, name)}" for name in _given(given)]
 
     def _least_of(self, possible: Sequence[Candidate]) -> Candidate:
         """What needs least of what does not fit: simulated where it can be, since bounds promise too much.

@@ -176,7 +176,8 @@ def what_it_is(name: str, stages: int, micro_batches: int) -> Hashable:
     named = SCHEDULES[name]
     if isinstance(named, FixedOrder):
         return name
-    return named.v, min(named.limit(stages), micro_batches), min(named.pace * (stages - 1), micro_batches)
+    ahead = tuple(min(named.pace * behind, micro_batches) for behind in range(stages))
+    return named.v, min(named.limit(stages), micro_batches), ahead
 
 
 def complete(order: Schedule) -> Schedule:

@@ -26,7 +26,7 @@ from tests.planner.models import MODEL, analysis, cluster, config
 
 HERE = name_of(torch.device("cpu"))
 ZBV = Layout(Grid(pipeline=2), schedule="zbv", chunks=2)
-SHARED = Layout(Grid(pipeline=2, weight=2), schedule="zb1p")
+SHARED = Layout(Grid(pipeline=2, weight=2), schedule="zbv", chunks=2)
 AGAIN = Layout(Grid(pipeline=2), schedule="zbv", chunks=2, recompute="always")
 
 
