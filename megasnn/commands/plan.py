@@ -209,7 +209,8 @@ def _plan(options: Options, config: PretrainConfig, analysis: Analysis, rates: d
     if used is not None:
         print(used)
     if options.output is not None:
-        print(f"run it: {apply(found, config, options.output)}")
+        costs = options.costs if analysis.machine is not None and analysis.machine.name == machine.name else None
+        print(f"run it: {apply(found, config, options.output, costs)}")
     if options.json is not None:
         write_whole(options.json, json.dumps(as_json(found)))
     if options.picture is not None:
