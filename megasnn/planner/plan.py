@@ -156,7 +156,7 @@ def _size_problems(parallel: ParallelConfig, ranks: int, ranks_of_node: int) -> 
 def _not_planned(config: PretrainConfig) -> list[str]:
     parallel, default = config.parallel, ParallelConfig()
     wrong = [
-        f"{name} is decided by the plan, or given to the run behind it: leave it out"
+        f"{name} is decided by the plan, or given to the run behind it: leave it out (none takes it back)"
         for name in DECIDED
         if getattr(parallel, name[2:].replace("-", "_")) != getattr(default, name[2:].replace("-", "_"))
     ]
