@@ -210,7 +210,8 @@ def _plan(options: Options, config: PretrainConfig, analysis: Analysis, rates: d
     if used is not None:
         print(used)
     if options.output is not None:
-        print(f"run it: {apply(found, config, options.output)}")
+        costs = options.costs if analysis.machine is not None and analysis.machine.name == machine.name else None
+        print(f"run it: {apply(found, config, options.output, costs)}")
     else:
         print("run it: --output FILE writes the configuration of this plan, and tells the command that takes it")
     if options.json is not None:

@@ -51,6 +51,9 @@ class ParallelConfig:
     offload_activations: bool = False
     """With --recompute or --memory-budget: what forwards are computed again from is moved to the host's memory and back
     (on a GPU pinned, and while it computes). No bit of the result changes."""
+    layer_costs: str | None = None
+    """Costs file of a plan (tools/plan.py --measure --costs): cut and order of the pipeline follow it, as they were
+    planned. By default layers are measured at the start of every run whose cut or order depends on them."""
     use_distributed_optimizer: bool = False
     """Each data parallel replica keeps the optimizer's state of some rows of each parameter only, updates these, and
     sends them to the others (ZeRO-1). It saves that memory, and every rank writes its part of a checkpoint."""
@@ -136,6 +139,11 @@ class ParallelConfig:
             wrong.append(
                 f"--memory-budget {self.memory_budget:g} with --recompute {self.recompute}: the budget decides what is "
                 "computed again; leave one of them out"
+            )
+        if self.memory_budget is not None and self.layer_costs is not None:
+            wrong.append(
+                f"--memory-budget {self.memory_budget:g} with --layer-costs {self.layer_costs}: a budget is kept by "
+                "what is measured here; leave one of them out"
             )
         if self.weight_gradients != "once" and self.weight_parallel_size == 1:
             wrong.append(

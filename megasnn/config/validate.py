@@ -9,6 +9,7 @@ from megasnn.config.names import unknown_names
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.training import LENGTHS
 from megasnn.config.validate_layout import (
+    cost_problems,
     grid_problems,
     memory_problems,
     partition_problems,
@@ -63,6 +64,7 @@ def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[],
     if not problems and units is not None:
         problems += memory_problems(config, world_size) + replica_problems(config, world_size)
     problems += _optimizer_problems(config, world_size) + recompute_problems(config)
+    problems += cost_problems(config)
     return problems + _wire_problems(config) + _arithmetic_problems(config) + _graph_problems(config)
 
 

@@ -137,6 +137,17 @@ def recompute_problems(config: PretrainConfig) -> list[str]:
     ]
 
 
+def cost_problems(config: PretrainConfig) -> list[str]:
+    """Costs of layers that are shown other frames than those of a run."""
+    path, steps = config.parallel.layer_costs, config.training.bptt_steps
+    if path is None or steps is None:
+        return []
+    return [
+        f"--layer-costs {path} with --bptt-steps {steps}: costs are of all time steps of a sample, and a run computes "
+        "windows of them; leave --layer-costs out"
+    ]
+
+
 def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """Whether there are ranks to compare, and enough of them for a majority."""
     parallel = config.parallel

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +11,11 @@ from typing import Any
 import torch
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
-from megasnn.config.parallel import ParallelConfig
-from megasnn.config.serialise import to_dict
 from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import no_graphs
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
+from megasnn.engine.planning import plan_of, wire_options
 from megasnn.engine.split_products import choose_products
 from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
@@ -34,14 +30,9 @@ from megasnn.parallel_state import (
 )
 from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.pipeline.kept_costs import code_of
-from megasnn.pipeline.order import PipelineRequest
-from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan
 from megasnn.precisions import PRECISIONS
 from megasnn.process.fault import placed
-from megasnn.schedule.partition import layout_to_bounds
-from megasnn.schedule.refine import NEVER
 from megasnn.telemetry.timers import Timers
 
 
@@ -141,51 +132,6 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
         backend_for(name, torch.empty(1, 1, 1, dtype=products, device=device), config.neuron.spec)
 
 
-def wire_options(parallel: ParallelConfig) -> WireOptions:
-    """How tensors travel between stages."""
-    asked = parallel.pipeline_gradient_dtype
-    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
-
-
-def plan_of(
-    model: ModelDescription,
-    parallel: ParallelConfig,
-    micro_batch_size: int,
-    micro_batches: Sequence[int],
-    context: BuildContext,
-    state: ParallelState,
-    predicts: bool = False,
-    costs_kept_as: tuple[str, ...] | None = None,
-) -> PipelinePlan:
-    """The layers and the place of each chunk, and the schedules. Collective.
-
-    Args:
-        costs_kept_as: see PipelineRequest.
-        micro_batches: the numbers of them that replicas have in a step, the largest first.
-        predicts: whether the plan is to be simulated, and needs measured costs even with a fixed cut and order.
-    Raises:
-        ValueError: the schedule cannot keep `--pipeline-memory-limit`.
-    """
-    layout, units = parallel.layout, [layer.unit for layer in model.layers]
-    request = PipelineRequest(
-        schedule=parallel.pipeline_schedule,
-        chunks_per_rank=parallel.chunks_per_rank,
-        memory_limit=parallel.pipeline_memory_limit,
-        bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
-        micro_batch_size=micro_batch_size,
-        micro_batches=tuple(micro_batches),
-        predicts=predicts,
-        recompute=parallel.recompute,
-        memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
-        offloads=parallel.offload_activations,
-        costs_kept_as=costs_kept_as,
-        weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
-        scatters=parallel.weight_gradients == "scattered",
-        rows_have_owners=parallel.use_distributed_optimizer,
-    )
-    return plan_pipeline(model, request, context, state, wire_options(parallel))
-
-
 def graph_options(config: PretrainConfig, state: ParallelState) -> GraphOptions | None:
     """How layers become CUDA graphs; None where none do, which is told unless it was asked for.
 
@@ -211,12 +157,6 @@ def capture_on(device: torch.device) -> Capture | None:
     return CudaCapture(device) if device.type == "cuda" else None
 
 
-def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
-    """How many of a global batch's micro-batches a replica may have, the largest number first."""
-    counts = {len(micro_batches_of(micro_batches, replicas, replica)) for replica in (0, replicas - 1)}
-    return tuple(sorted(counts, reverse=True))
-
-
 def built(
     config: PretrainConfig,
     model: ModelDescription,
@@ -237,8 +177,6 @@ def built(
         raise ValueError("--wait-after-actions is for GPUs, and this rank computes on a CPU: leave it out")
     graphs, timers = graph_options(config, state), timers or Timers(state.device)
     training, parallel, windows = config.training, config.parallel, window_count(config)
-    if training.evaluate_only:  # nothing is kept, and so nothing is computed again
-        parallel = replace(parallel, recompute=NEVER, memory_budget=None)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
     cut = parallel.context_cut(training.micro_batch_size)
     context = build_context(state, training.precision, backend, seed, windows > 1, cut)
@@ -246,13 +184,8 @@ def built(
     context = replace(context, cast_weights=graphed, is_frozen=partial(is_frozen, config.optimizer))
     with placed("while measuring products"):
         context = replace(context, products=choose_products(training, model, context, state))
-    counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
-    counts = counts[:1] if training.evaluate_only else counts  # of steps that there are not
     with placed("while planning the pipeline"), timers("plan"):
-        profiles = config.logging.profile_pipeline
-        key = None if parallel.memory_budget is None else _surroundings(config, model, context, state)
-        size = context.largest_share(training.micro_batch_size)
-        plan = plan or plan_of(model, parallel, size, counts, context, state, profiles, key)
+        plan = plan or plan_of(config, model, context, state, windows)
     with placed("while building the model"), timers("materialise"):
         return plan, DistributedModel(
             model,
@@ -269,21 +202,3 @@ def built(
             rows_have_owners=parallel.use_distributed_optimizer,
             graphs=graphs,
         )
-
-
-def _surroundings(
-    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState
-) -> tuple[str, ...] | None:
-    """All that the costs of layers depend on; None where some of it cannot be read."""
-    named = model.named_layers(context)
-    code = code_of([config.model, *(module for _, layer in named for module in layer.modules())])
-    if code is None:
-        return None
-    tensors = [(each.name, *each.tensor.shape) for each in describe_tensors(model, context)]
-    made = json.dumps([[name for name, _ in named], tensors])
-    parts = to_dict(replace(config, parallel=replace(config.parallel, memory_budget=None)))
-    device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else platform.processor()
-    sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
-    read = [parts[each] for each in ("model", "neuron", "training", "parallel")]
-    flags = json.dumps([*read, config.optimizer.freeze])
-    return flags, made, *code, *map(str, sizes)

@@ -169,14 +169,17 @@ def identity(config: PretrainConfig) -> FreeForm:
     )
 
 
-def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
-    """In what the model that was analysed is another one than that of a configuration."""
+def whose(analysis: Analysis, config: PretrainConfig) -> str | None:
+    """Of which other model the costs are, in words; None where they are of the model of a configuration."""
+    if analysis.model != config.model.name:
+        return f"of {analysis.model}, and the model is {config.model.name}"
     theirs, mine = _flat(analysis.about), _flat(identity(config))
-    return [
+    different = [
         f"{name} is {theirs.get(name, 'not there')} in the costs and {mine.get(name, 'not there')} here"
         for name in sorted({*theirs, *mine})
         if theirs.get(name) != mine.get(name)
     ]
+    return f"of another {analysis.model}: {'; '.join(different)}" if different else None
 
 
 def _flat(values: FreeForm) -> FreeForm:

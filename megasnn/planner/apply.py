@@ -14,14 +14,14 @@ from megasnn.planner.layout import with_layout
 from megasnn.planner.plan import Plan
 
 
-def configuration(plan: Plan, config: PretrainConfig) -> PretrainConfig:
-    """Of a run on the layout of the plan, with the cut that was planned."""
-    return with_layout(config, plan.layout, plan.bounds)
+def configuration(plan: Plan, config: PretrainConfig, costs: Path | None = None) -> PretrainConfig:
+    """Of a run on the layout of the plan, with the cut that was planned. Args: costs: as in `Layout.parallel`."""
+    return with_layout(config, plan.layout, plan.bounds, costs)
 
 
-def apply(plan: Plan, config: PretrainConfig, path: Path) -> str:
-    """Writes the file that `--config` takes; the command that runs it."""
-    write_whole(path, to_json(configuration(plan, config)))
+def apply(plan: Plan, config: PretrainConfig, path: Path, costs: Path | None = None) -> str:
+    """Writes the file that `--config` takes; the command that runs it. Args: costs: as in `Layout.parallel`."""
+    write_whole(path, to_json(configuration(plan, config, costs)))
     return command(plan, config, path)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +13,7 @@ from megasnn.pipeline.costs import LinkCost
 from megasnn.planner.analysis import Analysis, Timed
 from megasnn.planner.costs import PARTS, Share, counted_costs, work_of
 from megasnn.planner.machines import DEVICES, MOVED_IN_SUM, MOVED_IN_UPDATE, Machine
+from megasnn.telemetry.device_name import name_of
 
 
 def fitted_machine(
@@ -50,18 +49,6 @@ def fitted_machine(
         told=f"measured with {max(each.ranks for each in timed)} rank(s); rates fitted to that"
         + ("" if link else ", links from the table of devices"),
     )
-
-
-def name_of(device: torch.device) -> str:
-    """Of the device, as costs files have it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    told = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(told, platform.processor() or platform.machine())
 
 
 def rates(known: Analysis, timed: Sequence[Timed]) -> tuple[float, float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.grid import AXES, ContextCut, Grid
-from megasnn.schedule.named import SCHEDULES, possible_chunks
+from megasnn.schedule.named import SCHEDULES, looks_at_costs, possible_chunks
 from megasnn.schedule.partition import layout_text
 from megasnn.schedule.refine import NEVER
 
@@ -63,13 +64,18 @@ class Layout:
         """Of a micro-batch of so many samples, those that a rank has at most."""
         return -(-size // self.grid.context) if self.cut == "samples" else size
 
-    def parallel(self, given: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
+    def parallel(
+        self, given: ParallelConfig, bounds: tuple[range, ...] | None = None, costs: Path | None = None
+    ) -> ParallelConfig:
         """As flags.
 
         Args:
             given: all that a layout does not say. bounds: the layers of each chunk, where they are known.
+            costs: the costs file, where its layers were measured on the device that runs: an order of actions that
+                follows from seconds is then the planned one.
         """
         pipeline = self.grid.pipeline > 1
+        follows = pipeline and looks_at_costs(self.schedule)
         sizes = None if bounds is None or not pipeline else layout_text([len(span) for span in bounds]).strip('"')
         return replace(
             given,
@@ -82,6 +88,7 @@ class Layout:
             num_virtual_stages_per_pipeline_rank=self.chunks if pipeline else None,
             pipeline_model_parallel_layout=sizes,
             recompute=self.recompute,
+            layer_costs=str(costs.absolute()) if costs is not None and follows else given.layer_costs,
             use_distributed_optimizer=self.shards_optimizer,
         )
 
@@ -118,6 +125,8 @@ def schedules(stages: int) -> Iterator[tuple[str, int]]:
         yield from ((name, count) for count in range(named.chunks, most + 1) if possible_chunks(name, count))
 
 
-def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:
-    """The configuration of a run on a layout."""
-    return replace(config, parallel=layout.parallel(config.parallel, bounds))
+def with_layout(
+    config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None, costs: Path | None = None
+) -> PretrainConfig:
+    """The configuration of a run on a layout. Args: bounds, costs: as in `Layout.parallel`."""
+    return replace(config, parallel=layout.parallel(config.parallel, bounds, costs))

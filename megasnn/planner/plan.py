@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.parallel import ParallelConfig
-from megasnn.planner.analysis import Analysis, differences
+from megasnn.planner.analysis import Analysis, whose
 from megasnn.planner.candidates import Candidate, Prefer
 from megasnn.planner.cluster import Cluster, counts, node_problems
 from megasnn.planner.layout import Layout
@@ -24,7 +24,13 @@ SIZES = (
     "context_parallel_size",
     "weight_parallel_size",
 )
-DECIDED = "--memory-budget", "--pipeline-memory-limit", "--pipeline-model-parallel-layout", "--weight-memory-limit"
+DECIDED = (
+    "--memory-budget",
+    "--pipeline-memory-limit",
+    "--pipeline-model-parallel-layout",
+    "--weight-memory-limit",
+    "--layer-costs",
+)
 
 _ANEW = "; --costs with a file that is not there does"  # one that is there is read
 
@@ -109,12 +115,8 @@ def plan(
 
 
 def _check(analysis: Analysis, config: PretrainConfig) -> None:
-    if analysis.model != config.model.name:
-        told = f"these are costs of {analysis.model}, and the model is {config.model.name}"
-        raise PlanError(f"{told}: analyze that one{_ANEW}")
-    if other := differences(analysis, config):
-        told = f"these are costs of another {analysis.model}: {'; '.join(other)}"
-        raise PlanError(f"{told}; analyze this one{_ANEW}")
+    if (other := whose(analysis, config)) is not None:
+        raise PlanError(f"these are costs {other}; analyze this one{_ANEW}")
     asked = config.parallel
     for name, size, known in (
         ("tensor_model_parallel_size", asked.tensor_model_parallel_size, {1, *analysis.possible("tensor")}),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from itertools import chain, takewhile
 
 from megasnn.config import PretrainConfig
@@ -21,6 +22,7 @@ from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout, grids, schedules, with_layout
 from megasnn.planner.predicted import Predicted
 from megasnn.planner.step import Predictor
+from megasnn.schedule.named import what_it_is
 from megasnn.schedule.refine import NEVER
 
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
@@ -60,26 +62,40 @@ def _of_grid(
     if refused is not None:
         yield plain, refused
         return
-    copies = grid.data * grid.context
+    copies, count = grid.data * grid.context, plain.micro_batches(config.training.micro_batches)
+    first_of = dict[Hashable, str]()
     for name, chunks in schedules(grid.pipeline):
         for recompute in (NEVER, "always"):
             for shards in (False, True)[: 1 + (copies > 1)]:
                 layout = Layout(grid, cut, name, chunks, recompute, shards)
-                if _is_asked(config, layout, whole=True):
-                    problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
-                    yield (layout, problems[0]) if problems else layout
+                if not _is_asked(config, layout, whole=True):
+                    continue
+                what = what_it_is(name, grid.pipeline, count), chunks, recompute, shards
+                if (first := first_of.setdefault(what, name)) != name:
+                    yield layout, f"the same as {first} with {count} micro-batch(es) on {grid.pipeline} stages"
+                    continue
+                problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
+                yield (layout, problems[0]) if problems else layout
 
 
 def _is_asked(config: PretrainConfig, layout: Layout, whole: bool = False) -> bool:
     """Whether a layout is one with the flags that were given."""
-    given, default = config.parallel, ParallelConfig()
-    mine = layout.parallel(default)
-    names = [each.name for each in fields(given) if getattr(given, each.name) != getattr(default, each.name)]
-    of_sizes = [name for name in names if name.endswith("_size") or name == "context_parallel_cut"]
-    of_others = [name for name in names if name in _OF_LAYOUTS] if whole else []
-    return all(getattr(given, name) == getattr(mine, name) for name in (*of_sizes, *of_others))
+    given = config.parallel
+    names = [name for name in _given(given) if name in _SIZES or (whole and name in _OF_LAYOUTS)]
+    if not names:
+        return True
+    mine = layout.parallel(ParallelConfig())
+    return all(getattr(given, name) == getattr(mine, name) for name in names)
 
 
+@cache
+def _given(parallel: ParallelConfig) -> tuple[str, ...]:
+    """The fields that have not their defaults."""
+    default = ParallelConfig()
+    return tuple(each.name for each in fields(parallel) if getattr(parallel, each.name) != getattr(default, each.name))
+
+
+_SIZES = {"context_parallel_cut", *(each.name for each in fields(ParallelConfig) if each.name.endswith("_size"))}
 _OF_LAYOUTS = {
     *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "recompute", "use_distributed_optimizer"),
 }
@@ -136,6 +152,7 @@ class Search:
         order = sorted((each for each in looked_at if each.seconds is not None), key=self.rank)
         fitting = [each for each in order if not each.reason]
         found: dict[Layout, Candidate] = {}
+        misfits: dict[Layout, Candidate] = {}
         steps: dict[Layout, Predicted] = {}
         last = time.monotonic() + PATIENCE * (until - time.monotonic())
         choice = Choice(self._preferred)
@@ -147,10 +164,14 @@ class Search:
         # Where bounds fit and no simulation does, what needs least is tried before the time is up.
         smallest = sorted(fitting, key=lambda each: each.bytes or 0.0)
         for each in chain(one, takewhile(lambda _: not enough(), fitting), smallest):
-            if each.layout in found:
+            if each.layout in found or each.layout in misfits:
                 continue
             if (choice.taken and enough()) or time.monotonic() > last:
                 break
+            each = self._looked_at_closer(each)
+            if each.reason:
+                misfits[each.layout] = each
+                continue
             if not choice.may_change_by(each):
                 continue
             if self._computations(each.layout) > MOST_COMPUTATIONS:
@@ -164,14 +185,20 @@ class Search:
             if not mine.reason:
                 choice.add(mine)
                 steps[mine.layout] = predicted
+        known = misfits | found
         if choice.taken is None:
-            raise PlanError(self._why_none([found.get(each.layout, each) for each in looked_at]))
+            raise PlanError(self._why_none([known.get(each.layout, each) for each in looked_at]))
         return (
             choice.taken,
             steps[choice.taken.layout],
-            [found.get(each.layout, each) for each in looked_at],
+            [known.get(each.layout, each) for each in looked_at],
             len(found),
         )
+
+    def _looked_at_closer(self, each: Candidate) -> Candidate:
+        """With a bound of memory over all backwards of the schedule."""
+        need = max(each.bytes or 0.0, self._predictor.least_bytes(each.layout))
+        return replace(each, bytes=need, reason=self._misfit(need))
 
     def _preferred(self, each: Candidate) -> float:
         """What is wanted to be least, before the time of a step decides."""
@@ -213,9 +240,8 @@ class Search:
         )
 
     def _asked(self) -> list[str]:
-        given, default = self._config.parallel, ParallelConfig()
-        values = {each.name: getattr(given, each.name) for each in fields(given)}
-        return [f"{flag(name)} {value}" for name, value in values.items() if value != getattr(default, name)]
+        given = self._config.parallel
+        return [f"{flag(name)} {getattr(given, name)}" for name in _given(given)]
 
     def _least_of(self, possible: Sequence[Candidate]) -> Candidate:
         """What needs least of what does not fit: simulated where it can be, since bounds promise too much.

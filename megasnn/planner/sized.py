@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
-from megasnn.schedule import ChunkCost
+from megasnn.schedule import ChunkCost, Kind
 from megasnn.schedule.partition import placed_bounds
 
 Placement = tuple[int, ...]
@@ -14,13 +14,18 @@ Placement = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chunks:
-    """Of each chunk: its costs; bytes that it keeps of a micro-batch, also where forwards are computed again, and that
-    its last layer's backward works with; seconds of forwards that are computed again."""
+    """Of each chunk.
+
+    Attributes:
+        costs: for the simulator.
+        kept: bytes that it keeps of a micro-batch; of_backward: that it needs in the backward of one at least, with
+            what it keeps of that. Both where nothing is computed again, and where all forwards are.
+        again: seconds of forwards that are computed again.
+    """
 
     costs: tuple[ChunkCost, ...]
-    held: tuple[int, ...]
-    entering: tuple[int, ...]
-    working: tuple[int, ...]
+    kept: dict[bool, tuple[int, ...]]
+    of_backward: dict[bool, tuple[int, ...]]
     again: tuple[float, ...]
 
 
@@ -37,6 +42,12 @@ class SizedLayers:
         self.costs = costs
         self._seconds = tuple(layer.seconds for layer in costs)
         self._chunks: dict[tuple[LinkCost, Placement], Chunks] = {}
+        one_by_one, alone = [range(i, i + 1) for i in range(len(costs))], PipelineCosts(costs, LinkCost())
+        self._kept = {False: alone.held_bytes(one_by_one), True: alone.entering_bytes(one_by_one)}
+        # A schedule may do a backward in one go or in two.
+        self._working = [
+            min(each[Kind.BACKWARD], each[Kind.INPUT_GRADIENT]) for each in alone.working_bytes(one_by_one)
+        ]
 
     def bounds(self, placement: Placement) -> tuple[range, ...]:
         """The layers of each chunk, balanced."""
@@ -50,12 +61,18 @@ class SizedLayers:
 
     def _made(self, link: LinkCost, placement: Placement) -> Chunks:
         bounds, layers = self.bounds(placement), self.costs
-        costs = PipelineCosts(layers, link)
         return Chunks(
-            costs=tuple(costs.of_chunks(bounds, placement)),
-            held=tuple(costs.held_bytes(bounds)),
-            entering=tuple(sum(costs.entering_bytes([range(i, i + 1)])[0] for i in span) for span in bounds),
-            working=tuple(layers[span[-1]].working[1] if span else 0 for span in bounds),
+            costs=tuple(PipelineCosts(layers, link).of_chunks(bounds, placement)),
+            kept={which: tuple(sum(kept[i] for i in span) for span in bounds) for which, kept in self._kept.items()},
+            of_backward={which: tuple(self._of_backward(span, which) for span in bounds) for which in self._kept},
             # The last layer of a chunk goes backward right behind its forward.
             again=tuple(sum(layers[i].again or layers[i].forward for i in span[:-1]) for span in bounds),
         )
+
+    def _of_backward(self, span: range, again: bool) -> int:
+        """Each layer's, with all that it has kept, while those before it keep theirs, and those behind it are done."""
+        most = before = 0
+        for i in span:
+            most = max(most, before + self.costs[i].held + self._working[i])
+            before += self._kept[again][i]
+        return most

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from megasnn.schedule.actions import Schedule
@@ -29,6 +29,7 @@ class FixedOrder:
         holds: with the same arguments, a bound for what the rank that holds most holds, in whole stages' micro-batches.
         chunks: on each rank when no number is given.
         any_chunks: it can place any other number, too; with fewer than `chunks` it is another schedule.
+        forwards_first: whether all of them come before the first backward of a rank.
     """
 
     summary: str
@@ -36,6 +37,7 @@ class FixedOrder:
     holds: Callable[[int, int, int], float] = lambda stages, micro_batches, chunks: 1
     chunks: int = 1
     any_chunks: bool = False
+    forwards_first: bool = False
     looks_at_costs = False
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
@@ -85,6 +87,7 @@ SCHEDULES: Table[FixedOrder | FilledOrder] = Table(
             "all forwards, then all backwards",
             lambda stages, micro_batches, chunks: gpipe(stages, micro_batches),
             lambda stages, micro_batches, chunks: micro_batches,
+            forwards_first=True,
         ),
         "1f1b": FixedOrder(
             "one forward and one backward in turn",
@@ -165,6 +168,16 @@ def least_held(name: str, stages: int, micro_batches: int, chunks_per_rank: int 
         return min(1, micro_batches)
     named = SCHEDULES[name]
     return min(named.holds(stages, micro_batches, chunks_per_rank or named.chunks), micro_batches)
+
+
+def what_it_is(name: str, stages: int, micro_batches: int) -> Hashable:
+    """Named schedules of which this is the same are the same schedule, whatever the costs: few stages, or few
+    micro-batches, leave some of them no choice."""
+    named = SCHEDULES[name]
+    if isinstance(named, FixedOrder):
+        return name
+    ahead = tuple(min(named.pace * behind, micro_batches) for behind in range(stages))
+    return named.v, min(named.limit(stages), micro_batches), ahead
 
 
 def complete(order: Schedule) -> Schedule:

@@ -74,13 +74,14 @@ class Recipe:
             cutoff: as in `fill`.
         """
         best = None
-        for order in self._orders(micro_batches):
+        for order in self.orders(micro_batches):
             found = fill(ticks, micro_batches, order, self.limit, self.gap, cutoff)
             if found is not None and (found.makespan, found.bubble) < cutoff:
                 best, cutoff = found, (found.makespan, found.bubble)
         return best
 
-    def _orders(self, micro_batches: int) -> Iterator[Rows]:
+    def orders(self, micro_batches: int) -> Iterator[Rows]:
+        """Forwards and input gradients of each rank."""
         if not self.v:
             yield _one_chunk_order(self.stages, micro_batches, self.pace, self.most)
             return

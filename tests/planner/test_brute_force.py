@@ -38,7 +38,8 @@ CLUSTERS = {
     "two nodes": on(ranks_of_node=2),
     "GPUs": on("h100", gigabytes=80.0),
     "slow links": on(latency=0.5),
-    "little memory": on(gigabytes=6e-4),
+    "less memory": on(gigabytes=9e-4),
+    "little memory": on(gigabytes=5e-4),
 }
 
 
@@ -66,7 +67,8 @@ def test_no_bound_is_above_what_is_simulated(name: str) -> None:
     for layout, (bound, predicted) in simulated(name).items():
         assert bound.seconds is not None and bound.bytes is not None
         assert bound.seconds <= predicted.time.total * (1 + 1e-9), layout
-        assert bound.bytes <= need(name, predicted) * (1 + 1e-9), layout
+        closer = Predictor(analysis(), config(), CLUSTERS[name]).least_bytes(layout)
+        assert bound.bytes <= closer <= need(name, predicted) * (1 + 1e-9), layout
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -82,10 +84,13 @@ def test_the_plan_is_the_best_of_all(name: str) -> None:
     assert fast.simulated < len(simulated(name)), "bounds leave some of them out"
 
 
-@pytest.mark.parametrize("name", ["cores", "two nodes", "GPUs"])
-def test_twenty_simulations_come_near(name: str) -> None:
-    fastest = min(each.time.total for _, each in simulated(name).values())
-    assert plan(analysis(), config(), CLUSTERS[name]).predicted.time.total <= 1.05 * fastest
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_twenty_simulations_are_enough(name: str) -> None:
+    """Also where little fits: what cannot is seen without a simulation, nearly always."""
+    fitting = [each for _, each in simulated(name).values() if need(name, each) <= CLUSTERS[name].machine.memory]
+    fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer) for prefer in PREFERRED)
+    assert fast.predicted.time.total <= 1.02 * min(each.time.total for each in fitting)
+    assert small.bytes == min(need(name, each) for each in fitting)
 
 
 def test_slow_links_leave_one_device() -> None:

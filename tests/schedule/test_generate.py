@@ -1,6 +1,8 @@
 """Every named schedule: the figures of the field's reference table, and validity over sizes and costs."""
 
 import time
+from collections.abc import Hashable, Sequence
+from operator import le
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,9 @@ from megasnn.schedule import (
     simulate,
     validate,
 )
-from megasnn.schedule.named import SCHEDULES, CostsOf, possible_chunks
+from megasnn.schedule.actions import FINISHING, PROPAGATING, Kind
+from megasnn.schedule.held import Held, held_at_backwards, held_before_backwards
+from megasnn.schedule.named import SCHEDULES, CostsOf, named_schedule, possible_chunks, what_it_is
 from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.zero_bubble import half_limit, min_limit
 
@@ -100,6 +104,65 @@ def test_auto_is_never_worse_than_a_named_schedule_that_fits(
         return
     validate(best, limit)
     assert simulate(best, costs_of(best.placement)).makespan <= min(fitting, default=float("inf"))
+
+
+@given(
+    data=st.data(),
+    name=st.sampled_from(NAMES),
+    stages=st.integers(2, 5),
+    micro_batches=st.integers(1, 13),
+    chunks=st.integers(1, 3),
+)
+def test_what_is_held_at_backwards(
+    data: st.DataObject, name: str, stages: int, micro_batches: int, chunks: int
+) -> None:
+    """One of the orders is taken, whatever the costs: its first backwards find what is said, and none finds less."""
+    if not possible_chunks(name, chunks):
+        chunks = SCHEDULES[name].chunks
+    schedule = named_schedule(name, stages, micro_batches, chunks, data.draw(costs(stages)))
+    found = [at_backwards(schedule, rank) for rank in range(stages)]
+    firsts = held_at_backwards(name, stages, micro_batches, chunks, first=True)
+    assert tuple(cases[:1] for cases in found) in firsts
+    least = held_before_backwards(name, stages, micro_batches, chunks)
+    for rank, ((chunk, held), *_) in enumerate(found):
+        mine = [each for each, place in enumerate(schedule.placement) if place == rank]
+        assert chunk == mine[-1] and all(least[each] <= count for each, count in zip(mine, held, strict=True))
+    orders = held_at_backwards(name, stages, micro_batches, chunks)
+    assert any(all(map(covers, found, order)) for order in orders)
+
+
+def at_backwards(schedule: Schedule, rank: int) -> tuple[Held, ...]:
+    """As `held_at_backwards`, counted on the actions of a schedule."""
+    counts = {chunk: 0 for chunk, place in enumerate(schedule.placement) if place == rank}
+    found = []
+    for chunk, kind, _ in schedule.actions[rank]:
+        if kind in PROPAGATING:
+            found.append((chunk, tuple(counts.values())))
+        counts[chunk] += (kind is Kind.FORWARD) - (kind in FINISHING)
+    return tuple(found)
+
+
+def covers(found: Sequence[Held], said: Sequence[Held]) -> bool:
+    """Whether each case that is said is there, with as much or more."""
+    return all(any(chunk == other and all(map(le, held, mine)) for other, mine in found) for chunk, held in said)
+
+
+@given(st.integers(2, 5), st.integers(1, 13), st.data())
+def test_schedules_that_are_the_same_under_two_names(stages: int, micro_batches: int, data: st.DataObject) -> None:
+    """Those that are said to be have the same actions, whatever the costs."""
+    costs_of, found = data.draw(costs(stages)), dict[Hashable, Schedule]()
+    for name, named in SCHEDULES.items():
+        schedule = named_schedule(name, stages, micro_batches, named.chunks, costs_of)
+        same = found.setdefault(what_it_is(name, stages, micro_batches), schedule)
+        assert same.actions == schedule.actions, f"{name} is said to be {same.name}"
+
+
+def test_which_are_the_same() -> None:
+    """On two stages all V schedules may hold the same; ZB2P warms up for longer than ZB1P where it can."""
+    assert len({what_it_is(name, 2, 8) for name in V_NAMES}) == 1
+    assert len({what_it_is(name, 4, 8) for name in V_NAMES}) == 3
+    assert what_it_is("zb1p", 4, 1) == what_it_is("zb2p", 4, 1)
+    assert what_it_is("zb1p", 4, 2) != what_it_is("zb2p", 4, 2)
 
 
 @pytest.mark.parametrize("name", V_NAMES)

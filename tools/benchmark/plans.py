@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from megasnn.config.checks import above, at_least
 from megasnn.grid import Grid
-from megasnn.planner.analysis import Analysis
+from megasnn.planner.analysis import Analysis, write
 from megasnn.planner.candidates import Prefer
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
@@ -81,7 +83,7 @@ class PlansBenchmark(Flags):
 
 def measure(flags: PlansBenchmark) -> Iterator[Part]:
     config = flags.run.configuration()
-    with start_row("of the planner", StepsRank, None, RANKS) as ranks:
+    with start_row("of the planner", StepsRank, None, RANKS) as ranks, TemporaryDirectory() as folder:
         ranks.ready(flags.timeout)
         say("measuring the layers")
         analysis: Analysis = ranks.call("analyse", flags.run, timeout=flags.timeout)[0]
@@ -92,7 +94,9 @@ def measure(flags: PlansBenchmark) -> Iterator[Part]:
         layouts = {name: LAYOUTS[name] for name in flags.layouts}
         layouts |= {f"plan-{name}": each for name, each in chosen.items() if each not in layouts.values()}
         predicted = {name: predictor.predict(each) for name, each in layouts.items()}
-        taken = _taken(flags, ranks, layouts, predicted)
+        costs = Path(folder, "costs.json")
+        write(analysis, costs)
+        taken = _taken(flags, ranks, layouts, predicted, costs)
     for name, each in predicted.items():
         say(f"{name}: {each.time}")
     told = {layout: [name for name, each in chosen.items() if each == layout] for layout in layouts.values()}
@@ -106,13 +110,14 @@ def _taken(
     ranks: RankProcesses,
     layouts: Mapping[str, Layout],
     predicted: Mapping[str, Predicted],
+    costs: Path,
 ) -> dict[str, list[list[Taken]]]:
-    """Of each layout, in each round, what each of its ranks has taken."""
+    """Of each layout, in each round, what each of its ranks has taken. Args: costs: the file of the plan."""
     run, usual = flags.run, flags.run.configuration().parallel
     taken: dict[str, list[list[Taken]]] = {name: [] for name in layouts}
     for number in rounds(flags.rounds):
         for name, layout in layouts.items():
-            parallel = layout.parallel(usual, predicted[name].bounds)
+            parallel = layout.parallel(usual, predicted[name].bounds, costs)
             found = ranks.call("steps", run, parallel, layout.ranks, flags.steps, number == 1, timeout=flags.timeout)
             taken[name].append(found[: layout.ranks])
             say(f"  {name} {1e3 * median(slowest(taken[name][-1])):.0f} ms", end="")

@@ -1,0 +1,103 @@
+"""From the configuration to the plan of a pipeline: what is asked for, and where the costs of layers come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import replace
+
+import torch
+
+from megasnn.batching import micro_batches_of
+from megasnn.comm.agreement import decided_by_first
+from megasnn.config import PretrainConfig
+from megasnn.config.parallel import ParallelConfig
+from megasnn.config.serialise import to_dict
+from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
+from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.kept_costs import code_of
+from megasnn.pipeline.order import PipelineRequest
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
+from megasnn.planner.planned_costs import planned_costs
+from megasnn.precisions import PRECISIONS
+from megasnn.schedule.partition import layout_to_bounds
+from megasnn.schedule.refine import NEVER
+from megasnn.telemetry.device_name import name_of
+
+
+def wire_options(parallel: ParallelConfig) -> WireOptions:
+    """How tensors travel between stages."""
+    asked = parallel.pipeline_gradient_dtype
+    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
+
+
+def plan_of(
+    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState, windows: int
+) -> PipelinePlan:
+    """The layers and the place of each chunk, and the schedules. Collective over the world.
+
+    Args:
+        windows: in which each sample is shown.
+    Raises:
+        ValueError: on every rank, what the schedule cannot place or keep, or a `--layer-costs` that does not serve.
+    """
+    training, parallel = config.training, config.parallel
+    counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
+    if training.evaluate_only:  # nothing is kept, and so nothing is computed again; there are no other steps
+        parallel = replace(parallel, recompute=NEVER, memory_budget=None)
+        counts = counts[:1]
+    layout, units = parallel.layout, [layer.unit for layer in model.layers]
+    request = PipelineRequest(
+        schedule=parallel.pipeline_schedule,
+        chunks_per_rank=parallel.chunks_per_rank,
+        memory_limit=parallel.pipeline_memory_limit,
+        bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
+        micro_batch_size=context.largest_share(training.micro_batch_size),
+        micro_batches=tuple(counts),
+        predicts=config.logging.profile_pipeline,
+        recompute=parallel.recompute,
+        memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
+        offloads=parallel.offload_activations,
+        costs_kept_as=None if parallel.memory_budget is None else _surroundings(config, model, context, state),
+        weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
+        scatters=parallel.weight_gradients == "scattered",
+        rows_have_owners=parallel.use_distributed_optimizer,
+    )
+    return plan_pipeline(model, request, context, state, wire_options(parallel), _costs_of_plan(config, state))
+
+
+def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
+    """How many of a global batch's micro-batches a replica may have, the largest number first."""
+    counts = {len(micro_batches_of(micro_batches, replicas, replica)) for replica in (0, replicas - 1)}
+    return tuple(sorted(counts, reverse=True))
+
+
+def _costs_of_plan(config: PretrainConfig, state: ParallelState) -> PipelineCosts | None:
+    """Those that `--layer-costs` names, read by the first rank; None where it names none."""
+    if config.parallel.layer_costs is None:
+        return None
+    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), name_of(state.device)
+    return decided_by_first(state.world, lambda: planned_costs(config, state.grid, here, device))
+
+
+def _surroundings(
+    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState
+) -> tuple[str, ...] | None:
+    """All that the costs of layers depend on; None where some of it cannot be read."""
+    named = model.named_layers(context)
+    code = code_of([config.model, *(module for _, layer in named for module in layer.modules())])
+    if code is None:
+        return None
+    tensors = [(each.name, *each.tensor.shape) for each in describe_tensors(model, context)]
+    made = json.dumps([[name for name, _ in named], tensors])
+    parts = to_dict(replace(config, parallel=replace(config.parallel, memory_budget=None)))
+    device = name_of(state.device)
+    sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
+    read = [parts[each] for each in ("model", "neuron", "training", "parallel")]
+    flags = json.dumps([*read, config.optimizer.freeze])
+    return flags, made, *code, *map(str, sizes)

@@ -1,0 +1,78 @@
+"""What ranks hold when backwards begin: the order of forwards and backwards says it, before any costs are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from megasnn.schedule.actions import Kind
+from megasnn.schedule.named import SCHEDULES, FixedOrder
+from megasnn.schedule.streams import FORWARD, INPUT_GRADIENT, KINDS, Rows, stream
+
+Held = tuple[int, tuple[int, ...]]
+"""The chunk that goes backward, and how many micro-batches each chunk of its rank holds then."""
+
+
+@cache
+def held_before_backwards(name: str, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
+    """How many micro-batches each chunk holds at least when the first backward of its rank begins, which is one through
+    the last chunk of the rank. Args: as of `held_at_backwards`.
+    """
+    found = [micro_batches] * (stages * chunks)
+    placement = SCHEDULES[name].placement(stages, chunks)
+    for of_ranks in held_at_backwards(name, stages, micro_batches, chunks, first=True):
+        of_chunks = [iter(held) for ((_, held),) in of_ranks]
+        for chunk, rank in enumerate(placement):
+            found[chunk] = min(found[chunk], next(of_chunks[rank]))
+    return tuple(found)
+
+
+@cache
+def held_at_backwards(
+    name: str, stages: int, micro_batches: int, chunks: int, first: bool = False
+) -> tuple[tuple[tuple[Held, ...], ...], ...]:
+    """In each order that a named schedule may take, of each rank, what it holds at least when a backward begins.
+
+    It may be more, where weight gradients have to wait for their turn.
+
+    Args:
+        chunks: on each rank. first: only when the first backward of each rank begins.
+    """
+    named = SCHEDULES[name]
+    if isinstance(named, FixedOrder) and named.forwards_first:
+        return (tuple(((rank, (micro_batches,)),) for rank in range(stages)),)
+    placement = named.placement(stages, chunks)
+    of_ranks = [[chunk for chunk, place in enumerate(placement) if place == rank] for rank in range(stages)]
+    # Further micro-batches begin where those before them go backward: a rank holds no more of them.
+    orders = _orders(name, stages, min(micro_batches, 2 * stages), chunks)
+    found = (tuple(_held(row, mine, first) for row, mine in zip(rows, of_ranks, strict=True)) for rows in orders)
+    return tuple(dict.fromkeys(found))
+
+
+def _orders(name: str, stages: int, micro_batches: int, chunks: int) -> Iterator[Rows]:
+    """Forwards and first parts of backwards of each rank, as streams."""
+    named = SCHEDULES[name]
+    if not isinstance(named, FixedOrder):
+        yield from named.recipe(name, stages).orders(micro_batches)
+        return
+    order = named.order(stages, micro_batches, chunks)
+    yield [
+        [stream(chunk, FORWARD if kind is Kind.FORWARD else INPUT_GRADIENT) for chunk, kind, _ in row]
+        for row in order.actions
+    ]
+
+
+def _held(row: Sequence[int], mine: Sequence[int], first: bool) -> tuple[Held, ...]:
+    """Each case once. Args: mine: the chunks of the rank."""
+    counts = dict.fromkeys(mine, 0)
+    found = dict[Held, None]()
+    for each in row:
+        chunk, kind = divmod(each, len(KINDS))
+        if kind == FORWARD:
+            counts[chunk] += 1
+            continue
+        found[chunk, tuple(counts.values())] = None
+        if first:
+            break
+        counts[chunk] -= 1
+    return tuple(found)

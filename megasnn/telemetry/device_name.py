@@ -1,0 +1,20 @@
+"""The name of the device that a rank computes on."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+
+def name_of(device: torch.device) -> str:
+    """Of a GPU, or of the processor; costs that were measured are of the device with this name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    told = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(told, platform.processor() or platform.machine())
