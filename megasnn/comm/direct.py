@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -90,15 +90,22 @@ class Direct:
         Raises:
             ConnectionError, TimeoutError: as a gathering.
         """
-        for each in self._sockets.values():
-            socket.send_fds(each, [b"f"], [own])
         found = dict[int, int]()
-        for rank, each in self._sockets.items():
-            self._sleep({each: select.POLLIN}, [rank])
-            _, files, *_ = socket.recv_fds(each, 1, 1)
-            if not files:
-                raise self._gone(rank)
-            found[rank] = files[0]
+        try:
+            for rank, each in self._sockets.items():
+                with self._naming(rank):
+                    socket.send_fds(each, [b"f"], [own])
+            for rank, each in self._sockets.items():
+                self._sleep({each: select.POLLIN}, [rank])
+                with self._naming(rank):
+                    _, files, *_ = socket.recv_fds(each, 1, 1)
+                if not files:
+                    raise self._gone(rank)
+                found[rank] = files[0]
+        except OSError:
+            for file in found.values():
+                os.close(file)
+            raise
         return found
 
     def close(self) -> None:
@@ -174,6 +181,14 @@ class Direct:
                         f"{expected - _SIZE}: they are not at the same place"
                     )
         return moved
+
+    @contextmanager
+    def _naming(self, rank: int) -> Iterator[None]:
+        """Inside, a connection that breaks is an error with the rank at its other end."""
+        try:
+            yield
+        except ConnectionError as error:
+            raise self._gone(rank) from error
 
     def _gone(self, rank: int) -> ConnectionError:
         return ConnectionError(f"rank {self._ranks[rank]} is gone")

@@ -98,12 +98,16 @@ def shared_memory(group: Group, device: torch.device, size: int) -> SharedMemory
 
 
 def _file_in_memory(name: str, size: int) -> int | None:
-    """None where the system has none: another than Linux, or in a container that forbids them."""
+    """None where the system has none: another than Linux, a container that forbids them, or a limit of their size."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
         own = os.memfd_create(f"megasnn {name}")
     except OSError:
         return None
-    os.ftruncate(own, size)
+    try:
+        os.ftruncate(own, size)
+    except OSError:
+        os.close(own)
+        return None
     return own

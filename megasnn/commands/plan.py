@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags of `Options`, and all else."""
     kinds = {flag(each.name): each.type for each in fields(Options)}
+    kinds |= {flag(f"no_{each.name}"): each.type for each in fields(Options) if each.type == "bool"}
     mine, theirs = list[str](), list[str]()
     place = 0
     while place < len(argv):
@@ -211,6 +212,8 @@ def _plan(options: Options, config: PretrainConfig, analysis: Analysis, rates: d
     if options.output is not None:
         costs = options.costs if analysis.machine is not None and analysis.machine.name == machine.name else None
         print(f"run it: {apply(found, config, options.output, costs)}")
+    else:
+        print("run it: --output FILE writes the configuration of this plan, and tells the command that takes it")
     if options.json is not None:
         write_whole(options.json, json.dumps(as_json(found)))
     if options.picture is not None:

@@ -45,12 +45,16 @@ class MemoryForecast:
         """The peak that is predicted."""
         return sum(asdict(self).values())
 
-    def __str__(self) -> str:
+    @property
+    def told(self) -> str:
+        """The parts, for people."""
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
                  "working": "working memory", "graphs": "CUDA graphs", "gathered": "gathered weights"}  # fmt: skip
         values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
-        parts = [f"{name} {value:.0f}" for name, value in values.items() if value]
-        return f"{self.total:.0f} MB = " + " + ".join(parts)
+        return " + ".join(f"{name} {value:.0f}" for name, value in values.items() if value)
+
+    def __str__(self) -> str:
+        return f"{self.total:.0f} MB = {self.told}"
 
 
 def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, share: int, on_host: bool) -> int:

@@ -51,8 +51,6 @@ def time_against_ranks(plan: Plan) -> str:
     """An SVG, both axes logarithmic in powers of two; the dashed line is what one device's time divided by their number
     would be."""
     best = fastest(plan)
-    if not best:
-        return ""
     ranks, seconds = list(best), [_rank(each) for each in best.values()]
     ideal = [seconds[0] * ranks[0] / each for each in ranks]
     low, high = min(*seconds, *ideal), max(seconds)

@@ -32,6 +32,8 @@ DECIDED = (
     "--layer-costs",
 )
 
+_ANEW = "; --costs with a file that is not there does"  # one that is there is read
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -108,13 +110,13 @@ def plan(
         simulated=simulated,
         seconds=time.monotonic() - begin,
         advice=tuple(_advice(config, chosen.layout, cluster)),
-        warnings=tuple(_warnings(analysis, cluster)),
+        warnings=tuple(_warnings(analysis, config, cluster)),
     )
 
 
 def _check(analysis: Analysis, config: PretrainConfig) -> None:
     if (other := whose(analysis, config)) is not None:
-        raise PlanError(f"these are costs {other}; analyze this one")
+        raise PlanError(f"these are costs {other}; analyze this one{_ANEW}")
     asked = config.parallel
     for name, size, known in (
         ("tensor_model_parallel_size", asked.tensor_model_parallel_size, {1, *analysis.possible("tensor")}),
@@ -122,7 +124,8 @@ def _check(analysis: Analysis, config: PretrainConfig) -> None:
     ):
         if size not in known:
             told = ", ".join(map(str, sorted(known)))
-            raise PlanError(f"{flag(name)} {size} is not in the costs, which have {told}: analyze with that flag")
+            missing = f"{flag(name)} {size} is not in the costs, which have {told}"
+            raise PlanError(f"{missing}: analyze with that flag{_ANEW}")
 
 
 def _is_of_another(analysis: Analysis, cluster: Cluster) -> bool:
@@ -134,7 +137,8 @@ def problems(config: PretrainConfig, ranks: int, ranks_of_node: int) -> list[str
     """What no layout can be right for, and what the planner does not plan; needs no costs."""
     training = config.training
     wrong = node_problems(ranks, ranks_of_node) or _size_problems(config.parallel, ranks, ranks_of_node)
-    return wrong + _not_planned(config) + training.problems() + config.optimizer.problems()
+    parts = config.neuron, training, config.optimizer, config.data, config.checkpoint, config.logging
+    return wrong + _not_planned(config) + [problem for part in parts for problem in part.problems()]
 
 
 def _size_problems(parallel: ParallelConfig, ranks: int, ranks_of_node: int) -> list[str]:
@@ -154,11 +158,17 @@ def _size_problems(parallel: ParallelConfig, ranks: int, ranks_of_node: int) -> 
 def _not_planned(config: PretrainConfig) -> list[str]:
     parallel, default = config.parallel, ParallelConfig()
     wrong = [
-        f"{name} is decided by the plan, or given to the run behind it: leave it out"
+        f"{name} is decided by the plan, or given to the run behind it: leave it out (none takes it back)"
         for name in DECIDED
         if getattr(parallel, name[2:].replace("-", "_")) != getattr(default, name[2:].replace("-", "_"))
     ]
     wrong += ["--offload-activations is not planned: give it to the run"] * parallel.offload_activations
+    for name, value in (
+        ("--weight-gradients", parallel.weight_gradients),
+        ("--cuda-graphs", config.training.cuda_graphs),
+    ):
+        if value not in ("once", "off"):
+            wrong.append(f"{name} {value} is not planned, and changes what a rank needs: give it to the run")
     if config.training.bptt_steps is not None:
         wrong.append(f"--bptt-steps {config.training.bptt_steps} is not planned: leave it out")
     return wrong
@@ -185,7 +195,9 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
         )
 
 
-def _warnings(analysis: Analysis, cluster: Cluster) -> Iterator[str]:
+def _warnings(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> Iterator[str]:
+    if config.checkpoint.async_save and cluster.machine.kind == "cpu":
+        yield "--async-save copies weights and optimizer state, which is not in the figures: leave memory for that"
     if not _is_of_another(analysis, cluster):
         return
     where = "nowhere"

@@ -45,6 +45,7 @@ def table(plan: Plan) -> str:
     """The plan and the best of the others, aligned for people."""
     time, largest = plan.predicted.time, max(plan.predicted.memory, key=lambda each: each.total)
     cluster, layout = plan.cluster, plan.layout
+    unused = 1e-6 * plan.bytes - largest.total
     lines = [
         f"plan for {cluster.ranks} x {cluster.machine.name}, {cluster.ranks_of_node} a node, preferring {plan.prefer}: "
         f"{layout}",
@@ -52,7 +53,10 @@ def table(plan: Plan) -> str:
         f"{plan.predicted.idle:.1%}) + sums of gradients that are not hidden {1e3 * time.reduction:.1f} + loss and "
         f"norm of all ranks {1e3 * time.agreement:.1f} + optimizer {1e3 * time.update:.1f} "
         f"+ rows of owners {1e3 * time.sharing:.1f}",
-        f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: {largest}",
+        f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
+        f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
+        + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
+        f"  the largest micro-batch that would fit has about {plan.largest_micro_batch} samples",
         f"  {plan.micro_batches} micro-batches a replica"
         + (f", layers of each chunk {layers_per_chunk(plan.bounds)}" if layout.grid.pipeline > 1 else ""),
         f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated",

@@ -107,12 +107,33 @@ def test_a_rank_that_is_gone_is_an_error(ranks) -> None:
     assert ranks(2, _gone) == ["rank 1 is gone", ""]
 
 
+def _gone_before_files() -> str:
+    group, text = initialize_model_parallel().copies, ""
+    assert group.held is not None and group.held.direct is not None
+    if dist.get_rank():
+        group.held.direct.close()
+    dist.barrier()
+    if not dist.get_rank():
+        with open(os.devnull) as file, pytest.raises(ConnectionError) as raised:
+            group.held.direct.exchange_files(file.fileno())
+        text = str(raised.value)
+    destroy_model_parallel()
+    return text
+
+
+def test_a_rank_that_is_gone_before_files_are_given_is_named(ranks) -> None:
+    assert ranks(2, _gone_before_files) == ["rank 1 is gone", ""]
+
+
 def _elsewhere() -> list[bool]:
-    """Whether there is such a memory: on a GPU, of nothing, and where one rank's system has no files in memory."""
+    """Whether there is such a memory: on a GPU, of nothing, where one rank's system has no files in memory, where it
+    has none of this size, and where nothing is in the way."""
     group, cpu = initialize_model_parallel().copies, torch.device("cpu")
     found = [shared_memory(group, torch.device("cuda"), 8), shared_memory(group, cpu, 0)]
     refused = OSError if dist.get_rank() else None
     with mock.patch.object(os, "memfd_create", wraps=os.memfd_create, side_effect=refused):
+        found.append(shared_memory(group, cpu, 8))
+    with mock.patch.object(os, "ftruncate", wraps=os.ftruncate, side_effect=refused):
         found.append(shared_memory(group, cpu, 8))
     found.append(shared_memory(group, cpu, 8))
     destroy_model_parallel()
@@ -120,4 +141,4 @@ def _elsewhere() -> list[bool]:
 
 
 def test_where_there_is_none(ranks) -> None:
-    assert ranks(2, _elsewhere) == [[False, False, False, True]] * 2
+    assert ranks(2, _elsewhere) == [[False, False, False, False, True]] * 2

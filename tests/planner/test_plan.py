@@ -193,6 +193,28 @@ def test_the_command_of_a_model_of_ones_own() -> None:
     assert said.endswith(f"--nproc-per-node {planned().layout.ranks} {__file__} --config plan.json")
 
 
+@pytest.mark.parametrize("rest", [0.0, 1.0])
+def test_parts_of_the_memory_add_up(rest: float) -> None:
+    """Also where an allocator keeps more than tensors take."""
+    ranks = cluster(2)
+    large = replace(ranks, machine=replace(ranks.machine, rest=rest))
+    found = plan(analysis(), config(samples=1024, micro_batch=256), large)
+    line = next(line for line in table(found).splitlines() if "memory of the largest rank" in line)
+    whole, parts = line.split(": ")[1].split(" = ")
+    values = [float(part.split()[-1]) for part in parts.split(" + ")]
+    assert sum(values) == pytest.approx(float(whole.split()[0]), abs=0.5 * len(values) + 0.5)
+    assert 1e6 * float(whole.split()[0]) == pytest.approx(found.bytes, abs=1e6)
+    assert ("what an allocator keeps unused" in line) is (rest > 0)
+
+
+def test_a_copy_for_checkpoints_is_warned_of() -> None:
+    """On a CPU it is in the memory of the ranks; on a GPU in that of their host."""
+    saves = replace(config().checkpoint, save="runs", async_save=True)
+    for device, warned in (("cpu-core", True), ("h100", False)):
+        found = plan(analysis(), replace(config(), checkpoint=saves), cluster(2, device=device))
+        assert any("--async-save copies weights" in each for each in found.warnings) is warned
+
+
 def test_pictures(tmp_path: Path) -> None:
     """Simulated candidates of each number of devices are filled circles; the timeline has the winner's actions."""
     found = planned()
@@ -233,6 +255,8 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "plan for 4 x cpu-core" in said and "of 2.00 GB" in said and f"--config {flags}" in said
     assert json.loads((tmp_path / "plan.json").read_text())["candidates"][0]["reason"] == ""
     assert (tmp_path / "plan.png").exists() and (tmp_path / "plan-ranks.svg").exists()
+    main([*model, *sizes, *files[:2], "--no-measure"])
+    assert "run it: --output FILE writes the configuration" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--memory 'much' is no size with a unit"):
         main([*model, "--memory", "much"])
     with pytest.raises(ValueError, match="name a model first: spikformer"):
