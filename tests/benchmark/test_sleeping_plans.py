@@ -168,6 +168,13 @@ def test_the_plan_is_the_fastest(ranks, count: int) -> None:
     assert steps[0].stream < alone.time.total
 
 
+def test_slower_is_all_of_it() -> None:
+    layouts = [Layout(Grid(data=4), shards_optimizer=True), Layout(Grid(pipeline=4), schedule="zb1p")]
+    usual, slow = (_predicted(replace(FLAGS, slower=slower), layouts) for slower in (1.0, 8.0))
+    for one, other in zip(usual, slow, strict=True):
+        assert other.time.total == pytest.approx(8 * one.time.total, rel=1e-9)
+
+
 def test_one_of_each_kind_is_tried() -> None:
     flags = replace(FLAGS, micro_batches=16, best=2)
     with buckets_of(round(1e3 * flags.bucket_kb)):

@@ -143,7 +143,8 @@ def report(flags: SleepingPlansBenchmark, lines: Sequence[Line], earlier: Sequen
     chosen = next(line for line in lines if line["why"] == "plan")
     return (
         f"{lines[0]['ranks']} ranks; {flags.layers} layers asleep, {flags.micro_batches} micro-batches; links of "
-        f"{flags.latency_ms:g} ms and {flags.bandwidth:g} MB/s\n\n{table(HEADINGS, rows)}\n\n"
+        f"{flags.latency_ms:g} ms and {flags.bandwidth:g} MB/s; all that takes {flags.slower:g} times as long\n\n"
+        f"{table(HEADINGS, rows)}\n\n"
         f"plan: {chosen['layout']}\n{_beside_best(lines, chosen)}"
     )
 

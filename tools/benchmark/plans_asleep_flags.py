@@ -56,6 +56,9 @@ class SleepingPlansBenchmark(Flags):
     """Milliseconds that a message takes on a link, whatever its size."""
     bandwidth: float = 100.0
     """MB (10^6 bytes) that a link carries in a second."""
+    slower: float = 1.0
+    """How many times as long all of that takes: layers, links and the optimizer. Where many ranks share few cores, what
+    their hosts do is then a small part of a step."""
     best: int = 10
     """How many of the best layouts are rehearsed, as the planner ranks them; and the best one of each kind."""
     rounds: int = 5
@@ -67,15 +70,16 @@ class SleepingPlansBenchmark(Flags):
 
     @property
     def links(self) -> Links:
-        return Links(1e-3 * self.latency_ms, 1e-6 / self.bandwidth)
+        return Links(1e-3 * self.slower * self.latency_ms, 1e-6 * self.slower / self.bandwidth)
 
     @property
     def update(self) -> float:
         """Seconds of the optimizer for each byte of the parameters."""
-        return 1e-9 * self.update_ms
+        return 1e-9 * self.slower * self.update_ms
 
     def sleeping_layers(self) -> list[SleepingLayer]:
-        times = (1e-3 * each for each in (self.forward_ms, self.input_gradient_ms, self.weight_gradient_ms))
+        stated = self.forward_ms, self.input_gradient_ms, self.weight_gradient_ms
+        times = (1e-3 * self.slower * each for each in stated)
         forward, inputs, weights = times
         found = []
         for number in range(self.layers):
@@ -86,7 +90,7 @@ class SleepingPlansBenchmark(Flags):
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 1, "micro_batches", "layers", "best", "rounds", "steps")
-        wrong += above(self, 0, "timeout", "bandwidth", "bucket_kb", "growth") + at_least(self, 0, *AMOUNTS)
+        wrong += above(self, 0, "timeout", "slower", "bandwidth", "bucket_kb", "growth") + at_least(self, 0, *AMOUNTS)
         wrong += at_least(self, 0, "update_ms", "latency_ms")
         wrong += [f"--ranks {count}: give numbers of 2 or more" for count in self.ranks if count < 2]
         return wrong + ["--ranks must name at least one number"] * (not self.ranks)
