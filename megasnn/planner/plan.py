@@ -182,7 +182,7 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
         size = max(1, training.global_batch_size // (4 * stages * grid.replicas))
         if size < training.micro_batch_size:
             yield (
-                f"{count} micro-batches for {stages} stages are few, about four a stage hide the bubble: "
+                f"{count} micro-batch(es) for {stages} stages are few, about four a stage hide the bubble: "
                 f"--micro-batch-size {size} would give them, and norms would see {size} samples and not "
                 f"{training.micro_batch_size}"
             )
@@ -200,7 +200,7 @@ def _warnings(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> I
         yield "--async-save copies weights and optimizer state, which is not in the figures: leave memory for that"
     if not _is_of_another(analysis, cluster):
         return
-    where = "nowhere"
+    where = "not measured"
     if analysis.machine is not None:
-        where = f"on {analysis.machine.name}, which is not used (leave --device-name out for that)"
-    yield f"layers were measured {where}, and the plan is for {cluster.machine.name}: {cluster.machine.told}"
+        where = f"measured on {analysis.machine.name}, which is not used (leave --device-name out for that)"
+    yield f"layers were {where}, and the plan is for {cluster.machine.name}: {cluster.machine.told}"

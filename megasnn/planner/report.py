@@ -57,7 +57,7 @@ def table(plan: Plan) -> str:
         f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
         + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
         f"  the largest micro-batch that would fit has about {plan.largest_micro_batch} samples",
-        f"  {plan.micro_batches} micro-batches a replica"
+        f"  {plan.micro_batches} micro-batch(es) a replica"
         + (f", layers of each chunk {layers_per_chunk(plan.bounds)}" if layout.grid.pipeline > 1 else ""),
         f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated",
     ]

@@ -266,25 +266,24 @@ class Search:
         """Why it was not taken."""
         if each.reason or each.seconds is None or each.bytes is None:
             return each
-        how = "simulated" if each.simulated else "at least"
+        least = "" if each.simulated else "at least "
         if self._prefer == "capacity":
             mine, best = self.largest_micro_batch(each), self.largest_micro_batch(chosen)
             if mine < best:
                 most = "" if each.simulated else " at most"
                 return replace(each, reason=f"micro-batches of {mine} samples fit{most}, and of {best} in the other")
             if self.rank(each) >= self.rank(chosen):
-                return replace(
-                    each, reason=f"micro-batches of {best} samples fit in both; {how} as long, or no simpler"
-                )
+                told = f"micro-batches of {best} samples fit in both; it takes {least}as long, or is no simpler"
+                return replace(each, reason=told)
         elif self._prefer == "speed":
             assert chosen.seconds is not None
             as_long = each.seconds <= AS_FAST * chosen.seconds and chosen.seconds <= AS_FAST * each.seconds
             if as_long and each.layout.parts >= chosen.layout.parts:
-                return replace(each, reason=f"{how} as long, within 1 %, and no simpler")
+                return replace(each, reason=f"takes {least}as long within 1 %, and is no simpler")
             if each.seconds >= chosen.seconds:
-                return replace(each, reason=f"slower: {how} {each.seconds / chosen.seconds:.2f} times its step")
+                return replace(each, reason=f"slower: {least}{each.seconds / chosen.seconds:.2f} times its step")
         else:
             assert chosen.bytes is not None
             if each.bytes >= chosen.bytes:
-                return replace(each, reason=f"needs more memory: {how} {each.bytes / chosen.bytes:.2f} times as much")
+                return replace(each, reason=f"needs more memory: {least}{each.bytes / chosen.bytes:.2f} times as much")
         return replace(each, reason="not simulated: others were taken first, and time or number of simulations was up")

@@ -10,7 +10,9 @@ from megasnn.grid import Grid
 from megasnn.schedule.named import SCHEDULES
 from tools.benchmark.harness import Case, Figures, Flags, Part, say
 from tools.benchmark.log import Line
+from tools.benchmark.models import ModelName
 from tools.benchmark.scale_parts import Checkpointed, make_groups, measure_executor, measure_schedule
+from tools.benchmark.scale_plans import measure_plan
 from tools.benchmark.table import change, table
 
 MOST_TENSOR = 8
@@ -19,8 +21,9 @@ LEAST_DEPTH = 4
 
 @dataclass(frozen=True)
 class ScaleBenchmark(Flags):
-    """A row for each number of ranks, twice: as a grid of tensor, data and pipeline parallel ranks, and as replicas
-    that share out the optimizer's state; and a row for each schedule of each size. Everything is measured once."""
+    """A row for each number of ranks, three times: as a grid of tensor, data and pipeline parallel ranks, as replicas
+    that share out the optimizer's state, and as devices that are planned for; and a row for each schedule of each size.
+    Everything is measured once."""
 
     ranks: tuple[int, ...] = (8, 64, 512, 4096)
     """Numbers of ranks, powers of 8."""
@@ -32,6 +35,8 @@ class ScaleBenchmark(Flags):
     """Units of each chunk, between which forwards may be computed again."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Names of schedules."""
+    plan_model: ModelName = "spikformer_s"
+    """What is planned for."""
 
     def problems(self) -> list[str]:
         wrong = [f"--ranks {each} is no power of 8, from 8 on" for each in self.ranks if not _is_power_of_8(each)]
@@ -54,6 +59,7 @@ def grid_of(ranks: int) -> Grid:
 
 def measure(flags: ScaleBenchmark) -> Iterator[Part]:
     yield Part([_of_ranks(grid, owners) for ranks in flags.ranks for grid, owners in _grids(ranks)])
+    yield Part([_of_plan(flags.plan_model, ranks) for ranks in flags.ranks])
     yield Part([_of_schedule(*sizes) for sizes in _sizes(flags)])
     yield Part([_of_executor(count, max(flags.units)) for count in flags.micro_batches])
 
@@ -81,6 +87,15 @@ def _of_ranks(grid: Grid, rows_have_owners: bool) -> Figures:
     }
 
 
+def _of_plan(model: ModelName, ranks: int) -> Figures:
+    say(f"plan for {ranks} devices")
+    return {
+        "row": f"plan for {ranks} devices",
+        "configuration": {"part": "plan", "model": model, "ranks": ranks},
+        **measure_plan(model, ranks),
+    }
+
+
 def _of_schedule(name: str, stages: int, micro_batches: int, units: int) -> Figures:
     say(f"{name}, {stages} stages, {micro_batches} micro-batches, {units} unit(s) a chunk")
     sizes = {"name": name, "stages": stages, "micro_batches": micro_batches, "units": units}
@@ -105,13 +120,17 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "describe_s": "describe\na rank, s", "told_mb": "told to the\nfirst, MB", "join_s": "join\nit, s",
         "pieces": "pieces", "reading_s": "plan a\nload, s",
     },
+    "plan": {
+        "layouts": "layouts", "without_reason": "without\na reason", "simulated": "simulated", "plan_s": "s",
+        "plan": "plan",
+    },
     "schedule": {
         "actions": "actions", "order_s": "order, s", "transfers_s": "transfers,\ns", "units_s": "units, s",
         "validate_s": "validate,\ns", "simulate_s": "simulate,\ns", "total_s": "together,\ns", "memory_s": "memory, s",
     },
     "executor": {"actions": "actions", "seconds": "s", "per_second": "actions/s"},
 }  # fmt: skip
-_COMPARED = {"ranks": "reading_s", "schedule": "total_s", "executor": "seconds"}
+_COMPARED = {"ranks": "reading_s", "plan": "plan_s", "schedule": "total_s", "executor": "seconds"}
 
 
 def report(flags: ScaleBenchmark, lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
@@ -124,7 +143,9 @@ def report(flags: ScaleBenchmark, lines: Sequence[Line], earlier: Sequence[Line 
     return f"{lines[0]['machine']['cpu']}, one core\n\n{table(('', *columns.values(), 'change'), rows)}"
 
 
-def _cell(value: float) -> str:
+def _cell(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
 
 
@@ -132,5 +153,5 @@ SCALE = Case(
     ScaleBenchmark,
     measure,
     report,
-    "change: of planning a load, of a schedule together and of a step, against the latest run alike.",
+    "change: of planning a load, of a plan, of a schedule together and of a step, against the latest run alike.",
 )
