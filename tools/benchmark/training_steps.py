@@ -197,7 +197,11 @@ def megasnn_step(
 def counted_peak(step: TrainingStep, device: torch.device, ranks: int) -> int:
     """Bytes at the peak of forward and backward above what is there between steps, counted where they are taken: the
     least of some steps where there are several ranks, since what threads of the transport give back is not always seen.
+
+    One step comes before: in a rank's first one, receivers do not know yet what comes, and have no room for it.
     """
+    step.forward_backward()
+    step.update()
     gc.collect()
     peaks = []
     for _ in range(3 if ranks > 1 else 1):
