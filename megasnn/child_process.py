@@ -57,12 +57,16 @@ def shared_memory(size: int) -> int:
     """A new file descriptor for `size` bytes of zeros, to be closed by the caller.
 
     The memory has no name: it is gone when the last process has let go of it. It does not lie in /dev/shm, which has
-    64 MB in a container that nobody told otherwise.
+    64 MB in a container that nobody told otherwise. Raises OSError where the system has none, or none of this size.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("megasnn", os.MFD_CLOEXEC)
     else:  # not on Linux
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor

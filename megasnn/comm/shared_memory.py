@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megasnn import child_process
 from megasnn.comm.collectives import sum_in_rank_order
 from megasnn.comm.direct import Direct
 from megasnn.comm.group import Group
@@ -88,7 +89,7 @@ def shared_memory(group: Group, device: torch.device, size: int) -> SharedMemory
     direct = None if group.held is None else group.held.direct
     if direct is None or device.type != "cpu" or not size:
         return None
-    own = _file_in_memory(group.name, size)
+    own = _file_in_memory(size)
     if direct.start_gather(torch.tensor([own is not None]))().all():
         assert own is not None
         return SharedMemory(group, direct, own, size)
@@ -97,17 +98,11 @@ def shared_memory(group: Group, device: torch.device, size: int) -> SharedMemory
     return None
 
 
-def _file_in_memory(name: str, size: int) -> int | None:
+def _file_in_memory(size: int) -> int | None:
     """None where the system has none: another than Linux, a container that forbids them, or a limit of their size."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
-        own = os.memfd_create(f"megasnn {name}")
+        return child_process.shared_memory(size)
     except OSError:
         return None
-    try:
-        os.ftruncate(own, size)
-    except OSError:
-        os.close(own)
-        return None
-    return own

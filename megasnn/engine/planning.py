@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.serialise import to_dict
+from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
@@ -23,7 +25,10 @@ from megasnn.pipeline.kept_costs import code_of
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
-from megasnn.planner.planned_costs import planned_costs
+from megasnn.planner.analysis import read, whose
+from megasnn.planner.bounds import Bounds
+from megasnn.planner.cluster import Cluster
+from megasnn.planner.layout import Layout
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
@@ -83,6 +88,32 @@ def _costs_of_plan(config: PretrainConfig, state: ParallelState) -> PipelineCost
         return None
     here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), name_of(state.device)
     return decided_by_first(state.world, lambda: planned_costs(config, state.grid, here, device))
+
+
+def planned_costs(config: PretrainConfig, grid: Grid, ranks_of_node: int, machine: str) -> PipelineCosts:
+    """The costs of `--layer-costs` on a grid, as the planner has them: the same order of actions follows from them.
+
+    Args:
+        machine: the device of this rank, as costs files name it.
+    Raises:
+        ValueError: a file that cannot be read, or of another model or device; one without seconds, or without a size.
+    """
+    path = config.parallel.layer_costs
+    assert path is not None, "it was asked for"
+    named, advice = f"--layer-costs {path}", "measure it here (tools/plan.py --measure), or leave the flag out"
+    analysis = read(Path(path))
+    if (other := whose(analysis, config)) is not None:
+        raise ValueError(f"{named} is {other}; {advice}")
+    if analysis.machine is None or not analysis.timed:
+        raise ValueError(f"{named} has no seconds: it was made without --measure; {advice}")
+    if analysis.machine.name != machine:
+        raise ValueError(f"{named} was measured on {analysis.machine.name}, and this is {machine}; {advice}")
+    cluster = Cluster(grid.world_size, ranks_of_node, analysis.machine)
+    layout = Layout(grid, config.parallel.context_cut(config.training.micro_batch_size))
+    try:
+        return Bounds(analysis, config, cluster).costs(layout)
+    except ValueError as error:
+        raise ValueError(f"{named} does not have this layout: {error}; {advice}") from None
 
 
 def _surroundings(

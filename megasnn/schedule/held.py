@@ -20,32 +20,37 @@ def held_before_backwards(name: str, stages: int, micro_batches: int, chunks: in
     """
     found = [micro_batches] * (stages * chunks)
     placement = SCHEDULES[name].placement(stages, chunks)
-    for of_ranks in held_at_backwards(name, stages, micro_batches, chunks, first=True):
-        of_chunks = [iter(held) for ((_, held),) in of_ranks]
+    for of_ranks in held_at_backwards(name, stages, micro_batches, chunks):
+        of_chunks = [iter(held) for (_, held), *_ in of_ranks]
         for chunk, rank in enumerate(placement):
             found[chunk] = min(found[chunk], next(of_chunks[rank]))
     return tuple(found)
 
 
-@cache
 def held_at_backwards(
-    name: str, stages: int, micro_batches: int, chunks: int, first: bool = False
+    name: str, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[tuple[Held, ...], ...], ...]:
-    """In each order that a named schedule may take, of each rank, what it holds at least when a backward begins.
+    """In each order that a named schedule may take, of each rank, what it holds at least when a backward begins: each
+    case once, that of the first backward first.
 
     It may be more, where weight gradients have to wait for their turn.
 
     Args:
-        chunks: on each rank. first: only when the first backward of each rank begins.
+        chunks: on each rank.
     """
     named = SCHEDULES[name]
     if isinstance(named, FixedOrder) and named.forwards_first:
         return (tuple(((rank, (micro_batches,)),) for rank in range(stages)),)
-    placement = named.placement(stages, chunks)
-    of_ranks = [[chunk for chunk, place in enumerate(placement) if place == rank] for rank in range(stages)]
     # Further micro-batches begin where those before them go backward: a rank holds no more of them.
-    orders = _orders(name, stages, min(micro_batches, 2 * stages), chunks)
-    found = (tuple(_held(row, mine, first) for row, mine in zip(rows, of_ranks, strict=True)) for rows in orders)
+    return _of_orders(name, stages, min(micro_batches, 2 * stages), chunks)
+
+
+@cache
+def _of_orders(name: str, stages: int, micro_batches: int, chunks: int) -> tuple[tuple[tuple[Held, ...], ...], ...]:
+    placement = SCHEDULES[name].placement(stages, chunks)
+    of_ranks = [[chunk for chunk, place in enumerate(placement) if place == rank] for rank in range(stages)]
+    orders = _orders(name, stages, micro_batches, chunks)
+    found = (tuple(_held(row, mine) for row, mine in zip(rows, of_ranks, strict=True)) for rows in orders)
     return tuple(dict.fromkeys(found))
 
 
@@ -62,7 +67,7 @@ def _orders(name: str, stages: int, micro_batches: int, chunks: int) -> Iterator
     ]
 
 
-def _held(row: Sequence[int], mine: Sequence[int], first: bool) -> tuple[Held, ...]:
+def _held(row: Sequence[int], mine: Sequence[int]) -> tuple[Held, ...]:
     """Each case once. Args: mine: the chunks of the rank."""
     counts = dict.fromkeys(mine, 0)
     found = dict[Held, None]()
@@ -72,7 +77,5 @@ def _held(row: Sequence[int], mine: Sequence[int], first: bool) -> tuple[Held, .
             counts[chunk] += 1
             continue
         found[chunk, tuple(counts.values())] = None
-        if first:
-            break
         counts[chunk] -= 1
     return tuple(found)

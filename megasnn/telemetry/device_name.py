@@ -10,8 +10,11 @@ import torch
 
 def name_of(device: torch.device) -> str:
     """Of a GPU, or of the processor; costs that were measured are of the device with this name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def processor_name() -> str:
+    """As the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -12,13 +12,13 @@ from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.training import Length
 from megasnn.config.validate import validate
 from megasnn.engine import Engine
+from megasnn.engine.planning import planned_costs
 from megasnn.grid import Grid
 from megasnn.models.model import run_config
 from megasnn.planner.analysis import Analysis, LayerSeconds, Timed, write
 from megasnn.planner.apply import configuration
 from megasnn.planner.layout import Layout, with_layout
 from megasnn.planner.plan import plan
-from megasnn.planner.planned_costs import planned_costs
 from megasnn.planner.step import Predictor
 from megasnn.schedule import Schedule
 from megasnn.telemetry.device_name import name_of

@@ -121,7 +121,7 @@ def test_what_is_held_at_backwards(
         chunks = SCHEDULES[name].chunks
     schedule = named_schedule(name, stages, micro_batches, chunks, data.draw(costs(stages)))
     found = [at_backwards(schedule, rank) for rank in range(stages)]
-    firsts = held_at_backwards(name, stages, micro_batches, chunks, first=True)
+    firsts = [tuple(cases[:1] for cases in order) for order in held_at_backwards(name, stages, micro_batches, chunks)]
     assert tuple(cases[:1] for cases in found) in firsts
     least = held_before_backwards(name, stages, micro_batches, chunks)
     for rank, ((chunk, held), *_) in enumerate(found):

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megasnn.telemetry.device_name import processor_name
+
 Line = Mapping[str, Any]
 
 PACKAGES = ("torch", "spikingjelly", "numba", "triton", "megasnn")
@@ -21,7 +23,7 @@ def surroundings(gpu: str | None) -> dict[str, Any]:
     """When, on what, and with which versions a run was made."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"cpu": _cpu_model(), "cores": os.cpu_count(), "gpu": gpu},
+        "machine": {"cpu": processor_name(), "cores": os.cpu_count(), "gpu": gpu},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "commit": _commit(),
     }
@@ -61,17 +63,6 @@ def latest_alike(line: Line, earlier: Sequence[Line]) -> Line | None:
         return of.get("configuration"), of.get("machine")
 
     return next((other for other in reversed(earlier) if key(other) == key(line)), None)
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:
