@@ -45,7 +45,7 @@ class Spikes:
 def spikes_in(x: Tensor) -> Spikes | None:
     """Of an input `[frames, C, H, W]`; None where products of it are formed as dense ones."""
     rows = x.detach().movedim(1, -1)
-    if x.device.type != "cpu" or x.dtype not in TYPES or not rows.is_contiguous():
+    if not _takes(x, x.shape, x.dtype) or not rows.is_contiguous():
         return None
     values, packed = rows.reshape(-1, x.shape[1]).numpy(), bits_of(x)
     if packed is not None:
@@ -56,14 +56,19 @@ def spikes_in(x: Tensor) -> Spikes | None:
 
 def spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Spikes | None:
     """The same of spikes that are packed, and that would otherwise be unpacked in this type."""
-    if packed.device.type != "cpu" or dtype not in TYPES:
+    if not _takes(packed, shape, dtype):
         return None
     return _few(packed, shape, torch.empty(0, shape[1], dtype=dtype).numpy())
 
 
+def _takes(memory: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    fits = memory.device.type == "cpu" and dtype in TYPES and shape[1] % 8 == 0 and shape.numel() > 0
+    return fits and _loops() is not None
+
+
 def _few(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes | None:
     bits = packed.numpy()
-    if not bits.size or shape[1] % 8 or _loops() is None or int(np.bitwise_count(bits).sum()) > MOST * shape.numel():
+    if int(np.bitwise_count(bits).sum()) > MOST * shape.numel():
         return None
     return Spikes(shape, bits.reshape(-1, shape[1] // 8), values)
 
@@ -100,7 +105,7 @@ def add_weight_gradient(total: Tensor, grad: Tensor, spikes: Spikes, geometry: G
     gradients = grad.movedim(1, -1).reshape(-1, columns)
     arrays = spikes.bits, spikes.values, gradients.numpy(), by_place.numpy()
     run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _numbers(total, geometry), lines)
-    total += by_place.view(*total.shape[2:], total.shape[1], columns).permute(3, 2, 0, 1)
+    total += by_place.t().contiguous().view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
     return True
 
 
