@@ -25,14 +25,15 @@ llvm.set_option("megasnn", "-runtime-memory-check-threshold=64")
 
 
 class FolderLocator(UserProvidedCacheLocator):
-    """Where numba keeps machine code, which is out of date once any file beside the kernel's has changed.
+    """Where numba keeps machine code, which is out of date once any file beside the kernel's, or of this package, has
+    changed.
 
     By itself numba looks at the kernel's own file alone, and not at those of the parts that it calls.
     """
 
     def get_source_stamp(self) -> str:
         digest = hashlib.sha256()
-        for file in sorted(Path(self._py_file).parent.glob("*.py")):
+        for file in sorted({*Path(self._py_file).parent.glob("*.py"), *Path(__file__).parent.rglob("*.py")}):
             digest.update(file.read_bytes())
         return digest.hexdigest()
 

@@ -149,11 +149,8 @@ def test_packed_spikes_are_not_unpacked() -> None:
 @pytest.mark.parametrize("most", [1, 4])
 def test_a_product_of_rows(most: int) -> None:
     torch.manual_seed(0)
-    x, weight, grad = (
-        images((30, 32, 1, 1), 0.2, most=most).flatten(1),
-        torch.randn(16, 32).double(),
-        torch.randn(30, 16),
-    )
+    x, weight = images((30, 32, 1, 1), 0.2, most=most).flatten(1), torch.randn(16, 32, dtype=torch.float64)
+    grad = torch.randn(30, 16, dtype=torch.float64)
     sparse = MatrixProducts(exact=True, sparse=True)
     with _counted() as found:
         torch.testing.assert_close(sparse.output(x, weight), x @ weight.t(), rtol=1e-12, atol=1e-12)

@@ -15,7 +15,8 @@ from numba.extending import intrinsic
 
 from megasnn.kernels.jit import part
 
-_WORD = 64  # bits that are looked through at once
+WORD = 64
+"""Bits that are looked through at once."""
 
 
 def _word(context, bits, pixel, byte):
@@ -72,12 +73,13 @@ without_lowest: Any = intrinsic(_without_lowest)
 def by_pixel(bits, x, first, last, starts, channels, values):
     """Of pixels `first` to `last` the channels that are not 0, in their order, and their values.
 
-    Those of the i-th pixel lie from `starts[i]` to `starts[i + 1]`.
+    Those of the w-th 64 channels of the i-th pixel lie from `starts[i * words + w]` to the next start.
     """
-    count = 0
+    count, entry = 0, 0
     for pixel in range(first, last):
-        starts[pixel - first] = count
-        for byte in range(0, bits.shape[1], _WORD // 8):
+        for byte in range(0, bits.shape[1], WORD // 8):
+            starts[entry] = count
+            entry += 1
             left = word(bits, pixel, byte)
             while left != 0:
                 channel = 8 * byte + lowest(left)
@@ -85,7 +87,7 @@ def by_pixel(bits, x, first, last, starts, channels, values):
                 values[count] = x[pixel, channel] if x.size > 0 else 1
                 count += 1
                 left = without_lowest(left)
-    starts[max(0, last - first)] = count
+    starts[entry] = count
 
 
 @part
@@ -97,7 +99,7 @@ def by_channel(bits, x, first, last, width, stride, ends, places, values):
     """
     ends[:] = 0
     for pixel in range(first, last):
-        for byte in range(0, bits.shape[1], _WORD // 8):
+        for byte in range(0, bits.shape[1], WORD // 8):
             left = word(bits, pixel, byte)
             while left != 0:
                 ends[8 * byte + lowest(left) + 1] += 1
@@ -106,7 +108,7 @@ def by_channel(bits, x, first, last, width, stride, ends, places, values):
         ends[channel] += ends[channel - 1]
     for pixel in range(first, last):
         place = (pixel - first) // width * stride + (pixel - first) % width
-        for byte in range(0, bits.shape[1], _WORD // 8):
+        for byte in range(0, bits.shape[1], WORD // 8):
             left = word(bits, pixel, byte)
             while left != 0:
                 channel = 8 * byte + lowest(left)

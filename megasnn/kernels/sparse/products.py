@@ -23,8 +23,14 @@ from megasnn.kernels.runtime import run
 MOST = 0.4
 """The share of values other than 0 up to which sums take less time than dense products."""
 TYPES = torch.float32, torch.float64
-_PIXELS = 256  # that are listed at once
-_CACHE = 640 * 2**10  # bytes of a weight that are read again and again: most of an L2 cache
+
+# From this share on, each row is added so often that it is worth having all of them in an L1 cache: in narrow blocks of
+# columns, 64 channels or 64 pixels at a time. Otherwise blocks are wide, and their rows fit in most of an L2 cache.
+_MANY = 0.1
+_NARROW = 512  # bytes of a block
+_L2 = 640 * 2**10  # bytes
+_PIXELS, _FEW_PIXELS = 256, 64  # that are listed at once
+_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,13 @@ class Spikes:
     Attributes:
         shape: of the input, `[frames, C, H, W]`.
         bits: `[pixels, C / 8]`, as `megasnn.kernels.codec` packs spikes, channels last.
+        share: of values that are not 0.
         values: of the input, `[pixels, C]`; `[0, C]` where all that are not 0 are 1.
     """
 
     shape: torch.Size
     bits: np.ndarray
+    share: float
     values: np.ndarray
 
 
@@ -47,10 +55,11 @@ def spikes_in(x: Tensor) -> Spikes | None:
     rows = x.detach().movedim(1, -1)
     if not _takes(x, x.shape, x.dtype) or not rows.is_contiguous():
         return None
-    values, packed = rows.reshape(-1, x.shape[1]).numpy(), bits_of(x)
-    if packed is not None:
-        return spikes_in_bits(packed, x.shape, x.dtype)
+    known = bits_of(x)
+    if known is not None:
+        return spikes_in_bits(known, x.shape, x.dtype)
     packed, all_one = pack_where_not_zero(rows)
+    values = rows.reshape(-1, x.shape[1]).numpy()
     return _few(packed, x.shape, values[:0] if all_one else values)
 
 
@@ -68,9 +77,8 @@ def _takes(memory: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
 
 def _few(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes | None:
     bits = packed.numpy()
-    if int(np.bitwise_count(bits).sum()) > MOST * shape.numel():
-        return None
-    return Spikes(shape, bits.reshape(-1, shape[1] // 8), values)
+    share = int(np.bitwise_count(bits).sum()) / shape.numel()
+    return Spikes(shape, bits.reshape(-1, shape[1] // 8), share, values) if share <= MOST else None
 
 
 def output(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor | None:
@@ -81,12 +89,15 @@ def output(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor | None:
     frames, space = spikes.shape[0], output_space(spikes.shape[2:], weight.shape[2:], geometry)
     parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
     out = empty_strided((frames * space.numel(), columns), (columns, 1), weight.dtype, weight.device)
-    row = spikes.shape[1] * weight.element_size()  # bytes of a column of the weight at one place of the kernel
-    cuts = _cuts(columns, weight.element_size(), _CACHE // row)
-    taps = max(1, _CACHE // (row * int(cuts[0, 1]) * loops.HALF_LINE // weight.element_size()))
-    lines = max(1, _PIXELS // sizes[3])
+    channels, lines = spikes.shape[1], max(1, _PIXELS // sizes[3])
+    if spikes.share >= _MANY:
+        cuts, at_once = _cuts(columns, weight.dtype, _NARROW), (1, 1)
+    else:
+        cuts = _cuts(columns, weight.dtype, _L2 // channels)
+        at_once = max(1, _L2 // (channels * int(cuts[0, 1]) * loops.HALF_LINE)), channels
     arrays = spikes.bits, spikes.values, _by_place(weight).numpy(), out.numpy()
-    run(loops.outputs, parts * -(-sizes[2] // lines), *arrays, cuts, sizes, _numbers(weight, geometry), lines, taps)
+    where = sizes, geometry.stride, _offsets(weight, geometry)
+    run(loops.outputs, parts * -(-sizes[2] // lines), *arrays, cuts, *where, lines, at_once)
     return out.view(frames, *space, columns).movedim(-1, 1)
 
 
@@ -100,11 +111,12 @@ def add_weight_gradient(total: Tensor, grad: Tensor, spikes: Spikes, geometry: G
         return False
     _, sizes = _parts(spikes.shape[0], spikes.shape[2:], grad.shape[2:], total, geometry)
     by_place = total.new_zeros(total[0].numel(), columns)
-    cuts = _cuts(columns, total.element_size(), -(-columns // torch.get_num_threads()))
-    lines = max(1, _PIXELS // sizes[1])
+    of_thread = -(-columns // torch.get_num_threads()) * total.element_size()
+    pixels, most = (_FEW_PIXELS, _NARROW) if spikes.share >= _MANY else (_PIXELS, of_thread)
+    cuts, lines = _cuts(columns, total.dtype, min(most, of_thread)), max(1, pixels // sizes[1])
     gradients = grad.movedim(1, -1).reshape(-1, columns)
     arrays = spikes.bits, spikes.values, gradients.numpy(), by_place.numpy()
-    run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _numbers(total, geometry), lines)
+    run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
     total += by_place.t().contiguous().view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
     return True
 
@@ -133,25 +145,31 @@ def _parts(
     return frames, (space[0], space[1], output_space[0], output_space[1])
 
 
-def _numbers(weight: Tensor, geometry: Geometry) -> tuple[int, ...]:
-    """A geometry as the loops take it."""
-    return *weight.shape[2:], *geometry.stride, *geometry.padding, *geometry.dilation
+def _offsets(weight: Tensor, geometry: Geometry) -> np.ndarray:
+    """How far each place of a kernel is from where it is put, in rows and columns, `[kh kw, 2]`."""
+    far = np.indices(weight.shape[2:]).reshape(2, -1).T * geometry.dilation
+    return np.ascontiguousarray(far - np.array(geometry.padding))
 
 
 def _by_place(weight: Tensor) -> Tensor:
-    """`[out, C, k, k]` -> `[k k C, out]`."""
-    return weight.detach().movedim(1, -1).reshape(len(weight), -1).t().contiguous()
+    """`[out, C, k, k]` -> `[k k C, >= out]`, in rows that do not all fall on the same lines of a cache."""
+    rows = weight.detach().movedim(1, -1).reshape(len(weight), -1).t().contiguous()
+    if rows[0].nbytes % (16 * _LINE):
+        return rows
+    spread = rows.new_empty(len(rows), rows.shape[1] + 8 * _LINE // rows.element_size())
+    spread[:, : rows.shape[1]] = rows
+    return spread
 
 
-def _cuts(columns: int, itemsize: int, most: int) -> np.ndarray:
-    """Blocks of at most so many columns, as few as can be: the first column of each, and how many half lines of the
-    cache it has. `[blocks, 2]`."""
+def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
+    """Blocks of at most so many bytes of columns, as few as can be: the first column of each, and how many half lines
+    of the cache it has. `[blocks, 2]`."""
     from megasnn.kernels.sparse.loops import BLOCKS, HALF_LINE
 
-    each = HALF_LINE // itemsize
-    found, column = [], 0
-    while column < columns:
-        halves = next(block for block in BLOCKS if block == 1 or block * each <= min(columns - column, most))
-        found.append((column, halves))
-        column += halves * each
+    found, half = [], 0
+    halves = columns * dtype.itemsize // HALF_LINE
+    while half < halves:
+        size = next(block for block in BLOCKS if block == 1 or block <= min(halves - half, most // HALF_LINE))
+        found.append((half * HALF_LINE // dtype.itemsize, size))
+        half += size
     return np.array(found)
