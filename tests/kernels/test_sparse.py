@@ -182,6 +182,13 @@ def test_where_products_stay_dense(x: Tensor, out: int, geometry: Geometry) -> N
     assert torch.equal(gradients, gradient(dense, x, weight, torch.ones_like(y)))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_seen_without_spikes(value: float) -> None:
+    x, weight = images((2, 16, 4, 4), 0.0), kernel(16, 16, (1, 1))
+    weight[3, 5] = value
+    assert SPARSE.output(x, weight).isnan().sum() == 2 * 4 * 4
+
+
 @pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-12), ("fp32", 1e-5)])
 def test_a_model_computes_the_same(precision: str, tolerance: float) -> None:
     losses = {}

@@ -7,6 +7,7 @@ or of the gradient of the output.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -82,9 +83,10 @@ def _few(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes | None
 
 
 def output(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """Of spikes and `[out, C, k, k]`: `[frames, out, H', W']`, channels last; None where there are no loops for it."""
+    """Of spikes and `[out, C, k, k]`: `[frames, out, H', W']`, channels last; None where there are no loops for it, and
+    where the weight is not finite, which is to be seen also where no spike meets it."""
     loops, columns = _loops_for(weight, geometry), len(weight)
-    if loops is None:
+    if loops is None or not math.isfinite(weight.sum()):
         return None
     frames, space = spikes.shape[0], output_space(spikes.shape[2:], weight.shape[2:], geometry)
     parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
