@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,9 +34,18 @@ class FolderLocator(UserProvidedCacheLocator):
 
     def get_source_stamp(self) -> str:
         digest = hashlib.sha256()
-        for file in sorted({*Path(self._py_file).parent.glob("*.py"), *Path(__file__).parent.rglob("*.py")}):
+        for file in sorted(Path(self._py_file).parent.glob("*.py")):
             digest.update(file.read_bytes())
+        digest.update(_digest_of_package())
         return digest.hexdigest()
+
+
+@functools.cache
+def _digest_of_package() -> bytes:
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
