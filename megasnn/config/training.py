@@ -70,6 +70,10 @@ class TrainingConfig:
     split where errors against float64, measured at the start for each shape of layer, are at most 1.5 times those of
     ieee and it is faster; the log tells where. ieee on a CPU, and with --deterministic, since measured times differ
     from run to run."""
+    sparse_products: Literal["auto", "off"] = "auto"
+    """How --precision fp32 and fp64 multiply in layers that take spikes or small counts, on a CPU. auto: outputs and
+    gradients of weights are sums over the values that are not 0, where these are at most 40 % of an input; their terms
+    are those of the dense product, whose others are 0. off: dense products."""
     deterministic: bool = False
     """The same bits in every run on the same ranks, devices and versions: GPUs take only algorithms that promise it
     (an operation without one is an error), and sums over ranks are formed in the order of the ranks. That costs time:

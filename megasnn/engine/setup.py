@@ -16,7 +16,7 @@ from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import no_graphs
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.planning import plan_of, wire_options
-from megasnn.engine.split_products import choose_products
+from megasnn.engine.product_choice import choose_products
 from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.layers import BuildContext

@@ -62,6 +62,16 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
     return packed
 
 
+def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
+    """Which values of a tensor on a CPU are not 0, packed as spikes are, and whether all of them are 1."""
+    flat = flat_in_memory(x.detach())
+    compiled = _compiled(flat)
+    if compiled is None:
+        return _pack_bits_plain(flat), bool(((flat == 0) | (flat == 1)).all())
+    packed = torch.empty(packed_size(flat.numel()), dtype=torch.uint8)
+    return packed, not _pack_spikes(compiled, _readable(flat), packed.numpy())
+
+
 def unpack_bits(
     packed: Tensor,
     shape: Sequence[int],

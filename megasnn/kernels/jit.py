@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ llvm.set_option("megasnn", "-runtime-memory-check-threshold=64")
 
 
 class FolderLocator(UserProvidedCacheLocator):
-    """Where numba keeps machine code, which is out of date once any file beside the kernel's has changed.
+    """Where numba keeps machine code, which is out of date once any file beside the kernel's, or of this package, has
+    changed.
 
     By itself numba looks at the kernel's own file alone, and not at those of the parts that it calls.
     """
@@ -34,7 +36,16 @@ class FolderLocator(UserProvidedCacheLocator):
         digest = hashlib.sha256()
         for file in sorted(Path(self._py_file).parent.glob("*.py")):
             digest.update(file.read_bytes())
+        digest.update(_digest_of_package())
         return digest.hexdigest()
+
+
+@functools.cache
+def _digest_of_package() -> bytes:
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """The three products of a layer with weights: its output, and the gradients of its input and of its weight.
 
-Each can be formed as it is, or split into products of TF32 (`megasnn.kernels.split`).
+Each can be formed as it is, or split into products of TF32 (`megasnn.kernels.split`); where few values of the input
+are not 0, those with the input also as sums over these (`megasnn.kernels.sparse`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from megasnn.kernels.convolution import (
     convolve,
     input_gradient,
 )
+from megasnn.kernels.sparse.products import add_weight_gradient as add_sparse_weight_gradient
+from megasnn.kernels.sparse.products import output as sparse_output
+from megasnn.kernels.sparse.products import spikes_in, spikes_in_bits
 from megasnn.kernels.split import piece_pairs, split_product
 from megasnn.kernels.tensor_cores import rounding_products
 from megasnn.kernels.triton.available import usable_on
@@ -39,11 +43,13 @@ class Products(ABC):
             are often short, and then the errors are larger.
         split: the products that are split; their operands are float32.
         at_once: those of them of which a kernel of our own forms all parts in one pass.
+        sparse: whether products with an input of few spikes are sums over them.
     """
 
     exact: bool = False
     split: frozenset[Kind] = frozenset()
     at_once: frozenset[Kind] = field(default=frozenset(), kw_only=True)
+    sparse: bool = field(default=False, kw_only=True)
 
     def can_at_once(self, kind: Kind, images: Tensor, weight: Tensor) -> bool:
         """Whether there is a kernel that forms this product in one pass. Args: images: the input, or the gradient of
@@ -71,6 +77,11 @@ class Products(ABC):
             for x_piece, grad_piece in piece_pairs(x, grad, a_is_exact=True):
                 self._add_weight_gradient(total, grad_piece, x_piece)
 
+    def add_weight_gradient_of_bits(self, total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size) -> bool:
+        """The same of spikes of this shape that are packed (channels last); False, and nothing is done, where they are
+        to be unpacked for it."""
+        return False
+
     @abstractmethod
     def _output(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -92,7 +103,9 @@ class MatrixProducts(Products):
     """Of rows `[R, in]` and a weight `[out, in]`, which have no space."""
 
     def _output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.t()
+        spikes = spikes_in(_as_images(x)) if self.sparse else None
+        y = None if spikes is None else sparse_output(spikes, _as_images(weight), Geometry())
+        return x @ weight.t() if y is None else y.flatten(1)
 
     def _add_output(self, total: Tensor, x: Tensor, weight: Tensor) -> None:
         add_product(total, x, weight.t())
@@ -104,7 +117,14 @@ class MatrixProducts(Products):
         add_product(total, grad, weight)
 
     def _add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        add_product(total, grad.t(), x)
+        spikes = spikes_in(_as_images(x)) if self.sparse else None
+        if spikes is None or not add_sparse_weight_gradient(_as_images(total), _as_images(grad), spikes, Geometry()):
+            add_product(total, grad.t(), x)
+
+
+def _as_images(rows: Tensor) -> Tensor:
+    """`[R, C]` as `[R, C, 1, 1]`, the same memory."""
+    return rows[:, :, None, None]
 
 
 @dataclass(frozen=True)
@@ -134,8 +154,14 @@ class ConvolutionProducts(Products):
             return split_input_gradient(grad, weight, self.geometry)
         return super().input_gradient(grad, weight, space)
 
+    def add_weight_gradient_of_bits(self, total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size) -> bool:
+        spikes = spikes_in_bits(packed, shape, grad.dtype) if self.sparse else None
+        return spikes is not None and add_sparse_weight_gradient(total, grad, spikes, self.geometry)
+
     def _output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return convolve(x, weight, self.geometry)
+        spikes = spikes_in(x) if self.sparse else None
+        y = None if spikes is None else sparse_output(spikes, weight, self.geometry)
+        return convolve(x, weight, self.geometry) if y is None else y
 
     def _add_output(self, total: Tensor, x: Tensor, weight: Tensor) -> None:
         add_convolution(total, x, weight, self.geometry)
@@ -147,7 +173,9 @@ class ConvolutionProducts(Products):
         add_input_gradient(total, grad, weight, self.geometry)
 
     def _add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        add_weight_gradient(total, grad, x, self.geometry)
+        spikes = spikes_in(x) if self.sparse else None
+        if spikes is None or not add_sparse_weight_gradient(total, grad, spikes, self.geometry):
+            add_weight_gradient(total, grad, x, self.geometry)
 
 
 class LayerShape(NamedTuple):
@@ -173,6 +201,7 @@ class ProductChoice:
         everywhere: those of all layers that `of_shape` does not name.
         of_shape: the products of layers of a shape.
         told: for the log.
+        sparse: whether products of all layers that take spikes or counts are sums over them.
     Attributes:
         shapes: of the layers that were built and whose products can be split, each once, in their order.
     """
@@ -182,8 +211,9 @@ class ProductChoice:
         everywhere: frozenset[Kind] = frozenset(),
         of_shape: dict[LayerShape, Products] | None = None,
         told: tuple[str, ...] = (),
+        sparse: bool = False,
     ) -> None:
-        self._everywhere, self._of_shape, self.told = everywhere, of_shape or {}, told
+        self._everywhere, self._of_shape, self.told, self._sparse = everywhere, of_shape or {}, told, sparse
         self._asked: dict[LayerShape, None] = {}
 
     @property
@@ -192,7 +222,7 @@ class ProductChoice:
 
     def applied(self, products: Chosen, weight: torch.Size, frames: int, space: torch.Size) -> Chosen:
         """A layer's products, with those that are to be split. Args: as the fields of LayerShape."""
-        plain = replace(products, split=frozenset(), at_once=frozenset())
+        plain = replace(products, split=frozenset(), at_once=frozenset(), sparse=products.exact and self._sparse)
         if not products.exact:
             return plain
         shape = LayerShape(plain, weight, frames, space)

@@ -71,7 +71,7 @@ def _announced_when_slow() -> Iterator[None]:
 def _announce() -> None:
     if os.environ.get("RANK", "0") == "0" and not _announced.is_set():
         _announced.set()
-        sys.stderr.write("compiling the fused kernels for this processor: some 15 seconds, the first time only\n")
+        sys.stderr.write("compiling the fused kernels for this processor: some 25 seconds, the first time only\n")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from megasnn.comm.collectives import (
     to_rows,
 )
 from megasnn.comm.group import Group
+from megasnn.kernels.packed import remember_bits
 from megasnn.kernels.pooling import average_pool, average_pool_gradient, average_pool_of_bits, pooled_space
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.weight_gradients import Leave
@@ -102,8 +103,12 @@ class Convolve(torch.autograd.Function):
 def _add_weight_gradient(
     plan: ConvPlan, payloads: list[Tensor], input_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    images = pooled_input(payloads, plan, input_shape, grad.dtype)
-    plan.products.add_weight_gradient(images_kernel(total, total.dtype), grad, images)
+    kernel, bits = images_kernel(total, total.dtype), _bits_of_images(payloads, plan)
+    if bits is not None:
+        shape = torch.Size((len(grad), *input_shape[2:]))
+        if plan.products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
+            return
+    plan.products.add_weight_gradient(kernel, grad, pooled_input(payloads, plan, input_shape, grad.dtype))
 
 
 def pooled_input(
@@ -121,7 +126,12 @@ def pooled_input(
     if full is None:
         rows = torch.Size((shape.numel() // shape[2], shape[2]))
         full = from_rows(join_columns(payloads, plan.content, rows, dtype), shape)
-    return average_pool(full.flatten(0, 1), plan.pool)
+    return remember_bits(average_pool(full.flatten(0, 1), plan.pool), _bits_of_images(payloads, plan))
+
+
+def _bits_of_images(payloads: list[Tensor], plan: ConvPlan) -> Tensor | None:
+    """What is convolved as packed spikes, where that is what is kept."""
+    return payloads[0] if plan.content is Content.SPIKES and plan.pool == 1 and len(payloads) == 1 else None
 
 
 def images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:

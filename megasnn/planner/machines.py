@@ -145,8 +145,9 @@ REACHED = {
         rest=0.0,
         start=1.18e-3,
         alone=1.04,
-        told="fitted to ten layouts of one core and of two cores of an AMD EPYC; ten others came out within 6 %, half "
-        "of them within 4 % (docs/planner.md); --measure does it for this one",
+        told="fitted to ten layouts of one core and of two cores of an AMD EPYC, with --sparse-products off; ten "
+        "others came out within 6 %, half of them within 4 % (docs/planner.md). Sums over spikes take less time, the "
+        "fewer they are: --measure takes them as they are, on this one",
     ),
 }
 

@@ -63,7 +63,7 @@ class DeviceBenchmark(Flags):
         return wrong
 
     def run(self, model: ModelName, size: int) -> Run:
-        return Run(dimensions_of(model), size, self.micro_batches)
+        return Run(dimensions_of(model), size, self.micro_batches, sparse_products="off")
 
 
 def measure(flags: DeviceBenchmark) -> Iterator[Part]:

@@ -54,6 +54,8 @@ class LayoutBenchmark(Flags):
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
     fp32_products: Literal["auto", "ieee", "split"] = "auto"
     """As pretrain takes it, with --precision fp32."""
+    sparse_products: Literal["auto", "off"] = "auto"
+    """As pretrain takes it, on a CPU."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
     """Of MegaSNN's rows."""
     pipeline_schedule: ScheduleName = "auto"
@@ -129,6 +131,8 @@ class LayoutBenchmark(Flags):
             identity["neuron_backend"] = self.neuron_backend
             if self.device == "cuda":
                 identity["fp32_products"] = self.fp32_products
+            else:
+                identity["sparse_products"] = self.sparse_products
         if row.pipeline > 1:
             identity["pipeline_schedule"] = self.pipeline_schedule
         return identity

@@ -81,6 +81,7 @@ class LayoutRank:
             flags.precision,
             flags.neuron_backend,
             flags.fp32_products,
+            sparse_products=flags.sparse_products,
             watches=True,
             tensor_model_parallel_size=row.tensor,
             pipeline_model_parallel_size=row.pipeline,

@@ -170,6 +170,7 @@ def megasnn_step(
     neuron_backend: str,
     fp32_products: Products = "auto",
     cuda_graphs: CudaGraphs = "off",
+    sparse_products: Literal["auto", "off"] = "auto",
     watches: bool = False,
     **parallel: Any,
 ) -> MegaSNNStep:
@@ -186,6 +187,7 @@ def megasnn_step(
             train_iters=ENDLESS,
             precision=precision,
             fp32_products=fp32_products,
+            sparse_products=sparse_products,
             cuda_graphs=cuda_graphs,
         ),
         parallel=ParallelConfig(**parallel),

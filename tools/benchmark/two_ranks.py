@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megasnn.config import PretrainConfig, TrainingConfig
 from megasnn.grid import Grid
@@ -40,11 +41,13 @@ class Run:
 
     Attributes:
         micro_batch_size: samples of a micro-batch. micro_batches: of a step, over all replicas.
+        sparse_products: as pretrain takes it. The table of devices knows nothing of how many spikes there are.
     """
 
     model: Dimensions
     micro_batch_size: int
     micro_batches: int
+    sparse_products: Literal["auto", "off"] = "auto"
 
     @property
     def samples(self) -> int:
@@ -53,7 +56,8 @@ class Run:
 
     def configuration(self) -> PretrainConfig:
         """On one rank."""
-        training = TrainingConfig(self.micro_batch_size, self.samples, train_iters=1)
+        sizes = self.micro_batch_size, self.samples
+        training = TrainingConfig(*sizes, train_iters=1, sparse_products=self.sparse_products)
         return configuration(self.model, training=training, optimizer=OPTIMIZER)
 
     def counted(self) -> Analysis:

@@ -79,6 +79,14 @@ def _lane_of(context, number):
     return Lanes(number, 1)(number), lambda context, builder, signature, args: repeated(builder, args[0], 1)
 
 
+def _lanes(context, number, size):
+    """A number in each of the lanes of so many bytes, which are written as a number."""
+    if not isinstance(size, types.IntegerLiteral):
+        raise TypeError(f"how many bytes lanes have is written as a number, not as {size}")
+    kind = Lanes(number, size.literal_value * 8 // number.bitwidth)
+    return kind(number, size), lambda context, builder, signature, args: repeated(builder, args[0], kind.count)
+
+
 def _filled(context, number, like):
     """A number in each of as many lanes as in `like`."""
     return like(number, like), lambda context, builder, signature, args: repeated(builder, args[0], like.count)
@@ -219,6 +227,7 @@ def _multiply_add(context, a, b, c):
 
 lanes_of: Any = intrinsic(_lanes_of)
 lane_of: Any = intrinsic(_lane_of)
+lanes: Any = intrinsic(prefer_literal=True)(_lanes)
 filled: Any = intrinsic(_filled)
 count_of: Any = intrinsic(_count_of)
 load: Any = intrinsic(_load)

@@ -1,4 +1,5 @@
-"""Which products of a run in fp32 are split for tensor cores: `--fp32-products`."""
+"""How a run forms products with spikes: which are split for tensor cores (`--fp32-products`), and which are sums over
+the spikes (`--sparse-products`)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from megasnn.comm.agreement import decided_by_first
 from megasnn.config.training import TrainingConfig
 from megasnn.kernels.compared_products import Comparisons, chosen, compare
 from megasnn.kernels.products import KINDS, LayerShape, ProductChoice
+from megasnn.kernels.sparse.products import MOST, TYPES
 from megasnn.kernels.tensor_cores import takes_tf32
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
@@ -21,12 +23,14 @@ from megasnn.precisions import PRECISIONS
 def choose_products(
     training: TrainingConfig, model: ModelDescription, context: BuildContext, state: ParallelState
 ) -> ProductChoice:
-    """The products of a model's layers that are split. Collective: what the first rank measures holds for all.
+    """How the products of a model's layers are formed. Collective: what the first rank measures holds for all.
 
     Args:
         context: that the layers are built for.
     """
     types = PRECISIONS[training.precision]
+    if not _computes_on_gpu(state) and training.fp32_products != "split":
+        return _on_cpu(training)
     if types.products != "float32" or types.rounds or training.fp32_products == "ieee":
         return ProductChoice()
     if training.fp32_products == "split":
@@ -34,8 +38,6 @@ def choose_products(
             frozenset(KINDS),
             told=("fp32 products: all of layers that take spikes or counts are split for tensor cores",),
         )
-    if not _computes_on_gpu(state):
-        return ProductChoice()
     if training.deterministic:
         return ProductChoice(told=("fp32 products: none is split, since --deterministic leaves no choice to times",))
     asked = ProductChoice()
@@ -43,6 +45,13 @@ def choose_products(
     measure = partial(compare_all, asked.shapes, context.largest_share(training.micro_batch_size), state.device)
     comparisons = decided_by_first(state.world, measure)
     return chosen(comparisons) if comparisons else ProductChoice()
+
+
+def _on_cpu(training: TrainingConfig) -> ProductChoice:
+    if training.sparse_products == "off" or getattr(torch, PRECISIONS[training.precision].products) not in TYPES:
+        return ProductChoice()
+    most = f"at most {MOST:.0%} of an input are spikes or counts"
+    return ProductChoice(sparse=True, told=(f"sparse products: weights are summed at spikes where {most}",))
 
 
 def _computes_on_gpu(state: ParallelState) -> bool:
