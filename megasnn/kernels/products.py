@@ -213,7 +213,7 @@ class ProductChoice:
         told: tuple[str, ...] = (),
         sparse: bool = False,
     ) -> None:
-        self._everywhere, self._of_shape, self.told, self._sparse = everywhere, of_shape or {}, told, sparse
+        self._everywhere, self._of_shape, self.told, self.sparse = everywhere, of_shape or {}, told, sparse
         self._asked: dict[LayerShape, None] = {}
 
     @property
@@ -222,7 +222,7 @@ class ProductChoice:
 
     def applied(self, products: Chosen, weight: torch.Size, frames: int, space: torch.Size) -> Chosen:
         """A layer's products, with those that are to be split. Args: as the fields of LayerShape."""
-        plain = replace(products, split=frozenset(), at_once=frozenset(), sparse=products.exact and self._sparse)
+        plain = replace(products, split=frozenset(), at_once=frozenset(), sparse=products.exact and self.sparse)
         if not products.exact:
             return plain
         shape = LayerShape(plain, weight, frames, space)
