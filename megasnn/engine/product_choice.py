@@ -11,8 +11,7 @@ import torch
 from megasnn.comm.agreement import decided_by_first
 from megasnn.config.training import TrainingConfig
 from megasnn.kernels.compared_products import Comparisons, chosen, compare
-from megasnn.kernels.products import KINDS, LayerShape, ProductChoice
-from megasnn.kernels.sparse.products import MOST, TYPES
+from megasnn.kernels.products import KINDS, LayerShape, ProductChoice, products_on_cpu
 from megasnn.kernels.tensor_cores import takes_tf32
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
@@ -30,7 +29,7 @@ def choose_products(
     """
     types = PRECISIONS[training.precision]
     if not _computes_on_gpu(state) and training.fp32_products != "split":
-        return _on_cpu(training)
+        return products_on_cpu(training.sparse_products == "auto", getattr(torch, types.products))
     if types.products != "float32" or types.rounds or training.fp32_products == "ieee":
         return ProductChoice()
     if training.fp32_products == "split":
@@ -45,13 +44,6 @@ def choose_products(
     measure = partial(compare_all, asked.shapes, context.largest_share(training.micro_batch_size), state.device)
     comparisons = decided_by_first(state.world, measure)
     return chosen(comparisons) if comparisons else ProductChoice()
-
-
-def _on_cpu(training: TrainingConfig) -> ProductChoice:
-    if training.sparse_products == "off" or getattr(torch, PRECISIONS[training.precision].products) not in TYPES:
-        return ProductChoice()
-    most = f"at most {MOST:.0%} of an input are spikes or counts"
-    return ProductChoice(sparse=True, told=(f"sparse products: weights are summed at spikes where {most}",))
 
 
 def _computes_on_gpu(state: ParallelState) -> bool:

@@ -23,9 +23,9 @@ from megasnn.kernels.convolution import (
     convolve,
     input_gradient,
 )
+from megasnn.kernels.sparse.products import MOST, TYPES, spikes_in, spikes_in_bits
 from megasnn.kernels.sparse.products import add_weight_gradient as add_sparse_weight_gradient
 from megasnn.kernels.sparse.products import output as sparse_output
-from megasnn.kernels.sparse.products import spikes_in, spikes_in_bits
 from megasnn.kernels.split import piece_pairs, split_product
 from megasnn.kernels.tensor_cores import rounding_products
 from megasnn.kernels.triton.available import usable_on
@@ -213,7 +213,7 @@ class ProductChoice:
         told: tuple[str, ...] = (),
         sparse: bool = False,
     ) -> None:
-        self._everywhere, self._of_shape, self.told, self._sparse = everywhere, of_shape or {}, told, sparse
+        self._everywhere, self._of_shape, self.told, self.sparse = everywhere, of_shape or {}, told, sparse
         self._asked: dict[LayerShape, None] = {}
 
     @property
@@ -222,10 +222,18 @@ class ProductChoice:
 
     def applied(self, products: Chosen, weight: torch.Size, frames: int, space: torch.Size) -> Chosen:
         """A layer's products, with those that are to be split. Args: as the fields of LayerShape."""
-        plain = replace(products, split=frozenset(), at_once=frozenset(), sparse=products.exact and self._sparse)
+        plain = replace(products, split=frozenset(), at_once=frozenset(), sparse=products.exact and self.sparse)
         if not products.exact:
             return plain
         shape = LayerShape(plain, weight, frames, space)
         self._asked[shape] = None
         taken = self._of_shape.get(shape, replace(plain, split=self._everywhere))
         return replace(plain, split=taken.split, at_once=taken.at_once)
+
+
+def products_on_cpu(may_be_sparse: bool, dtype: torch.dtype) -> ProductChoice:
+    """Of layers that compute on a CPU, in a type. Args: may_be_sparse: whether sums over spikes are wanted."""
+    if not may_be_sparse or dtype not in TYPES:
+        return ProductChoice()
+    most = f"at most {MOST:.0%} of an input are spikes or counts"
+    return ProductChoice(sparse=True, told=(f"sparse products: weights are summed at spikes where {most}",))

@@ -14,6 +14,8 @@ from megasnn.comm.agreement import first_decides
 from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
+from megasnn.kernels.products import products_on_cpu
+from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -47,7 +49,7 @@ def measured(
     world = dist.group.WORLD if ranks > 1 else None
     timed, link = [], None
     if known is not None:
-        alone = one_rank(config)
+        alone = _as_in_runs(one_rank(config), config, device)
         layers = measure_layers(model, config.training.micro_batch_size, alone, device, wires_of(config), repeats=True)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
@@ -92,11 +94,19 @@ def _together(
     stages = ranks if size == ONE else 1
     state = initialize_model_parallel(tensor, stages, device, context_parallel_size=context)
     try:
-        built_for = context_of(state, config, cut)
+        built_for = _as_in_runs(context_of(state, config, cut), config, device)
         samples = built_for.largest_share(config.training.micro_batch_size)
         return agreed_costs(model, samples, built_for, state, wires_of(config), repeats=True)
     finally:
         destroy_model_parallel()
+
+
+def _as_in_runs(built_for: BuildContext, config: PretrainConfig, device: torch.device) -> BuildContext:
+    """With the products that a run forms on this device; a GPU's as they are."""
+    if device.type != "cpu":
+        return built_for
+    may_be_sparse = config.training.sparse_products == "auto"
+    return replace(built_for, products=products_on_cpu(may_be_sparse, built_for.compute_dtype))
 
 
 def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, ranks: int) -> Timed:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megasnn.config import TrainingConfig
 from megasnn.engine import Engine
 from megasnn.kernels import products
 from megasnn.kernels.codec import pack_bits
@@ -21,7 +22,10 @@ from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
 from megasnn.kernels.packed import remember_bits
 from megasnn.kernels.products import ConvolutionProducts, MatrixProducts, Products
 from megasnn.kernels.sparse.products import MOST, Spikes, spikes_in
+from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.planner.counting import one_rank
+from megasnn.planner.measuring import _as_in_runs
 
 SPARSE = ConvolutionProducts(exact=True, sparse=True)
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=8, in_channels=1, time_steps=2)
@@ -201,6 +205,19 @@ def test_a_model_computes_the_same(precision: str, tolerance: float) -> None:
         used = min(found.outputs, found.gradients)
         assert (used > 10 and "summed at spikes" in told[0]) if flag == "auto" else (used == 0 and told == ())
     torch.testing.assert_close(losses["auto"], losses["off"], rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize(
+    "flag, precision, sparse", [("auto", "fp32", True), ("off", "fp32", False), ("auto", "bf16", False)]
+)
+def test_the_planner_measures_what_a_run_computes(flag: str, precision: str, sparse: bool) -> None:
+    config = run_config(Spikformer)(
+        model=MODEL, training=TrainingConfig(**SIZES, sparse_products=flag, precision=precision)
+    )
+    with Engine(MODEL, **SIZES, sparse_products=flag, precision=precision) as engine:
+        of_run = engine.distributed.context.products.sparse
+    measured = _as_in_runs(one_rank(config), config, torch.device("cpu")).products.sparse
+    assert of_run == measured == sparse
 
 
 class _Counted:
