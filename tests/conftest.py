@@ -21,6 +21,9 @@ with contextlib.suppress(CacheError):
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder("numba")))
 
 from tests.rank_pool import RankPool
+from tests.sums import form_sums_where_few
+
+form_sums_where_few()
 
 
 @pytest.fixture(scope="module", autouse=True)

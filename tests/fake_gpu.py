@@ -36,7 +36,7 @@ _ON_GPU = {
     "megasnn.kernels.philox.usable_on": lambda device: True,
     "megasnn.kernels.pooling.usable_on": lambda device: True,
     "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
-    "megasnn.layers.attention.on_gpu": lambda values: True,
+    "megasnn.layers.attend.on_gpu": lambda values: True,
     "megasnn.layers.cast_weights.on_gpu": lambda values: True,
     "megasnn.kernels.codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
         tuple(shape), tuple(strides), dtype=dtype, device=device

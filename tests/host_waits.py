@@ -30,6 +30,7 @@ from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.kernels import codec, philox
+from megasnn.kernels.sparse import attention as sparse_attention
 from megasnn.kernels.sparse import products as sparse_products
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
@@ -119,7 +120,7 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
     """
     found: list[str] = []
     with ExitStack() as stack:
-        for module in (codec, philox, sparse_products):
+        for module in (codec, philox, sparse_products, sparse_attention):
             stack.enter_context(mock.patch.object(module, "_loops", lambda: None))
         stack.enter_context(mock.patch.object(device_checks, "runs_ahead", lambda device: True))
         stack.enter_context(mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{_place()}: synchronize")))

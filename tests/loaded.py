@@ -15,6 +15,9 @@ from megasnn.kernels import NeuronSpec
 from megasnn.kernels.codec import pack_bits, unpack_bits
 from megasnn.kernels.fused import calls
 from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.products import ConvolutionProducts
+from megasnn.kernels.sparse.attention import spiking_heads
+from tests.sums import form_sums_where_few
 
 
 def _load_kernels(dtype: torch.dtype) -> None:
@@ -27,8 +30,18 @@ def _load_kernels(dtype: torch.dtype) -> None:
         sums, carried = calls.backward_sums(x, spikes, norm, None, unit, False)
         calls.input_gradient(x, spikes, norm, None, unit, sums, 4, carried)
         unpack_bits(pack_bits(spikes), spikes.shape, dtype=dtype)
+    images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), ConvolutionProducts(sparse=True)
+    images[:, 1:] = 0
+    images, weight = images.to(dtype), weight.to(dtype)
+    products.add_weight_gradient(weight, products.output(images, weight), images)
+    rows = torch.zeros(1, 24, dtype=dtype)
+    heads = spiking_heads(pack_bits(rows), rows.shape, 1, 1, dtype, 1.0)
+    if heads is not None:
+        kv, grad = heads.counts(), heads.prepared(rows[:, :8])
+        heads.output(kv), heads.gradients(heads.gradient_of_q(grad, kv), heads.gradient_of_counts(grad))
 
 
+form_sums_where_few()
 for _dtype in (torch.float32, torch.float64):
     _load_kernels(_dtype)
 

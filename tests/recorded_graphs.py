@@ -142,7 +142,7 @@ def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGr
     of the CPU, nothing read before the end of a step, and spikes that leave the kernels as bits."""
     graphs = graphs or RecordedGraphs()
     with ExitStack() as stack:
-        for module in ("codec", "philox", "sparse.products"):
+        for module in ("codec", "philox", "sparse.products", "sparse.attention"):
             stack.enter_context(mock.patch(f"megasnn.kernels.{module}._loops", lambda: None))
         stack.enter_context(mock.patch("megasnn.device_checks.runs_ahead", lambda device: True))
         stack.enter_context(mock.patch("megasnn.engine.setup.capture_on", lambda device: graphs))

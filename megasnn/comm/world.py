@@ -35,10 +35,8 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
         ValueError: CUDA or NCCL asked for where there is none for this rank.
         ConnectionError: the other ranks did not come in time.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count()
-    kind = ("cuda" if gpus >= local_ranks else "cpu") if device == "auto" else device
+    local_rank, local_ranks, gpus = int(os.environ.get("LOCAL_RANK", "0")), _local_ranks(), torch.cuda.device_count()
+    kind = kind_of_device(device)
     shares = backend == "gloo" and gpus > 0
     if kind == "cuda" and not gpus:
         raise ValueError(f"--device cuda, and torch finds no GPU: {why_no_gpu()}; or use --device cpu")
@@ -62,6 +60,15 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
                 f"{timeout_minutes:g}: did one of them end before, with an error of its own? ({error})"
             ) from error
     return chosen
+
+
+def kind_of_device(asked: str) -> str:
+    """What `--device` comes to for the ranks of this machine, cpu or cuda."""
+    return ("cuda" if torch.cuda.device_count() >= _local_ranks() else "cpu") if asked == "auto" else asked
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _join_world(backend: str, timeout: datetime.timedelta) -> None:

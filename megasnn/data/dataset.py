@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -64,7 +65,7 @@ class ShardDataset(Generic[Format]):
             BrokenSample: it cannot be decoded, or is too large.
             ValueError: it does not fit the model, or the shard was changed or cut after it was indexed.
         """
-        if problem := too_large("its file", self._size(index), self.format.limit):
+        if problem := too_large("its file", int(self._sizes[index]), self.format.limit):
             raise self._broken(index, f"cannot be decoded: {problem}")
         data = self._read(index)
         try:
@@ -112,12 +113,8 @@ class ShardDataset(Generic[Format]):
         self._state[index] = _BROKEN
         return BrokenSample(f"{self.describe(index)} {problem}; mend it, or train without it (--skip-broken-samples)")
 
-    def _size(self, index: int) -> int:
-        shard, place = self._locate(index)
-        return int(shard.sizes[place])
-
     def _locate(self, index: int) -> tuple[Shard, int]:
-        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        shard = bisect_right(self._first, index) - 1  # for one number several times faster than NumPy's
         return self._shards[shard], index - int(self._first[shard])
 
     def _read(self, index: int) -> bytes:

@@ -61,7 +61,7 @@ def decode_fields(
     for field in ("x", "y"):
         _refuse(name, field, fields[field], fields[field] < 0, "is outside the sensor")
         _refuse(name, field, fields[field], fields[field] > np.iinfo(np.uint16).max, "is outside the sensor")
-    _refuse(name, "p", fields["p"], ~np.isin(fields["p"], (-1, 0, 1)), "is no polarity: 0 or 1, or -1 or 1")
+    _refuse(name, "p", fields["p"], (fields["p"] < -1) | (fields["p"] > 1), "is no polarity: 0 or 1, or -1 or 1")
     if fields["t"].dtype.kind == "u":
         _refuse(name, "t", fields["t"], fields["t"] > np.iinfo(np.int64).max, "is no time in microseconds")
     events = Events.make(fields["t"], fields["x"], fields["y"], fields["p"] > 0)

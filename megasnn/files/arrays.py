@@ -10,6 +10,7 @@ import io
 import math
 import zipfile
 import zlib
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,16 +77,30 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, limit: int) -> ND
 
 def _array(content: bytes, what: str, limit: int) -> NDArray:
     """The array of an .npy, on top of its bytes."""
-    file = io.BytesIO(content)
+    start = _header_bytes(content)
     try:
-        shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+        shape, fortran, dtype = _header(content[:start])
     except Exception as error:  # the header is a Python expression: NumPy has no common class for what damage makes it
         raise ValueError(f"{what} has a header that is damaged ({type(error).__name__}: {str(error)[:200]})") from None
     if dtype.hasobject or dtype.kind not in "biufV" or any(type(side) is not int or side < 0 for side in shape):
         raise ValueError(f"{what} is not of numbers, but {dtype} {shape}")
-    size, left = math.prod(shape) * dtype.itemsize, len(content) - file.tell()
+    size, left = math.prod(shape) * dtype.itemsize, len(content) - start
     require_size(what, size, limit)
     if size != left:
         raise ValueError(f"{what} should have {size} bytes, it has {left}")
-    array = np.frombuffer(content, dtype, math.prod(shape), file.tell())
+    array = np.frombuffer(content, dtype, math.prod(shape), start)
     return array.reshape(shape, order="F" if fortran else "C")
+
+
+def _header_bytes(content: bytes) -> int:
+    """How many bytes of an .npy come before its values, by its first ones. Source: the docs of `numpy.lib.format`."""
+    end = 10 if content[len(_NPY) : len(_NPY) + 1] == b"\x01" else 12
+    return end + int.from_bytes(content[8:end], "little")
+
+
+@lru_cache(maxsize=256)  # samples share them, and to parse one takes longer than to read a small array
+def _header(content: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether in Fortran's order, and type."""
+    file = io.BytesIO(content)
+    header: tuple[tuple[int, ...], bool, np.dtype] = _HEADERS[np.lib.format.read_magic(file)](file)
+    return header

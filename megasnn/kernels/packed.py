@@ -6,8 +6,11 @@ from torch import Tensor
 
 
 def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
-    """The spikes, which go on knowing what `codec.pack_bits` makes of them, until they change."""
-    if bits is not None:
+    """The spikes, which go on knowing what `codec.pack_bits` makes of them, until torch changes them in place.
+
+    Those of `torch.inference_mode` never know: torch does not count their changes.
+    """
+    if bits is not None and not spikes.is_inference():
         spikes._bits = bits, spikes._version  # type: ignore[attr-defined]
     return spikes
 
@@ -15,4 +18,6 @@ def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
 def bits_of(x: Tensor) -> Tensor | None:
     """What `codec.pack_bits` makes of spikes that a kernel has packed; None of all other tensors."""
     bits, version = getattr(x, "_bits", (None, 0))
-    return bits if bits is not None and x._version == version else None
+    if bits is None or x.is_inference():  # a copy that is made in `torch.inference_mode` has what was remembered
+        return None
+    return bits if x._version == version else None

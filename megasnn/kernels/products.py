@@ -23,8 +23,9 @@ from megasnn.kernels.convolution import (
     convolve,
     input_gradient,
 )
-from megasnn.kernels.sparse.products import MOST, TYPES, spikes_in, spikes_in_bits
+from megasnn.kernels.sparse.products import TYPES, has_loops
 from megasnn.kernels.sparse.products import add_weight_gradient as add_sparse_weight_gradient
+from megasnn.kernels.sparse.products import add_weight_gradient_of_bits as add_sparse_weight_gradient_of_bits
 from megasnn.kernels.sparse.products import output as sparse_output
 from megasnn.kernels.split import piece_pairs, split_product
 from megasnn.kernels.tensor_cores import rounding_products
@@ -103,8 +104,7 @@ class MatrixProducts(Products):
     """Of rows `[R, in]` and a weight `[out, in]`, which have no space."""
 
     def _output(self, x: Tensor, weight: Tensor) -> Tensor:
-        spikes = spikes_in(_as_images(x)) if self.sparse else None
-        y = None if spikes is None else sparse_output(spikes, _as_images(weight), Geometry())
+        y = sparse_output(_as_images(x), _as_images(weight), Geometry()) if self.sparse else None
         return x @ weight.t() if y is None else y.flatten(1)
 
     def _add_output(self, total: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -117,8 +117,8 @@ class MatrixProducts(Products):
         add_product(total, grad, weight)
 
     def _add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        spikes = spikes_in(_as_images(x)) if self.sparse else None
-        if spikes is None or not add_sparse_weight_gradient(_as_images(total), _as_images(grad), spikes, Geometry()):
+        images = _as_images(total), _as_images(grad), _as_images(x)
+        if not self.sparse or not add_sparse_weight_gradient(*images, Geometry()):
             add_product(total, grad.t(), x)
 
 
@@ -155,12 +155,10 @@ class ConvolutionProducts(Products):
         return super().input_gradient(grad, weight, space)
 
     def add_weight_gradient_of_bits(self, total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size) -> bool:
-        spikes = spikes_in_bits(packed, shape, grad.dtype) if self.sparse else None
-        return spikes is not None and add_sparse_weight_gradient(total, grad, spikes, self.geometry)
+        return self.sparse and add_sparse_weight_gradient_of_bits(total, grad, packed, shape, self.geometry)
 
     def _output(self, x: Tensor, weight: Tensor) -> Tensor:
-        spikes = spikes_in(x) if self.sparse else None
-        y = None if spikes is None else sparse_output(spikes, weight, self.geometry)
+        y = sparse_output(x, weight, self.geometry) if self.sparse else None
         return convolve(x, weight, self.geometry) if y is None else y
 
     def _add_output(self, total: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -173,8 +171,7 @@ class ConvolutionProducts(Products):
         add_input_gradient(total, grad, weight, self.geometry)
 
     def _add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        spikes = spikes_in(x) if self.sparse else None
-        if spikes is None or not add_sparse_weight_gradient(total, grad, spikes, self.geometry):
+        if not self.sparse or not add_sparse_weight_gradient(total, grad, x, self.geometry):
             add_weight_gradient(total, grad, x, self.geometry)
 
 
@@ -233,7 +230,8 @@ class ProductChoice:
 
 def products_on_cpu(may_be_sparse: bool, dtype: torch.dtype) -> ProductChoice:
     """Of layers that compute on a CPU, in a type. Args: may_be_sparse: whether sums over spikes are wanted."""
-    if not may_be_sparse or dtype not in TYPES:
+    if not may_be_sparse or dtype not in TYPES or not has_loops():
         return ProductChoice()
-    most = f"at most {MOST:.0%} of an input are spikes or counts"
-    return ProductChoice(sparse=True, told=(f"sparse products: weights are summed at spikes where {most}",))
+    return ProductChoice(
+        sparse=True, told=("sparse products: weights are summed at spikes where that takes less time",)
+    )

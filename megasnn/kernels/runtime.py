@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 
 from megasnn.cache import CacheError, cache_folder
@@ -18,7 +19,7 @@ from megasnn.files.locks import held
 ANNOUNCED_AFTER_S = 3.0
 COMPILED_AFTER_S = 600.0
 
-_compiled: set[tuple[Any, Any]] = set()
+_compiled: set[tuple[Any, ...]] = set()
 _announced = threading.Event()
 _threads: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_threads.clear)  # threads do not survive a fork
@@ -29,7 +30,8 @@ def run(kernel: Callable[..., None], units: int, first_array: Any, *args: Any) -
 
     As many threads take part as torch would use. Which one does a unit does not change any result.
     """
-    key = (kernel, first_array.dtype)
+    # A kernel is compiled anew for arrays of other types, and the first array may be of the same one in all of them.
+    key = (kernel, first_array.dtype, *[each.dtype for each in args if isinstance(each, np.ndarray)])
     if key not in _compiled:
         with _announced_when_slow(), _one_process(kernel):
             try:
@@ -71,7 +73,9 @@ def _announced_when_slow() -> Iterator[None]:
 def _announce() -> None:
     if os.environ.get("RANK", "0") == "0" and not _announced.is_set():
         _announced.set()
-        sys.stderr.write("compiling the fused kernels for this processor: some 25 seconds, the first time only\n")
+        sys.stderr.write(
+            "compiling the fused kernels for this processor: half a minute to a minute, the first time only\n"
+        )
 
 
 @contextlib.contextmanager

@@ -130,8 +130,9 @@ def pooled_input(
 
 
 def _bits_of_images(payloads: list[Tensor], plan: ConvPlan) -> Tensor | None:
-    """What is convolved as packed spikes, where that is what is kept."""
-    return payloads[0] if plan.content is Content.SPIKES and plan.pool == 1 and len(payloads) == 1 else None
+    """What is convolved as packed spikes, where that is what is kept and products may be formed of it."""
+    is_kept = plan.content is Content.SPIKES and plan.pool == 1 and len(payloads) == 1
+    return payloads[0] if is_kept and plan.products.sparse else None
 
 
 def images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:

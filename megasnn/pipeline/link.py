@@ -20,10 +20,8 @@ def measure_link(group: Group, device: torch.device) -> LinkCost:
     over these two."""
     if group.rank > 1 or group.size == 1:
         return LinkCost()
-    small, _ = _round_trips(group, device, SMALL)
-    large, processor = _round_trips(group, device, LARGE)
-    latency = small / 2
-    per_byte = max(large - small, 0.0) / LARGE
+    small, large, processor = _round_trips(group, device)
+    latency, per_byte = small / 2, seconds_per_byte(small, large)
     busy = torch.zeros(2, dtype=torch.float64, device=device)
     if device.type == "cpu" and _all_cores_compute(group):
         busy[group.rank] = processor / LARGE
@@ -33,25 +31,37 @@ def measure_link(group: Group, device: torch.device) -> LinkCost:
     return LinkCost(latency, per_byte, sender, receiver)
 
 
-def _round_trips(group: Group, device: torch.device, size: int) -> tuple[float, float]:
-    """Seconds from a message of the first rank until a small answer is there, and of this process meanwhile.
+def seconds_per_byte(small: float, large: float) -> float:
+    """Of round trips with a small and with a large message, in seconds.
 
-    Of several times the least: what else the machine does lengthens the others, of small messages as of large ones.
+    Where a busy machine made the small one as slow, the whole of the large one: a link whose bytes are free would be
+    planned on.
     """
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    answer = torch.zeros(SMALL, dtype=torch.uint8, device=device)
-    times, processor = [], []
+    return (large - small if large > small else large) / LARGE
+
+
+def _round_trips(group: Group, device: torch.device) -> tuple[float, float, float]:
+    """Seconds from a small and from a large message of the first rank until a small answer is there, and of this
+    process during a large one.
+
+    Small and large by turns, and of several times the least: what else the machine does lengthens the others.
+    """
+    messages = [torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE)]
+    times: list[list[float]] = [[], []]
+    processor = []
     for _ in range(MESSAGES + 1):
-        start, used = _now(device), time.process_time()
-        if group.rank == 0:
-            _transfer(group, message, sends=True)
-            _transfer(group, answer, sends=False)
-        else:
-            _transfer(group, message, sends=False)
-            _transfer(group, answer, sends=True)
-        times.append(_now(device) - start)
+        for message, found in zip(messages, times, strict=True):
+            start, used = _now(device), time.process_time()
+            _there_and_back(group, message, messages[0])
+            found.append(_now(device) - start)
         processor.append(time.process_time() - used)
-    return min(times[1:]), sorted(processor[1:])[MESSAGES // 2]
+    small, large = (min(found[1:]) for found in times)
+    return small, large, sorted(processor[1:])[MESSAGES // 2]
+
+
+def _there_and_back(group: Group, message: torch.Tensor, answer: torch.Tensor) -> None:
+    _transfer(group, message, sends=group.rank == 0)
+    _transfer(group, answer, sends=group.rank != 0)
 
 
 def _exchange(group: Group, values: torch.Tensor) -> None:

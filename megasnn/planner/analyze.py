@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from megasnn.comm.codec import Content
+from megasnn.comm.world import kind_of_device
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
 from megasnn.models.building import describe
@@ -43,7 +44,8 @@ def analyze(
     model = describe(config.model, config.neuron.spec)
     tensors, contexts = sorted({1, *tensor_sizes}), sorted({2, *context_sizes} - {1})
     is_first = int(os.environ.get("RANK", "0")) == 0
-    known = counted_sizes(model, config, tensors, contexts) if is_first or not measure else None
+    on_cpu = measure and kind_of_device(config.parallel.device) == "cpu"
+    known = counted_sizes(model, config, tensors, contexts, on_cpu) if is_first or not measure else None
     return measured(model, config, known) if measure else _there(known)
 
 
@@ -53,16 +55,24 @@ def _there(known: Analysis | None) -> Analysis:
 
 
 def counted_sizes(
-    model: ModelDescription, config: PretrainConfig, tensor_sizes: Sequence[int], context_sizes: Sequence[int]
+    model: ModelDescription,
+    config: PretrainConfig,
+    tensor_sizes: Sequence[int],
+    context_sizes: Sequence[int],
+    on_cpu: bool = False,
 ) -> Analysis:
-    """All that needs no clock. No process group may be there: other ranks are pretended."""
+    """All that needs no clock. No process group may be there: other ranks are pretended.
+
+    Args:
+        on_cpu: whether bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
+    """
     summaries = summarise(config.model, config.neuron.spec, model, 1)
     layers = tuple(_facts(model, number, each) for number, each in enumerate(summaries))
-    sizes = [counted(model, config, tensor) for tensor in tensor_sizes]
-    pair = counted(model, config, 1, 2)
+    sizes = [counted(model, config, tensor, on_cpu=on_cpu) for tensor in tensor_sizes]
+    pair = counted(model, config, 1, 2, on_cpu=on_cpu)
     # Whether samples can be shared does not depend on the number of ranks, and what is exchanged is proportional to it.
     sizes += [pair if size == 2 else Counted(1, size, "samples", pair.refused) for size in context_sizes]
-    sizes += [counted(model, config, 1, size, "rows") for size in context_sizes]
+    sizes += [counted(model, config, 1, size, "rows", on_cpu) for size in context_sizes]
     return Analysis(FORMAT, config.model.name, identity(config), layers, trial_sizes(config), tuple(sizes))
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
+from megasnn.kernels.products import products_on_cpu
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
@@ -29,16 +30,21 @@ CPU = torch.device("cpu")
 
 
 def counted(
-    model: ModelDescription, config: PretrainConfig, tensor: int, context: int = 1, cut: ContextCut = "samples"
+    model: ModelDescription,
+    config: PretrainConfig,
+    tensor: int,
+    context: int = 1,
+    cut: ContextCut = "samples",
+    on_cpu: bool = False,
 ) -> Counted:
-    """What the first of so many ranks has and keeps, or why it cannot be."""
+    """What the first of so many ranks has and keeps, or why it cannot be. Args: on_cpu: as of `one_rank`."""
     refused = config.model.problems(tensor)
     neuron = config.neuron
     refused = refused or building_problems(config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut)
     if refused:
         return Counted(tensor, context, cut, refused[0])
     with pretended_ranks(tensor, context) as state:
-        built_for = context_of(state, config, cut)
+        built_for = context_of(state, config, cut, on_cpu)
         wires = wires_of(config)
         costs = tuple(
             measure_memory(model, size, built_for, CPU, wires, repeats=True).layers for size in trial_sizes(config)
@@ -54,16 +60,21 @@ def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
     return tuple(sorted({*TRIAL_SAMPLES, own} if own <= COUNTED_AS_THEY_ARE else TRIAL_SAMPLES))
 
 
-def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut) -> BuildContext:
+def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
     """What layers are built with on a rank of a grid."""
-    return replace(one_rank(config), tensor=state.tensor, context=state.context, cut=cut)
+    return replace(one_rank(config, on_cpu), tensor=state.tensor, context=state.context, cut=cut)
 
 
-def one_rank(config: PretrainConfig) -> BuildContext:
-    """The same for a rank that shares nothing."""
+def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
+    """The same for a rank that shares nothing.
+
+    Args:
+        on_cpu: whether products are formed as runs form them on a CPU; otherwise all are dense.
+    """
     types, backend = PRECISIONS[config.training.precision], config.neuron.neuron_backend
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
-    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend)
+    choice = products_on_cpu(on_cpu and config.training.sparse_products == "auto", products)
+    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend, products=choice)
 
 
 def wires_of(config: PretrainConfig) -> WireOptions:

@@ -14,8 +14,6 @@ from megasnn.comm.agreement import first_decides
 from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
-from megasnn.kernels.products import products_on_cpu
-from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -49,7 +47,7 @@ def measured(
     world = dist.group.WORLD if ranks > 1 else None
     timed, link = [], None
     if known is not None:
-        alone = _as_in_runs(one_rank(config), config, device)
+        alone = one_rank(config, device.type == "cpu")
         layers = measure_layers(model, config.training.micro_batch_size, alone, device, wires_of(config), repeats=True)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
@@ -94,19 +92,11 @@ def _together(
     stages = ranks if size == ONE else 1
     state = initialize_model_parallel(tensor, stages, device, context_parallel_size=context)
     try:
-        built_for = _as_in_runs(context_of(state, config, cut), config, device)
+        built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)
         return agreed_costs(model, samples, built_for, state, wires_of(config), repeats=True)
     finally:
         destroy_model_parallel()
-
-
-def _as_in_runs(built_for: BuildContext, config: PretrainConfig, device: torch.device) -> BuildContext:
-    """With the products that a run forms on this device; a GPU's as they are."""
-    if device.type != "cpu":
-        return built_for
-    may_be_sparse = config.training.sparse_products == "auto"
-    return replace(built_for, products=products_on_cpu(may_be_sparse, built_for.compute_dtype))
 
 
 def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, ranks: int) -> Timed:
@@ -129,7 +119,7 @@ def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, rank
 
 def _seconds_of_update(model: ModelDescription, config: PretrainConfig, device: torch.device) -> float:
     """Of the optimizer, for each byte of the parameters."""
-    layers = model.named_layers(one_rank(config))
+    layers = model.named_layers(one_rank(config, device.type == "cpu"))
     materialise(layers, device, seed=0)
     tensors = list(sharded_tensors(layers))
     parameters = [entry.tensor for entry in tensors if entry.is_parameter]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +14,7 @@ from megasnn.config import ConfigError, DataConfig, parse, validate
 from megasnn.data.event_files import FrameSettings, decode_sample, encode_events, encode_frames, make_frames
 from megasnn.data.event_frames import EventFormat
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, events_to_frames
+from megasnn.files.arrays import read_arrays
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from tests.data.shard_files import loader, open_datasets, write_shard
@@ -47,6 +52,21 @@ def test_events_come_back_as_they_were() -> None:
         assert np.array_equal(after.events.t, before.events.t - before.events.t[0])
         for name in "xyp":
             assert np.array_equal(getattr(after.events, name), getattr(before.events, name))
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_arrays_come_back_as_numpy_reads_them(version: tuple[int, int]) -> None:
+    random = np.random.default_rng(0)
+    shapes = [(), (5,), (0, 3), (2, 3), (3, 2), (2, 3)]  # the last one has a header that was parsed before
+    for shape, dtype, order in product(shapes, (np.uint8, ">i4", np.float32), ("C", "F")):
+        before = np.array(random.integers(0, 200, shape), dtype, order=order)
+        npy, npz = io.BytesIO(), io.BytesIO()
+        np.lib.format.write_array(npy, before, version)
+        with zipfile.ZipFile(npz, "w") as archive:
+            archive.writestr("values.npy", npy.getvalue())
+        after = read_arrays(npz.getvalue())["values"]
+        assert after.dtype == before.dtype and after.shape == before.shape
+        assert np.array_equal(after, before)
 
 
 @pytest.mark.parametrize("largest, dtype", [(255, np.uint8), (256, np.uint16), (70_000, np.uint32)])

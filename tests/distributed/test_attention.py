@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,19 +10,20 @@ import torch
 from torch import Tensor
 
 from megasnn.comm.alike import sum_for_each
-from megasnn.layers import attention
-from megasnn.layers.attention import EXACT_BFLOAT16, _Attend, _exact_type
+from megasnn.layers import attend
+from megasnn.layers.attend import EXACT_BFLOAT16, Attend, AttendPlan, exact_type
 from megasnn.sharding import own_rows
 from tests.distributed.whole import everybody, random, spikes
 
 FRAMES, HEADS, WIDTH = 2, 3, 8
+PLAN = AttendPlan(FRAMES, HEADS)
 
 
 def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tuple[Tensor, Tensor]:
     """The result for random spikes, or for values that are all the same, and its gradient."""
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
     rows = (rows if every is None else torch.full_like(rows, every)).requires_grad_()
-    out = _Attend.apply(rows, None, FRAMES, HEADS, None)
+    out = Attend.apply(rows, None, PLAN)
     (gradient,) = torch.autograd.grad(out, rows, random(*out.shape, seed=1, dtype=dtype))
     return out.detach(), gradient
 
@@ -37,8 +39,8 @@ def test_sums_of_spikes_are_exact_in_bfloat16(dtype: torch.dtype, every: float |
     """On tensor cores: emulated here, the result is the same bit for bit, up to as many tokens as bfloat16 counts."""
     expected, of_expected = attended(EXACT_BFLOAT16, dtype, every)
     with (
-        mock.patch.object(attention, "_exact_type", return_value=torch.bfloat16),
-        mock.patch.object(attention, "_product", emulated),
+        mock.patch.object(attend, "exact_type", return_value=torch.bfloat16),
+        mock.patch.object(attend, "product", emulated),
     ):
         out, gradient = attended(EXACT_BFLOAT16, dtype, every)
     assert out.dtype == dtype and torch.equal(out, expected)
@@ -48,21 +50,22 @@ def test_sums_of_spikes_are_exact_in_bfloat16(dtype: torch.dtype, every: float |
         torch.testing.assert_close(gradient, of_expected, rtol=0.03, atol=0.03 * float(of_expected.abs().mean()))
 
 
-def _on_own_tokens(tokens: int) -> tuple[Tensor, Tensor]:
+def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
     """What a rank makes of its tokens, where ranks share them out; and what it makes of all, by itself."""
     group = everybody("context")
     rows = spikes(FRAMES, tokens, 3 * HEADS * WIDTH, dtype=torch.float32)
     mine = own_rows(tokens, group.size, group.rank)
     own = rows[:, mine.start : mine.stop]
-    whole = _Attend.apply(rows.flatten(0, 1), None, FRAMES, HEADS, None)
-    shared = _Attend.apply(own.flatten(0, 1), None, FRAMES, HEADS, (group, tokens))
+    whole = Attend.apply(rows.flatten(0, 1), None, plan)
+    shared = Attend.apply(own.flatten(0, 1), None, replace(plan, shared=(group, tokens)))
     return shared.unflatten(0, (FRAMES, -1)), whole.unflatten(0, (FRAMES, -1))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(("size", "tokens"), [(2, 7), (4, 64), (3, 300)])
-def test_tokens_that_ranks_share_give_the_same_bits(ranks, size: int, tokens: int) -> None:
+def test_tokens_that_ranks_share_give_the_same_bits(ranks, size: int, tokens: int, sparse: bool) -> None:
     """In float32, for equal spikes; sums of up to 255 travel in a byte, larger ones in two."""
-    found = ranks(size, _on_own_tokens, tokens)
+    found = ranks(size, _on_own_tokens, tokens, replace(PLAN, sparse=sparse))
     whole = found[0][1]
     assert torch.equal(torch.cat([shared for shared, _ in found], 1), whole) and whole.max() > 0
 
@@ -86,7 +89,7 @@ def test_one_token_more_is_too_many() -> None:
 
 def test_only_a_gpu_takes_bfloat16_for_that() -> None:
     for dtype, exact in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2):
-        assert _exact_type(torch.empty(4, dtype=dtype), 4) == exact
+        assert exact_type(torch.empty(4, dtype=dtype), 4) == exact
 
 
 @pytest.mark.gpu
@@ -95,5 +98,5 @@ def test_only_a_gpu_takes_bfloat16_for_that() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_on_a_gpu(dtype: torch.dtype, tokens: int) -> None:
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
-    expected = _Attend.apply(rows, None, FRAMES, HEADS, None)
-    assert torch.equal(_Attend.apply(rows.cuda(), None, FRAMES, HEADS, None).cpu(), expected)
+    expected = Attend.apply(rows, None, PLAN)
+    assert torch.equal(Attend.apply(rows.cuda(), None, PLAN).cpu(), expected)

@@ -52,15 +52,18 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     assert all((cost.collectives, cost.exchanged) == (0, 0) for cost in four)
 
 
-def test_a_busy_machine_hides_no_cost_of_a_byte(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("least_small", "per_byte"), [(1.0, 4.0), (6.0, 5.0)], ids=["few held up", "all small ones held up"]
+)
+def test_a_busy_machine_hides_no_cost_of_a_byte(monkeypatch, least_small: float, per_byte: float) -> None:
     """Most of the messages are held up, the small ones longer than the large ones."""
-    seconds = [9.0] * 7 + [1.0] * 2 + [8.0] * 7 + [5.0] * 2
-    marks = chain.from_iterable((0.0, each) for each in seconds)
+    small, large = [9.0] * 7 + [least_small] * 2, [8.0] * 7 + [5.0] * 2
+    marks = chain.from_iterable((0.0, each) for pair in zip(small, large, strict=True) for each in pair)
     monkeypatch.setattr(link, "_now", lambda device: next(marks))
     monkeypatch.setattr(link, "_transfer", lambda *_, sends=True: None)
     monkeypatch.setattr(link, "_exchange", lambda *_: None)
     monkeypatch.setattr(link, "_all_cores_compute", lambda group: False)
-    assert link.measure_link(Group("pipeline", (0, 1)), CPU) == LinkCost(0.5, 4.0 / link.LARGE)
+    assert link.measure_link(Group("pipeline", (0, 1)), CPU) == LinkCost(least_small / 2, per_byte / link.LARGE)
 
 
 def test_gradients_in_bf16_are_half_as_wide() -> None:

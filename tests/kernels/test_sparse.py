@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,11 +21,14 @@ from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
 from megasnn.kernels.packed import remember_bits
 from megasnn.kernels.products import ConvolutionProducts, MatrixProducts, Products
-from megasnn.kernels.sparse.products import MOST, Spikes, spikes_in
+from megasnn.kernels.sparse.products import Spikes, spikes_in
+from megasnn.kernels.sparse.worth import Work
+from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.planner.counting import one_rank
-from megasnn.planner.measuring import _as_in_runs
+from megasnn.planner import counting, measuring
+from megasnn.planner.analyze import counted_sizes
+from tests.sums import MOST, worth_by_time
 
 SPARSE = ConvolutionProducts(exact=True, sparse=True)
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=8, in_channels=1, time_steps=2)
@@ -119,10 +122,11 @@ def test_terms_are_added_in_their_order() -> None:
     assert torch.equal(y, expected) and (expected != 0).any()
 
 
+@pytest.mark.parametrize("share", [0.05, 0.2])
 @pytest.mark.parametrize("sides, padding", [((1, 1), (0, 0)), ((3, 3), (1, 1))])
-def test_threads_change_no_bit(sides: tuple[int, int], padding: tuple[int, int]) -> None:
+def test_threads_change_no_bit(sides: tuple[int, int], padding: tuple[int, int], share: float) -> None:
     torch.manual_seed(0)
-    x, weight = images((5, 40, 9, 7), 0.2, torch.float32, 3), kernel(200, 40, sides, torch.float32)
+    x, weight = images((5, 40, 9, 7), share, torch.float32, 3), kernel(200, 40, sides, torch.float32)
     sparse, grad = replace(SPARSE, geometry=Geometry(padding=padding)), torch.randn(5, 200, 9, 7)
     found = []
     before = torch.get_num_threads()
@@ -193,6 +197,46 @@ def test_a_weight_that_is_not_finite_is_seen_without_spikes(value: float) -> Non
     assert SPARSE.output(x, weight).isnan().sum() == 2 * 4 * 4
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_a_gradient_that_is_not_finite_is_seen_without_spikes(value: float, share: float) -> None:
+    x, grad = images((2, 16, 4, 4), share), torch.randn(2, 24, 4, 4, dtype=torch.float64)
+    x[:, :, 2, 1], grad[1, 5, 2, 1] = 0, value
+    found = gradient(SPARSE, x, kernel(24, 16, (1, 1)), grad)
+    assert found[5].isnan().all() and found.isfinite().sum() == 23 * 16
+
+
+def test_operands_that_do_not_fit_are_refused_as_by_dense_products() -> None:
+    x, grad, weight = images((2, 16, 4, 4), 0.2), torch.randn(2, 24, 4, 4, dtype=torch.float64), kernel(24, 16, (1, 1))
+    for wrong in (kernel(24, 8, (1, 1)), kernel(24, 24, (1, 1)), weight.float(), kernel(24, 16, (5, 5))):
+        with pytest.raises(RuntimeError):
+            SPARSE.output(x, wrong)
+    for wrong in (grad[:1], grad[:, :16], grad[:, :, :3], grad.float()):
+        with pytest.raises(RuntimeError):
+            SPARSE.add_weight_gradient(torch.zeros_like(weight), wrong, x)
+    assert SPARSE.output(x, weight[:0]).shape == (2, 0, 4, 4)
+    packed = pack_bits(x)
+    with pytest.raises(ValueError, match=r"63 values .* do not hold"):
+        SPARSE.add_weight_gradient_of_bits(torch.zeros_like(weight), grad, packed[:-1], x.shape)
+
+
+def test_what_needs_a_gradient_is_taken() -> None:
+    x, weight = images((2, 16, 4, 4), 0.2), kernel(24, 16, (1, 1)).requires_grad_()
+    grad = torch.randn(2, 24, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert not SPARSE.output(x, weight).requires_grad
+    assert gradient(SPARSE, x, weight.detach(), grad).any()
+
+
+def test_where_sums_take_less_time() -> None:
+    """By the rule: on long rows, many pixels and few threads, with few spikes; in its terms of one layer each."""
+    usual = Work(pixels=8192, channels=384, columns=384, places=9, itemsize=4)
+    assert worth_by_time(usual, 0.3) and not worth_by_time(usual, 0.45)
+    assert worth_by_time(usual, 0.05, threads=4) and not worth_by_time(usual, 0.3, threads=8)
+    for fewer in ({"columns": 32}, {"pixels": 64}, {"channels": 8, "columns": 64}):
+        assert not worth_by_time(replace(usual, **fewer), 0.3)
+    assert not worth_by_time(Work(2048, 384, 48, 1, 4), 0.0)
+
+
 @pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-12), ("fp32", 1e-5)])
 def test_a_model_computes_the_same(precision: str, tolerance: float) -> None:
     losses = {}
@@ -216,8 +260,15 @@ def test_the_planner_measures_what_a_run_computes(flag: str, precision: str, spa
     )
     with Engine(MODEL, **SIZES, sparse_products=flag, precision=precision) as engine:
         of_run = engine.distributed.context.products.sparse
-    measured = _as_in_runs(one_rank(config), config, torch.device("cpu")).products.sparse
-    assert of_run == measured == sparse
+    description = describe(config.model, config.neuron.spec)
+    with (
+        mock.patch.object(counting, "measure_memory", wraps=counting.measure_memory) as counted,
+        mock.patch.object(measuring, "measure_layers", wraps=measuring.measure_layers) as timed,
+    ):
+        known = counted_sizes(description, config, [1], [], on_cpu=True)
+        measuring.measured(description, config, known)
+    contexts = [call.args[2] for call in (*counted.call_args_list, *timed.call_args_list)]
+    assert len(contexts) > 1 and {each.products.sparse for each in contexts} == {of_run} == {sparse}
 
 
 class _Counted:
@@ -231,19 +282,24 @@ class _Counted:
 def _counted() -> Iterator[_Counted]:
     found = _Counted()
     output, add = products.sparse_output, products.add_sparse_weight_gradient
+    add_of_bits = products.add_sparse_weight_gradient_of_bits
 
     def counted_output(*arguments: Any) -> Tensor | None:
         y = output(*arguments)
         found.outputs += y is not None
         return y
 
-    def counted_add(*arguments: Any) -> bool:
-        was_added = add(*arguments)
-        found.gradients += was_added
-        return was_added
+    def counted(adds: Callable[..., bool]) -> Callable[..., bool]:
+        def counted_add(*arguments: Any) -> bool:
+            was_added = adds(*arguments)
+            found.gradients += was_added
+            return was_added
+
+        return counted_add
 
     with (
         mock.patch.object(products, "sparse_output", counted_output),
-        mock.patch.object(products, "add_sparse_weight_gradient", counted_add),
+        mock.patch.object(products, "add_sparse_weight_gradient", counted(add)),
+        mock.patch.object(products, "add_sparse_weight_gradient_of_bits", counted(add_of_bits)),
     ):
         yield found

@@ -6,10 +6,11 @@ from dataclasses import replace
 from functools import cache
 
 from megasnn.config import PretrainConfig, TrainingConfig
+from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.planner.analysis import Analysis
-from megasnn.planner.analyze import analyze
+from megasnn.planner.analyze import analyze, counted_sizes
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.machines import DEVICES
 
@@ -24,6 +25,13 @@ def config(samples: int = 16, micro_batch: int = 4) -> PretrainConfig:
 @cache
 def analysis() -> Analysis:
     return analyze(config(), tensor_sizes=(2, 3), context_sizes=(2, 8))
+
+
+@cache
+def on_cpu() -> Analysis:
+    """Of runs on a CPU, as those of the tests are."""
+    run = config()
+    return counted_sizes(describe(run.model, run.neuron.spec), run, (1, 2), (2,), on_cpu=True)
 
 
 def cluster(ranks: int = 8, gigabytes: float = 4.0, device: str = "cpu-core") -> Cluster:

@@ -21,7 +21,7 @@ from megasnn.planner.step import Predictor
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.named import SCHEDULES
 from megasnn.training.memory import step_peak
-from tests.planner.models import analysis, cluster, config
+from tests.planner.models import cluster, config, on_cpu
 
 LAYOUTS = {
     "one": Layout(Grid()),
@@ -88,7 +88,7 @@ CASES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.matrix) f
 @pytest.mark.parametrize("name", CASES)
 def test_as_a_run_foresees_it(ranks, name: str) -> None:
     layout = LAYOUTS[name]
-    predicted, costs = foreseen(layout, analysis())
+    predicted, costs = foreseen(layout, on_cpu())
     memory = predicted.memory
     found = ranks(layout.ranks, of_run, layout, predicted.bounds, costs)
     stages = found[:: len(found) // layout.grid.pipeline]

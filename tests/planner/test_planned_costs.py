@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_what_does_not_serve(tmp_path: Path) -> None:
 
     refused(None, "cannot read .*costs.json")
     refused(analysis(), "--layer-costs .*costs.json has no seconds: it was made without --measure; measure it here")
-    refused(measured(1.0, device="another"), f"was measured on another, and this is {HERE}")
+    refused(measured(1.0, device="another"), f"was measured on another, and this is {re.escape(HERE)}")
     other = replace(run, model=replace(MODEL, depth=2))
     refused(measured(1.0), "is of another spikformer: model.depth is 1 in the costs and 2 here", other)
     refused(measured(1.0), "does not have this layout: tensor 7: was not asked for", grid=Grid(tensor=7))

@@ -18,13 +18,13 @@ from tests.planner.models import config
 MICRO_BATCH = 2
 
 
-def of_rank(tensor: int, context: int, cut: ContextCut) -> list[tuple[LayerCost, ...]]:
+def of_rank(tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> list[tuple[LayerCost, ...]]:
     """What a rank that has others counts, five times: what a thread of the transport gives back is not always seen."""
     asked = config(micro_batch=MICRO_BATCH)
     model = describe(asked.model, asked.neuron.spec)
     state = initialize_model_parallel(tensor, device=torch.device("cpu"), context_parallel_size=context)
     try:
-        built_for = context_of(state, asked, cut)
+        built_for = context_of(state, asked, cut, on_cpu)
         return [
             measure_memory(model, MICRO_BATCH, built_for, state.device, wires_of(asked), repeats=True).layers
             for _ in range(5)
@@ -33,15 +33,16 @@ def of_rank(tensor: int, context: int, cut: ContextCut) -> list[tuple[LayerCost,
         destroy_model_parallel()
 
 
+@pytest.mark.parametrize("on_cpu", [False, True], ids=["dense", "sums"])
 @pytest.mark.parametrize(
     ("tensor", "context", "cut"),
     [(2, 1, "samples"), (1, 2, "samples"), (1, 2, "rows")],
     ids=["channels", "samples", "rows"],
 )
-def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: ContextCut) -> None:
+def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> None:
     asked = config(micro_batch=MICRO_BATCH)
-    real: list[tuple[LayerCost, ...]] = ranks(2, of_rank, tensor, context, cut)[0]
-    pretended = counted(describe(asked.model, asked.neuron.spec), asked, tensor, context, cut)
+    real: list[tuple[LayerCost, ...]] = ranks(2, of_rank, tensor, context, cut, on_cpu)[0]
+    pretended = counted(describe(asked.model, asked.neuron.spec), asked, tensor, context, cut, on_cpu)
     mine = pretended.costs[trial_sizes(asked).index(MICRO_BATCH)]
     assert sum(each.held for each in mine) > 0
     assert any(each.exchanged for each in mine)

@@ -185,7 +185,9 @@ def test_prediction_and_peak_are_told(ranks, tmp_path_factory, tmp_path, layout)
     total, *parts = map(int, re.findall(r"\b(\d+)\b", told.split(": ", 1)[1]))
     assert abs(total - sum(parts)) <= len(parts), told
     (predicted,) = [line["mb"] for line in lines if line["kind"] == "memory_predicted"]
-    assert len(predicted) == 2 and all(each["kept"] > 1 and each["working"] > 0.1 for each in predicted)
+    assert len(predicted) == 2 and all(
+        each["working"] > 0.1 and each["kept"] + each["working"] > 10 for each in predicted
+    )
     assert all((each["messages"] > 0) == ("pipeline" in layout) for each in predicted)
     first, second = ({k: v for k, v in line.items() if "_mb" in k and "comm" in k} for line in lines if "loss" in line)
     assert first == second and bool(first), "the trial of the layers is no traffic of training"

@@ -63,7 +63,7 @@ class Run:
     def counted(self) -> Analysis:
         """What the planner is told of one rank and of two without a clock."""
         config = self.configuration()
-        return counted_sizes(describe(config.model, config.neuron.spec), config, [1, RANKS], [RANKS])
+        return counted_sizes(describe(config.model, config.neuron.spec), config, [1, RANKS], [RANKS], on_cpu=True)
 
 
 def cluster_of(machine: Machine, memory: float = UNLIMITED) -> Cluster:

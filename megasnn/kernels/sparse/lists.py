@@ -94,8 +94,8 @@ def by_pixel(bits, x, first, last, starts, channels, values):
 def by_channel(bits, x, first, last, width, stride, ends, places, values):
     """Of each channel the pixels from `first` to `last` where it is not 0, in their order, and their values.
 
-    Those of a channel lie from the end of the one before to `ends[channel]`. Pixels are counted from `first` on, in
-    lines of `width` that begin `stride` places apart.
+    Those of a channel lie from the end of the one before to `ends[channel]`, which while they are filled in is how far
+    that has come. Pixels are counted from `first` on, in lines of `width` that begin `stride` places apart.
     """
     ends[:] = 0
     for pixel in range(first, last):

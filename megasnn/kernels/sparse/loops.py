@@ -136,11 +136,12 @@ def outputs(bits, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, fi
 
 
 @kernel
-def weight_gradients(bits, x, grad, total, cuts, sizes, offsets, rows, first, last):
+def weight_gradients(bits, x, grad, total, seen, cuts, sizes, offsets, rows, first, last):
     """Adds to `total [kh kw C, out]` from the gradient of the output, `grad [frames H' W', out]`, where strides are 1.
 
     The terms of `rows` rows of the input of a frame are summed by themselves, and these sums are added one after the
-    other. A unit of work is a block of columns, `cuts[unit]`. sizes, offsets: as in `outputs`.
+    other. A unit of work is a block of columns, `cuts[unit]`. sizes, offsets: as in `outputs`. To `seen [out]` is added
+    0 times each value of the gradient: it is no longer finite where one is not, even where there is no spike.
     """
     height, width, out_height, out_width = sizes
     channels, frames = 8 * bits.shape[1], bits.shape[0] // (height * width)
@@ -166,8 +167,10 @@ def weight_gradients(bits, x, grad, total, cuts, sizes, offsets, rows, first, la
                         row = padded[y * stride + i]
                         if 0 <= at_y < out_height and 0 <= at_x < out_width:
                             source = grad[(frame * out_height + at_y) * out_width + at_x, column:]
+                            found = seen[column:]
                             for c in range(columns):
                                 row[c] = source[c]
+                                found[c] += zero * source[c]
                         else:
                             row[:columns] = 0
                 add_block(halves, zero, (spikes, padded, total, column, stride, offsets))

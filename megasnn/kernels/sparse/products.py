@@ -20,9 +20,8 @@ from megasnn.kernels.convolution import Geometry, output_space
 from megasnn.kernels.layout import empty_strided
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.runtime import run
+from megasnn.kernels.sparse.worth import Work
 
-MOST = 0.4
-"""The share of values other than 0 up to which sums take less time than dense products."""
 TYPES = torch.float32, torch.float64
 
 # From this share on, each row is added so often that it is worth having all of them in an L1 cache: in narrow blocks of
@@ -36,7 +35,7 @@ _LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class Spikes:
-    """Where an input is not 0.
+    """Where an input of spikes, counts or averages is not 0.
 
     Attributes:
         shape: of the input, `[frames, C, H, W]`.
@@ -51,43 +50,100 @@ class Spikes:
     values: np.ndarray
 
 
+def has_loops() -> bool:
+    """Whether sums can be formed on this machine."""
+    return _loops() is not None
+
+
+def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
+    """Of an input `[frames, C, H, W]` and a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
+
+    None where a dense product takes less time, or there are no loops for it; and where the weight is not finite, which
+    is to be seen also where no spike meets it.
+    """
+    work = _work(x.device, x.dtype, x.shape, weight, geometry)
+    if work is None or not work.is_worth(0.0) or (spikes := spikes_in(x)) is None or not work.is_worth(spikes.share):
+        return None
+    return _sums(spikes, weight.detach(), geometry) if math.isfinite(weight.detach().sum()) else None
+
+
+def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
+    """total += the gradient of the weight; False, and nothing is done, where `output` would give None for such a
+    weight, and where strides are not 1.
+
+    Args: as of `megasnn.kernels.convolution.add_weight_gradient`.
+    """
+    work = _work_of_gradient(total, grad, x.shape, geometry)
+    spikes = None if work is None or x.device != grad.device or x.dtype != grad.dtype else spikes_in(x)
+    return work is not None and spikes is not None and _add_sums(work, total, grad.detach(), spikes, geometry)
+
+
+def add_weight_gradient_of_bits(
+    total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size, geometry: Geometry
+) -> bool:
+    """The same of spikes of this shape that are packed, channels last.
+
+    Raises:
+        ValueError: so many bytes do not hold so many spikes.
+    """
+    work = _work_of_gradient(total, grad, shape, geometry)
+    if work is None or packed.device != grad.device:
+        return False
+    return _add_sums(work, total, grad.detach(), _spikes_in_bits(packed, shape, grad.dtype), geometry)
+
+
 def spikes_in(x: Tensor) -> Spikes | None:
-    """Of an input `[frames, C, H, W]`; None where products of it are formed as dense ones."""
+    """Of an input whose channels are last in memory; None of others."""
     rows = x.detach().movedim(1, -1)
-    if not _takes(x, x.shape, x.dtype) or not rows.is_contiguous():
+    if not rows.is_contiguous():
         return None
     known = bits_of(x)
     if known is not None:
-        return spikes_in_bits(known, x.shape, x.dtype)
+        return _spikes_in_bits(known, x.shape, x.dtype)
     packed, all_one = pack_where_not_zero(rows)
     values = rows.reshape(-1, x.shape[1]).numpy()
-    return _few(packed, x.shape, values[:0] if all_one else values)
+    return _spikes(packed, x.shape, values[:0] if all_one else values)
 
 
-def spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Spikes | None:
-    """The same of spikes that are packed, and that would otherwise be unpacked in this type."""
-    if not _takes(packed, shape, dtype):
+def _spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Spikes:
+    return _spikes(packed, shape, torch.empty(0, shape[1], dtype=dtype).numpy())
+
+
+def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
+    if packed.dtype != torch.uint8 or 8 * packed.numel() != shape.numel():
+        raise ValueError(f"{packed.numel()} values of {packed.dtype} do not hold the spikes of {tuple(shape)} as bits")
+    bits = packed.numpy().reshape(-1)
+    words = bits[: bits.size // 8 * 8].view(np.uint64)  # fewer to count than bytes
+    number = int(np.bitwise_count(words).sum(dtype=np.int64)) + int(np.bitwise_count(bits[8 * words.size :]).sum())
+    return Spikes(shape, bits.reshape(-1, shape[1] // 8), number / shape.numel(), values)
+
+
+def _work(
+    device: torch.device, dtype: torch.dtype, shape: torch.Size, weight: Tensor, geometry: Geometry
+) -> Work | None:
+    """None where there are no loops for it; dense products then say what is wrong with shapes that do not fit."""
+    if device.type != "cpu" or weight.device != device or not dtype == weight.dtype in TYPES or geometry.groups != 1:
         return None
-    return _few(packed, shape, torch.empty(0, shape[1], dtype=dtype).numpy())
-
-
-def _takes(memory: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    fits = memory.device.type == "cpu" and dtype in TYPES and shape[1] % 8 == 0 and shape.numel() > 0
-    return fits and _loops() is not None
-
-
-def _few(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes | None:
-    bits = packed.numpy()
-    share = int(np.bitwise_count(bits).sum()) / shape.numel()
-    return Spikes(shape, bits.reshape(-1, shape[1] // 8), share, values) if share <= MOST else None
-
-
-def output(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """Of spikes and `[out, C, k, k]`: `[frames, out, H', W']`, channels last; None where there are no loops for it, and
-    where the weight is not finite, which is to be seen also where no spike meets it."""
-    loops, columns = _loops_for(weight, geometry), len(weight)
-    if loops is None or not math.isfinite(weight.sum()):
+    if not len(weight) or len(weight) % 8 or shape[1] % 8 or not shape.numel() or weight.shape[1] != shape[1]:
         return None
+    space = output_space(shape[2:], weight.shape[2:], geometry)
+    if min(space) < 1 or _loops() is None:
+        return None
+    places = weight.shape[2:].numel()
+    return Work(shape[0] * space.numel(), shape[1], len(weight), places, dtype.itemsize)
+
+
+def _work_of_gradient(total: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Work | None:
+    work = _work(grad.device, grad.dtype, shape, total, geometry) if geometry.stride == (1, 1) else None
+    if work is None or not work.is_worth(0.0, torch.get_num_threads()):
+        return None
+    space = output_space(shape[2:], total.shape[2:], geometry)
+    return work if grad.shape == (shape[0], len(total), *space) else None
+
+
+def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
+    loops, columns = _loops(), len(weight)
+    assert loops is not None, "asked before"
     frames, space = spikes.shape[0], output_space(spikes.shape[2:], weight.shape[2:], geometry)
     parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
     out = empty_strided((frames * space.numel(), columns), (columns, 1), weight.dtype, weight.device)
@@ -103,23 +159,24 @@ def output(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor | None:
     return out.view(frames, *space, columns).movedim(-1, 1)
 
 
-def add_weight_gradient(total: Tensor, grad: Tensor, spikes: Spikes, geometry: Geometry) -> bool:
-    """total += the gradient of the weight; False, and nothing is done, where there are no loops for it.
-
-    Args: total, grad: as of `megasnn.kernels.convolution.add_weight_gradient`.
-    """
-    loops, columns = _loops_for(total, geometry), len(total)
-    if loops is None or geometry.stride != (1, 1) or total.dtype != grad.dtype:
+def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry: Geometry) -> bool:
+    loops, columns, threads = _loops(), len(total), torch.get_num_threads()
+    assert loops is not None, "asked before"
+    if not work.is_worth(spikes.share, threads):
         return False
     _, sizes = _parts(spikes.shape[0], spikes.shape[2:], grad.shape[2:], total, geometry)
-    by_place = total.new_zeros(total[0].numel(), columns)
-    of_thread = -(-columns // torch.get_num_threads()) * total.element_size()
+    places = total[0].numel()
+    by_place = empty_strided((places, columns), (columns, 1), total.dtype, total.device).zero_()
+    of_thread = -(-columns // threads) * total.element_size()
     pixels, most = (_FEW_PIXELS, _NARROW) if spikes.share >= _MANY else (_PIXELS, of_thread)
     cuts, lines = _cuts(columns, total.dtype, min(most, of_thread)), max(1, pixels // sizes[1])
-    gradients = grad.movedim(1, -1).reshape(-1, columns)
-    arrays = spikes.bits, spikes.values, gradients.numpy(), by_place.numpy()
+    gradients, seen = grad.movedim(1, -1).reshape(-1, columns), np.zeros(columns, spikes.values.dtype)
+    arrays = spikes.bits, spikes.values, gradients.numpy(), by_place.numpy(), seen
     run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
-    total += by_place.t().contiguous().view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
+    if not np.isfinite(seen).all():  # what a dense product would have multiplied with zeros
+        by_place += torch.from_numpy(seen)
+    turned = empty_strided((columns, places), (places, 1), total.dtype, total.device).copy_(by_place.t())
+    total += turned.view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
     return True
 
 
@@ -130,10 +187,6 @@ def _loops() -> ModuleType | None:
     except ImportError:  # no numba for this machine
         return None
     return loops
-
-
-def _loops_for(weight: Tensor, geometry: Geometry) -> ModuleType | None:
-    return _loops() if weight.dtype in TYPES and geometry.groups == 1 and len(weight) % 8 == 0 else None
 
 
 def _parts(
@@ -155,11 +208,11 @@ def _offsets(weight: Tensor, geometry: Geometry) -> np.ndarray:
 
 def _by_place(weight: Tensor) -> Tensor:
     """`[out, C, k, k]` -> `[k k C, >= out]`, in rows that do not all fall on the same lines of a cache."""
-    rows = weight.detach().movedim(1, -1).reshape(len(weight), -1).t().contiguous()
-    if rows[0].nbytes % (16 * _LINE):
-        return rows
-    spread = rows.new_empty(len(rows), rows.shape[1] + 8 * _LINE // rows.element_size())
-    spread[:, : rows.shape[1]] = rows
+    rows = weight.movedim(1, -1).reshape(len(weight), -1).t()
+    columns, itemsize = len(weight), weight.element_size()
+    spare = 8 * _LINE // itemsize if columns * itemsize % (16 * _LINE) == 0 else 0
+    spread = empty_strided((len(rows), columns + spare), (columns + spare, 1), weight.dtype, weight.device)
+    spread[:, :columns] = rows
     return spread
 
 
