@@ -83,7 +83,7 @@ class SpikingHeads:
 
     def _scale(self) -> np.generic:
         """As a number of the type that is computed in, as the loops take it."""
-        return torch.tensor(self.scale, dtype=self.dtype).numpy()[()]
+        return torch.tensor(self.scale, dtype=self.dtype).numpy().flat[0]
 
     def _cuts(self) -> np.ndarray:
         """Blocks of columns of a head, as few as can be: the first column of each, and its bytes. `[blocks, 2]`."""
