@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-_BYTES = 256  # of a value: four of the widest registers, so that three are computed while one waits for a result
+BYTES = 128  # of a value: two of the widest registers; with four, there are not enough of these for all values
 _LINE = 64  # bytes that come into a cache together
 _L2 = 2  # as the instruction names that cache
 
@@ -70,7 +70,7 @@ def _as_lanes(builder: Any, value: Any, kind: Any, count: int) -> Any:
 
 def _lanes_of(context, number):
     """A number in each of as many lanes as are computed at once."""
-    lanes = Lanes(number, _BYTES * 8 // number.bitwidth)
+    lanes = Lanes(number, BYTES * 8 // number.bitwidth)
     return lanes(number), lambda context, builder, signature, args: repeated(builder, args[0], lanes.count)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from numba import types
 
 from megasnn.kernels.fused.lanes import (
+    BYTES,
     count_of,
     filled,
     lane_of,
@@ -38,7 +39,7 @@ from megasnn.kernels.fused.neuron import (
 )
 from megasnn.kernels.jit import part
 
-LANES = 64  # at most, of a value
+LANES = BYTES // 4  # at most, of a value
 _AHEAD = 256  # neurons
 _LARGE = 4 * 2**20  # bytes: more than stays in an L2 cache until it is read
 
