@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["table", "lazy", "version", "child_process", "device_checks", "again"],
+    ["table", "lazy", "version", "child_process", "free_memory", "device_checks", "again"],
     [
         *("files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "pinned"),
         *("precisions", "telemetry"),

@@ -52,7 +52,6 @@ class EventFormat(SampleFormat):
         size = self.settings.size
         return sample if size is None or sample.shape[2:] == (size, size) else resize_frames(sample, size)
 
-    def fill(self, values: NDArray[np.float32], batch: list[NDArray[Any]]) -> None:
-        """Frames of n samples as `[n, T, 2, H, W]`."""
-        for target, frames in zip(values, batch, strict=True):
-            target[...] = frames
+    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
+        """Frames `[T, 2, H, W]` as they are."""
+        values[...] = sample

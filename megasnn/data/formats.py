@@ -5,6 +5,7 @@ Nothing here imports torch before a tensor is asked for, so that the processes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -60,17 +61,18 @@ class SampleFormat(Decoder, Protocol):
             raise ValueError(f"--augment {name} is not for {self.kind}; choose one of {', '.join(fitting)}")
         return found
 
-    def fill(self, values: NDArray[np.float32], batch: list[NDArray[Any]]) -> None:
-        """Writes decoded samples to `values`, `[n, *sample]`, as the numbers that the model takes."""
+    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
+        """Writes a decoded sample to `values`, of its shape, as the numbers that the model takes."""
 
-    def to_tensor(self, batch: list[NDArray[Any]]) -> torch.Tensor:
+    def to_tensor(self, batch: Sequence[NDArray[Any]]) -> torch.Tensor:
         """Decoded samples as the model takes them: float32, the samples first."""
         values = np.empty((len(batch), *batch[0].shape), np.float32)
-        self.fill(values, batch)
+        for target, sample in zip(values, batch, strict=True):
+            self.fill(target, sample)
         return self.as_tensor(values)
 
     def as_tensor(self, values: NDArray[np.float32]) -> torch.Tensor:
-        """What `fill` wrote, in the same memory, with the axes that the model takes."""
+        """What `fill` wrote to `values [n, *sample]`, in the same memory, with the axes that the model takes."""
         import torch
 
         return torch.from_numpy(values).permute(self.axes)

@@ -209,16 +209,12 @@ class BatchLoader:
 
     def _load(self, plan: _MicroBatchPlan) -> MicroBatch:
         if not self._reads:
-            return self._micro_batch(plan, plan.samples, None)
-        samples, arrays = self._reader.read(plan.stretches)
-        return self._micro_batch(plan, samples, self.dataset.format.to_tensor(arrays) if arrays else None)
+            return self._finish(plan, plan.samples, None)
+        return self._finish(plan, *self._reader.read(plan.stretches, lambda shape: np.empty(shape, np.float32)))
 
     def _finish(self, plan: _MicroBatchPlan, samples: list[int], values: NDArray[np.float32] | None) -> MicroBatch:
-        """In the thread that takes what workers have read."""
-        return self._micro_batch(plan, samples, None if values is None else self.dataset.format.as_tensor(values))
-
-    def _micro_batch(self, plan: _MicroBatchPlan, samples: list[int], images: torch.Tensor | None) -> MicroBatch:
-        """Args: samples: those that are used in the slots of the plan."""
+        """Args: samples, values: what `SlotReader.read` gave."""
+        images = None if values is None else self.dataset.format.as_tensor(values)
         labels = torch.from_numpy(self.dataset.labels[samples]) if self._need_labels else None
         arrived = None
         if self._feed is not None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.augment import Augmentation
 from megasnn.data.dataset import BrokenSample, ShardDataset
 from megasnn.data.formats import SampleFormat
 from megasnn.data.order import SampleOrder, Slot, Stretch
+
+Room: TypeAlias = "Callable[[tuple[int, ...]], NDArray[np.float32]]"
+"""Gives memory for the values of samples, from their shape `[samples, *sample]`."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,27 @@ class SlotReader:
     need_images: bool
     skip_broken: bool
 
-    def read(self, stretches: Sequence[Stretch]) -> tuple[list[int], list[NDArray[Any]]]:
-        """The samples that are used in their slots, and, where images are needed, their decoded arrays.
+    def read(self, stretches: Sequence[Stretch], room: Room) -> tuple[list[int], NDArray[np.float32] | None]:
+        """The samples that are used in their slots, and, where images are needed, their values as `SampleFormat.fill`
+        writes them.
 
+        Args:
+            room: asked once, when the first sample is decoded. Each is written there at once: kept until all are
+                decoded, samples would take new memory for every batch.
         Raises:
             BrokenSample: one cannot be decoded, and is not to be skipped.
             ValueError: as `ShardDataset.sample`; not one sample of the data set can be decoded.
         """
-        fetched = [self._fetch(slot) for stretch in stretches for slot in stretch.slots()]
-        return [sample for sample, _ in fetched], [image for _, image in fetched if image is not None]
+        slots = [slot for stretch in stretches for slot in stretch.slots()]
+        used, values = list[int](), None
+        for slot in slots:
+            sample, image = self._fetch(slot)
+            if image is not None:
+                if values is None:
+                    values = room((len(slots), *image.shape))
+                self.dataset.format.fill(values[len(used)], image)
+            used.append(sample)
+        return used, values
 
     def _fetch(self, slot: Slot) -> tuple[int, NDArray[Any] | None]:
         if not self.skip_broken:

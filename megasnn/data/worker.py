@@ -15,18 +15,23 @@ from importlib import import_module
 from math import prod
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megasnn.child_process import leave_signals_to_the_rank
 from megasnn.data.memory import SharedPlaces, new_piece, take
+from megasnn.free_memory import keep_free_memory
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from megasnn.data.reading import SlotReader
 
 
 def main() -> None:
     """Makes copies of this process that read, until the rank is gone."""
     leave_signals_to_the_rank()
+    keep_free_memory()
     for name in ("reading", "images", "event_frames"):
         import_module(f"megasnn.data.{name}")
     control = Connection(int(sys.argv[1]))
@@ -74,29 +79,38 @@ def _serve(connection: Connection, descriptors: Connection, reader: SlotReader) 
     memory = SharedPlaces()
     while True:
         task, place, stretches = connection.recv()
-        new = shape = None
+        room = _Room(memory, place)
         used: list[int] | Exception
         try:
-            used, arrays = reader.read(stretches)
-            shape = (len(arrays), *arrays[0].shape) if arrays else None
-            if shape is not None:
-                size = 4 * prod(shape)
-                if not memory.fits(place, size):
-                    new = new_piece(place, size)
-                    memory.add(place, new)
-                _fill(reader, memory.at(place, size), shape, arrays)
+            used, values = reader.read(stretches, room)
+            shape = None if values is None else values.shape
         except Exception as error:
             used, shape = _portable(error), None
-        connection.send((task, used, shape, new is not None))
-        if new is not None:
-            send_handle(descriptors, new, None)
-            os.close(new)
+        connection.send((task, used, shape, room.new is not None))
+        if room.new is not None:
+            send_handle(descriptors, room.new, None)
+            os.close(room.new)
 
 
-def _fill(reader: SlotReader, memory: memoryview, shape: tuple[int, ...], arrays: list[Any]) -> None:
-    import numpy as np  # here, so that signals are ignored before anything large is imported
+class _Room:
+    """A place in shared memory for the values of samples.
 
-    reader.dataset.format.fill(np.frombuffer(memory, np.float32).reshape(shape), arrays)
+    Attributes:
+        new: a descriptor of the piece that the place lies in, where one had to be made.
+    """
+
+    def __init__(self, memory: SharedPlaces, place: int) -> None:
+        self._memory, self._place = memory, place
+        self.new: int | None = None
+
+    def __call__(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        import numpy as np  # here, so that signals are ignored before anything large is imported
+
+        size = 4 * prod(shape)
+        if not self._memory.fits(self._place, size):
+            self.new = new_piece(self._place, size)
+            self._memory.add(self._place, self.new)
+        return np.frombuffer(self._memory.at(self._place, size), np.float32).reshape(shape)
 
 
 def _portable(error: Exception) -> Exception:

@@ -30,11 +30,11 @@ from megasnn.engine.setup import (
 )
 from megasnn.engine.steps import Steps
 from megasnn.engine.without_gradient import notice_of
+from megasnn.free_memory import keep_free_memory
 from megasnn.models.model import Model
 from megasnn.optim import require_course, require_matches
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.telemetry.logline import EvaluationRecord, StepResult
-from megasnn.telemetry.memory import keep_free_memory
 from megasnn.telemetry.timers import Timers
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megasnn.comm.agreement import first_decides
 from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
+from megasnn.free_memory import keep_free_memory, release_free_memory
 from megasnn.grid import ContextCut
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
@@ -23,7 +24,7 @@ from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
 from megasnn.planner.counting import context_of, one_rank, wires_of
 from megasnn.planner.fitting import fitted_machine
 from megasnn.sharded_tensors import materialise, sharded_tensors
-from megasnn.telemetry.memory import held_memory_mb, keep_free_memory, release_free_memory
+from megasnn.telemetry.memory import held_memory_mb
 
 STEPS = 5  # of the optimizer
 Size = tuple[int, int, ContextCut]

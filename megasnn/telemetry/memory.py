@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -12,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 _RANKS_ONE_BY_ONE = 8
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers of what mallopt sets
-_MOST_OF_INT, _MOST_OF_MMAP = 2**31 - 1, 32 * 1024 * 1024  # the largest values that it takes
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -45,37 +41,6 @@ def reset_peak_memory(device: torch.device) -> bool:
     except OSError:
         return False
     return True
-
-
-def release_free_memory() -> None:
-    """Gives memory that was freed back to the system, where the C library would keep it for the next tensors.
-
-    Without that, tensors that fit into it are not seen in a peak that starts anew. What waits for the garbage collector
-    is not freed yet.
-    """
-    if sys.platform == "linux":
-        try:
-            ctypes.CDLL(None).malloc_trim(0)
-        except AttributeError:
-            pass  # a C library other than glibc
-
-
-def keep_free_memory() -> None:
-    """Lets the C library keep memory that was freed, for the tensors of the next step; with glibc only.
-
-    A step takes and frees the same blocks as the one before. By default glibc gives some of them back to the system,
-    which then fills them with zeros anew, page by page: 25,000 of them in a step of 8 images, 8 % of its time. Blocks
-    above 32 MiB, the most that glibc lets one set, still come and go. What the user has set by a variable
-    ``MALLOC_...`` or GLIBC_TUNABLES stays.
-    """
-    if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
-    try:
-        set_option = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        return  # a C library other than glibc
-    set_option(_MMAP_THRESHOLD, _MOST_OF_MMAP)
-    set_option(_TRIM_THRESHOLD, _MOST_OF_INT)
 
 
 def gather_peak_memory_mb(device: torch.device, group: dist.ProcessGroup | None) -> list[float]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megasnn.config import PretrainConfig
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count, wire_options
+from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.parallel_state import ParallelState
@@ -23,7 +24,7 @@ from megasnn.pipeline.peaks import StepPeak, graphs_bytes, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.sharded_tensors import ShardedTensor
-from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb, release_free_memory
+from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb
 from megasnn.telemetry.reporter import Reporter
 
 TRIAL_SECONDS = 3.0

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from megasnn.data import check_shares
+from megasnn.data import ShardDataset, check_shares
 from megasnn.data.order import SampleOrder
+from megasnn.data.reading import SlotReader
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard, write_shards
 
 PARTS = ((0, 3), (3, 3), (6, 3), (9, 1))  # start and size of the micro-batches of a global batch
@@ -64,6 +66,24 @@ def test_ranks_share_a_micro_batch_by_samples(dataset):
         check_shares(30, 10, 3, 1, 2, "continue")
     with pytest.raises(ValueError, match="a batch of 3 samples .*--last-batch keep.* has a micro-batch of 1: too few"):
         check_shares(3, 10, 2, 1, 2, "keep")
+
+
+def test_each_sample_is_written_before_the_next_is_decoded(dataset, monkeypatch):
+    """So that memory of a sample serves the next one, also where many fill a batch."""
+    order = SampleOrder(len(dataset), 7, True)
+    reader = SlotReader(dataset, order, 7, None, need_images=True, skip_broken=False)
+    stretches = order.stretches(0, 6)
+    expected = [sample for stretch in stretches for sample in stretch.samples]
+    room, written, decoded = np.full((6, 32, 32, 3), np.nan, np.float32), list[int](), ShardDataset.sample
+
+    def sample(self, index, decode=None):
+        written.append(int(np.isfinite(room).all((1, 2, 3)).sum()))
+        return decoded(self, index, decode)
+
+    monkeypatch.setattr(ShardDataset, "sample", sample)
+    used, values = reader.read(stretches, lambda shape: room if shape == room.shape else None)
+    assert values is room and used == expected and written == list(range(6))
+    assert np.isfinite(room).all()
 
 
 def test_a_run_continues_where_it_was_on_any_layout(dataset):

