@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,9 +99,9 @@ def input_gradient(
     data = _pixels(x)
     channels = data.shape[-1]
     width = _width(channels)
-    scale, _, mean = _coefficients(norm, unit.eps, channels, data.dtype)
+    mean, inverse_deviation, scale, _ = _affine(norm, unit.eps)
     sum_g, sum_gx = np.zeros((2, channels)) if sums is None else sums[:2].numpy()
-    of_deviations = sum_gx * _inverse_deviation(norm, unit.eps) ** 2
+    of_deviations = sum_gx * inverse_deviation**2
     coefficients = _tiles(width, data.dtype, scale, mean, sum_g / count, of_deviations / count)
     rows = data.reshape(1, -1), carried.reshape(1, -1), coefficients
     run(loops.input_gradient, pieces(data.size, _ROWS * width), *rows, _ROWS * width)
@@ -120,15 +121,29 @@ def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> Constant
     return constants(spec, dtype, 0.0, learn)
 
 
-def _inverse_deviation(norm: Norm, eps: float) -> np.ndarray:
-    return 1.0 / np.sqrt(_double(norm.variance) + eps)
+class _Affine(NamedTuple):
+    """A norm in float64: the normalised input is scale x + shift. Each `[C]`."""
+
+    mean: np.ndarray
+    inverse_deviation: np.ndarray
+    scale: np.ndarray
+    shift: np.ndarray
+
+
+def _affine(norm: Norm, eps: float) -> _Affine:
+    weight = torch.ones_like(norm.mean) if norm.weight is None else norm.weight
+    bias = torch.zeros_like(norm.mean) if norm.bias is None else norm.bias
+    # Copies, because memory that numpy has seen stays where it is: that of gathered weights comes and goes.
+    copies = torch.stack([each.detach() for each in (norm.mean, norm.variance, weight, bias)])
+    mean, variance, factor, addend = copies.to(torch.float64).numpy()
+    inverse = 1.0 / np.sqrt(variance + eps)
+    scale = inverse * factor
+    return _Affine(mean, inverse, scale, addend - mean * scale)
 
 
 def _coefficients(norm: Norm, eps: float, length: int, dtype: np.dtype) -> np.ndarray:
-    """Scale, shift and mean, `[3, length]`: the normalised input is scale x + shift."""
-    mean, inverse = _double(norm.mean), _inverse_deviation(norm, eps)
-    scale = inverse if norm.weight is None else inverse * _double(norm.weight)
-    shift = -mean * scale if norm.bias is None else _double(norm.bias) - mean * scale
+    """Scale, shift and mean, `[3, length]`."""
+    mean, _, scale, shift = _affine(norm, eps)
     return _tiles(length, dtype, scale, shift, mean)
 
 
@@ -148,11 +163,6 @@ def _pixels(x: Tensor) -> np.ndarray:
 
 def _tensor(pixels: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(pixels).movedim(-1, 2).to(like.dtype)
-
-
-def _double(x: Tensor) -> np.ndarray:
-    # A copy, because memory that numpy has seen stays where it is: that of gathered weights comes and goes.
-    return x.detach().to(torch.float64, copy=True).numpy()
 
 
 def _width(channels: int) -> int:
