@@ -51,6 +51,7 @@ def sum_at_spikes(zeros, bits, pixel, byte, d, matrices, top, column):
 
 @part
 def count_block(zeros, column, unit, sizes, matrices, bits, one):
+    """A block of columns of k^T v of a head, from bits alone."""
     tokens, heads, d = sizes
     frame, head, top = unit // heads, unit % heads, unit * d
     k, v = (heads + head) * d // 8, (2 * heads + head) * d
@@ -63,6 +64,7 @@ def count_block(zeros, column, unit, sizes, matrices, bits, one):
 
 @part
 def apply_block(zeros, column, unit, sizes, out, bits, matrices, scale):
+    """A block of columns of the output of a head: q times its matrix."""
     tokens, heads, d = sizes
     frame, head = unit // heads, unit % heads
     for pixel in range(frame * tokens, (frame + 1) * tokens):
@@ -72,6 +74,7 @@ def apply_block(zeros, column, unit, sizes, out, bits, matrices, scale):
 
 @part
 def gather_block(zeros, column, unit, sizes, matrices, bits, grad, scale):
+    """A block of columns of the gradient of k^T v of a head: q^T times the output's gradient."""
     tokens, heads, d = sizes
     frame, head, top = unit // heads, unit % heads, unit * d
     for row in range(top, top + d):
@@ -83,6 +86,7 @@ def gather_block(zeros, column, unit, sizes, matrices, bits, grad, scale):
 
 @part
 def turn_block(zeros, column, unit, sizes, out, grad, turned, scale):
+    """A block of columns of the gradient of q of a head: the output's gradient times (k^T v)^T."""
     tokens, heads, d = sizes
     frame, q, top = unit // heads, unit % heads * d, unit * d
     end = (frame + 1) * tokens
@@ -99,6 +103,7 @@ def turn_block(zeros, column, unit, sizes, out, grad, turned, scale):
 
 @part
 def spread_block(zeros, column, unit, sizes, out, bits, matrices, turned):
+    """A block of columns of the gradients of k and v of a head, from the gradient of k^T v."""
     tokens, heads, d = sizes
     frame, top = unit // heads, unit * d
     k, v = (heads + unit % heads) * d, (2 * heads + unit % heads) * d

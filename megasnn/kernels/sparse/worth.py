@@ -1,4 +1,5 @@
-"""How long sums over spikes take, in the time of the dense product: a rule, so that every run decides alike.
+"""How long sums over spikes take, in the time of the dense product: a rule, so that runs with as many threads decide
+alike.
 
 Fitted by hand to times of one core, an AMD EPYC (Zen 4) and an Intel Xeon (Emerald Rapids), of layers of 16 to 1,536
 channels, 1 x 1 and 3 x 3, on 64 to 32,768 pixels.
