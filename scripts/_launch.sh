@@ -45,6 +45,13 @@ ask_for_data() {
     exit 2
 }
 
+# evaluation_every INTERVAL FLAGS...: the flag for it, where the flags name data to evaluate on.
+evaluation_every() {
+    local interval=$1
+    shift
+    if [[ -n $(option --valid-data-path "" "$@") ]]; then printf -- '--eval-interval %s' "$interval"; fi
+}
+
 # option NAME DEFAULT ARGUMENTS...: the value of the last `NAME value` or `NAME=value` among the arguments.
 option() {
     local name=$1 value=$2

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains SpikingJelly's spikformer_cifar10 on CIFAR-10 with tensor parallel 2 and pipeline parallel 2, on four GPUs or
-# on the CPU, by the published recipe (docs/recipes.md) but in micro-batches of 32: a pipeline needs several. The images are webdataset shards, of any number of files, .tar or .tar.gz:
+# on the CPU, by the published recipe (docs/recipes.md) but in micro-batches of 32: a pipeline needs several. The images
+# are webdataset shards, of any number of files, .tar or .tar.gz:
 #
 #     bash scripts/pretrain_spikformer_cifar10.sh \
 #         --data-path "cifar10/train-{00000..00009}.tar" --valid-data-path "cifar10/test-{00000..00001}.tar"
@@ -17,4 +18,4 @@ fi
 on_ranks 4
 train "$(new_run spikformer_cifar10)" spikformer/cifar10 \
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 32 \
-    --eval-interval 400 --save-interval 400 "$@"
+    $(evaluation_every 400 "$@") --save-interval 400 "$@"

@@ -16,7 +16,7 @@ source "$(dirname "$SCRIPT")/_launch.sh"
 if [[ -z $(option --data-path "" "$@") ]]; then
     ask_for_data CIFAR10-DVS "--data-path 'SHARDS/train-{00000..00017}.tar' --valid-data-path '...'"
 fi
-if [[ -n $(option --valid-data-path "" "$@") ]]; then set -- --eval-interval 700 "$@"; fi
-set -- --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save-interval 700 "$@"
+set -- --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+    $(evaluation_every 700 "$@") --save-interval 700 "$@"
 on_ranks_of "$@"
 train "$(new_run vgg_dvs_cifar10dvs)" vgg_dvs/cifar10dvs "$@"

@@ -53,13 +53,13 @@ CIFAR10 = (
     "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1 "
     "--rand-augment-ops equalize,rotate,shear-x,translate-x,translate-y --normalize-images cifar10 --mixup-alpha 0.5 "
     "--mixup-off-epoch 200 --micro-batch-size 32 --global-batch-size 128 --lr-warmup-init 1e-5 --weight-decay 0.06 "
-    "--eval-interval 400 --save-interval 400"
+    "--save-interval 400"
 )
 IMAGENET = (
     f"{TIMM} --embed-dim 512 --depth 8 --num-heads 8 --patch-size 16 --image-size 224 --in-channels 3 "
     "--num-classes 1000 --time-steps 4 --rand-augment rand-m9-mstd0.5-inc1 --mixup-alpha 0.8 --cutmix-alpha 1 "
     "--micro-batch-size 24 --global-batch-size 192 --lr-warmup-init 1e-6 --weight-decay 0.05 --log-interval 50 "
-    "--eval-interval 2500 --save-interval 2500"
+    "--save-interval 2500"
 )
 CIFAR10_DVS = (
     "--channels 64,128,P,256,256,P,512,512,P,512,512,P --image-size 48 --time-steps 10 --num-classes 10 "
@@ -78,8 +78,10 @@ SCRIPTS = [
     ("spikformer_tp2_pp2", "", 4, "spikformer_tp2_pp2", f"{TP2_PP2} {DIGITS}"),
     ("spikformer_tp2_pp2", "--lr 2e-3 --depth=1", 4, "spikformer_tp2_pp2", f"{TP2_PP2} {DIGITS}"),
     ("spikformer_cp2", "", 2, "spikformer_cp2", f"--context-parallel-size 2 {DIGITS}"),
-    ("spikformer_cifar10", DATA, 4, "spikformer_cifar10", f"{TP2_PP2} {CIFAR10}"),
-    ("spikformer_slurm", DATA, 8, "spikformer_slurm_7", f"{TP2_PP2} {IMAGENET}"),
+    ("spikformer_cifar10", "--data-path d", 4, "spikformer_cifar10", f"{TP2_PP2} {CIFAR10}"),
+    ("spikformer_cifar10", DATA, 4, "spikformer_cifar10", f"{TP2_PP2} {CIFAR10} --eval-interval 400"),
+    ("spikformer_slurm", "--data-path d", 8, "spikformer_slurm_7", f"{TP2_PP2} {IMAGENET}"),
+    ("spikformer_slurm", DATA, 8, "spikformer_slurm_7", f"{TP2_PP2} {IMAGENET} --eval-interval 2500"),
     ("vgg_dvs", "", 2, "vgg_dvs", f"{TP2} {EVENT_DIGITS}"),
     ("vgg_dvs", "--tensor-model-parallel-size 1", 1, "vgg_dvs", f"{TP2} {EVENT_DIGITS}"),
     ("vgg_dvs", "--data-path d", 2, "vgg_dvs_cifar10dvs", f"{TP2} {CIFAR10_DVS}"),

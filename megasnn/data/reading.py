@@ -44,7 +44,8 @@ class SlotReader:
                 decoded, samples would take new memory for every batch.
         Raises:
             BrokenSample: one cannot be decoded, and is not to be skipped.
-            ValueError: as `ShardDataset.sample`; not one sample of the data set can be decoded.
+            ValueError: as `ShardDataset.sample`; not one sample of the data set can be decoded; samples are of several
+                shapes.
         """
         slots = [slot for stretch in stretches for slot in stretch.slots()]
         used, values = list[int](), None
@@ -53,6 +54,11 @@ class SlotReader:
             if image is not None:
                 if values is None:
                     values = room((len(slots), *image.shape))
+                if image.shape != values.shape[1:]:
+                    raise ValueError(
+                        f"{self.dataset.describe(sample)} has the shape {image.shape} and the first one of its "
+                        f"micro-batch {values.shape[1:]}; its samples must have one shape"
+                    )
                 self.dataset.format.fill(values[len(used)], image)
             used.append(sample)
         return used, values

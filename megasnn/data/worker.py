@@ -108,8 +108,9 @@ class _Room:
 
         size = 4 * prod(shape)
         if not self._memory.fits(self._place, size):
-            self.new = new_piece(self._place, size)
-            self._memory.add(self._place, self.new)
+            made = new_piece(self._place, size)
+            self._memory.add(self._place, made)
+            self.new = made
         return np.frombuffer(self._memory.at(self._place, size), np.float32).reshape(shape)
 
 

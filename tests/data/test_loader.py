@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -88,6 +90,18 @@ def test_each_sample_is_written_before_the_next_is_decoded(dataset, monkeypatch)
     used, values = reader.read(stretches, room)
     assert values is rooms[0] and len(rooms) == 1 and used == expected
     assert written == [1, 2, 3, 4, 5] and np.isfinite(values).all()
+
+
+def test_samples_of_two_shapes_are_refused_by_name(dataset, monkeypatch):
+    """numpy would spread one pixel over a whole image."""
+    shapes = iter([(8, 8, 3), (1, 1, 3)])
+    monkeypatch.setattr(ShardDataset, "sample", lambda *_: np.zeros(next(shapes), np.uint8))
+    order = SampleOrder(len(dataset), 7, True)
+    reader = SlotReader(dataset, order, 7, None, need_images=True, skip_broken=False)
+    second = order.stretches(0, 2)[0].samples[1]
+    message = f"{dataset.describe(second)} has the shape (1, 1, 3) and the first one of its micro-batch (8, 8, 3)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        reader.read(order.stretches(0, 2), lambda shape: np.empty(shape, np.float32))
 
 
 def test_a_run_continues_where_it_was_on_any_layout(dataset):
