@@ -28,6 +28,7 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.planner import counting, measuring
 from megasnn.planner.analyze import counted_sizes
+from tests.kernels.threads import torch_threads
 from tests.sums import MOST, worth_by_time
 
 SPARSE = ConvolutionProducts(exact=True, sparse=True)
@@ -129,16 +130,26 @@ def test_threads_change_no_bit(sides: tuple[int, int], padding: tuple[int, int],
     x, weight = images((5, 40, 9, 7), share, torch.float32, 3), kernel(200, 40, sides, torch.float32)
     sparse, grad = replace(SPARSE, geometry=Geometry(padding=padding)), torch.randn(5, 200, 9, 7)
     found = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            with _counted() as counted:
-                found.append((sparse.output(x, weight), gradient(sparse, x, weight, grad)))
-            assert (counted.outputs, counted.gradients) == (1, 1)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        with torch_threads(threads), _counted() as counted:
+            found.append((sparse.output(x, weight), gradient(sparse, x, weight, grad)))
+        assert (counted.outputs, counted.gradients) == (1, 1)
     assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(each, found[0], strict=True))
+
+
+def test_threads_decide_how_weight_gradients_are_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule, not by that of the tests: two threads take the dense product where one adds up spikes."""
+    monkeypatch.setattr(Work, "is_worth", worth_by_time)
+    torch.manual_seed(0)
+    x, weight = images((32, 192, 8, 8), 0.3), kernel(192, 192, (3, 3))
+    sparse, grad = replace(SPARSE, geometry=Geometry(padding=(1, 1))), torch.randn(32, 192, 8, 8, dtype=torch.float64)
+    with torch_threads(1), _counted() as one:
+        output, alone = sparse.output(x, weight), gradient(sparse, x, weight, grad)
+    with torch_threads(2), _counted() as two:
+        assert torch.equal(sparse.output(x, weight), output)
+        together = gradient(sparse, x, weight, grad)
+    assert (one.outputs, one.gradients, two.outputs, two.gradients) == (1, 1, 1, 0)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-10)
 
 
 def test_packed_spikes_are_not_unpacked() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megasnn.kernels.sparse import attention as sparse_attention
 from megasnn.layers import attend
 from megasnn.layers.attend import Attend, AttendPlan
+from tests.kernels.threads import torch_threads
 
 
 def output_and_gradient(rows: torch.Tensor, plan: AttendPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,13 +43,8 @@ def test_any_heads(
     rows = (torch.rand(frames * tokens, 3 * heads * d) < share).to(dtype)
     dense = AttendPlan(frames, heads)
     expected, of_expected = output_and_gradient(rows, dense)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with mock.patch.object(attend, "DenseHeads", side_effect=AssertionError("dense products")):
-            out, gradient = output_and_gradient(rows, replace(dense, sparse=True))
-    finally:
-        torch.set_num_threads(before)
+    with torch_threads(threads), mock.patch.object(attend, "DenseHeads", side_effect=AssertionError("dense products")):
+        out, gradient = output_and_gradient(rows, replace(dense, sparse=True))
     assert torch.equal(out, expected)
     error = 1e-13 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(gradient, of_expected, rtol=0, atol=error * (float(of_expected.abs().max()) + 1))

@@ -13,6 +13,7 @@ from megasnn.kernels.reference import batch_norm
 from megasnn.kernels.unit import norm_pool_neuron
 from tests.kernels.four_calls import spikes_leave_packed_as_well, two_ranks_equal_one
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron, spikingjelly_unit
+from tests.kernels.threads import torch_threads
 
 SPECS = {
     "spikformer": NeuronSpec(),
@@ -234,19 +235,15 @@ def test_saves_nothing_but_its_input():
 def test_threads_do_not_change_a_bit():
     x = channels_last(4, 3, 24, 40, 40, dtype=torch.float32).requires_grad_()
     norm = norm_of(24, 5, True).float()
-    threads = torch.get_num_threads()
     for pool in (False, True):
         results = []
         for count in (1, 3):
-            try:
-                torch.set_num_threads(count)
+            with torch_threads(count):
                 spikes, mean, var, _ = norm_pool_neuron(
                     x, norm.weight, norm.bias, spec=NeuronSpec(), training=True, pool=pool, backend="fused"
                 )
                 upstream = channels_last(*spikes.shape, dtype=torch.float32)
                 results.append((spikes, mean, var, *torch.autograd.grad(spikes, [x, norm.weight, norm.bias], upstream)))
-            finally:
-                torch.set_num_threads(threads)
         for one, three in zip(*results, strict=True):
             assert torch.equal(one, three)
 
