@@ -133,7 +133,8 @@ class Snapshot:
             for each in self._copying:
                 each.result()
         for device in self._devices:
-            torch.cuda.synchronize(device)
+            # Not the device, which waits for messages of others, too, and must not be waited for during a capture.
+            torch.cuda.default_stream(device).synchronize()
 
     def close(self) -> None:
         """Ends the process and lets go of the memory."""

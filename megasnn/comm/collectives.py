@@ -80,7 +80,8 @@ def start_all_gather_into(into: Tensor, mine: Tensor, group: Group) -> Callable[
     if on_cpu:
         work = dist.all_gather(parts, mine, group=group.handle, async_op=True)
     else:
-        work = _ALL_GATHER_SINGLE(into, mine, group=group.handle, async_op=True)
+        # Flat: Gloo takes these tensors only where both have one dimension.
+        work = _ALL_GATHER_SINGLE(into.view(-1), mine.view(-1), group=group.handle, async_op=True)
 
     def finish() -> list[Tensor]:
         work.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,8 +50,11 @@ class CudaCapture:
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     work()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # which says only that something went wrong before
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             if collects:
                 gc.enable()

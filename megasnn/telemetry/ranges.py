@@ -23,5 +23,9 @@ def is_traced() -> bool:
 
 @contextmanager
 def _named_for_nvidia(name: str) -> Iterator[None]:
-    with profiler.record_function(name), torch.cuda.nvtx.range(name):
-        yield
+    with profiler.record_function(name):
+        torch.cuda.nvtx.range_push(name)  # `range` would take braces in a name for something to fill in
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()

@@ -20,6 +20,7 @@ class Faults:
         statuses: answers to the next requests, instead of what is asked for.
         cuts: bytes after which the next connections end; `always_cuts`: all of them. after_cut: called before they end.
         ranges, versions: whether parts can be asked for, and a file has an ETag.
+        chunked: whole files come as one chunk, without a length in the header.
         claims: is added to the length in the header. more: bytes that follow a file, sent in chunks.
         silent: seconds without a byte in the middle of a file.
         leads_to: the address that it answers with in place of a file.
@@ -31,6 +32,7 @@ class Faults:
     after_cut: Callable[[], object] = lambda: None
     ranges: bool = True
     versions: bool = True
+    chunked: bool = False
     claims: int = 0
     more: int = 0
     silent: float = 0.0
@@ -118,7 +120,12 @@ def _answer(handler: BaseHTTPRequestHandler, server: Server) -> None:
         handler.send_header("ETag", version)
     if start:
         handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-    if faults.more:
+    in_chunks = faults.chunked and not start
+    if in_chunks:
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(f"{len(body):x}\r\n".encode())
+    elif faults.more:
         handler.end_headers()  # until the connection ends
         body += bytes(faults.more)
     else:
@@ -130,5 +137,7 @@ def _answer(handler: BaseHTTPRequestHandler, server: Server) -> None:
     handler.wfile.write(body[100:])
     if cut is not None:
         faults.after_cut()
+    elif in_chunks:
+        handler.wfile.write(b"\r\n0\r\n\r\n")
     with server.lock:
         server.sent += len(body)

@@ -130,6 +130,14 @@ def test_a_broken_connection_goes_on_where_it_ended(folder, server):
     assert server.sent == size
 
 
+def test_a_file_without_a_length_goes_on_too(folder, server):
+    """Its length is known from the second answer on, and the file is not taken for whole before."""
+    server.faults.chunked, server.faults.cuts = True, [3000, 5000]
+    data = dataset(server.url("train-00000.tar"))
+    assert data.fingerprint() == dataset(folder / "train-00000.tar").fingerprint()
+    assert [start for _, start in server.asked] == [0, 3000, 8000]
+
+
 @pytest.mark.parametrize("lacks", ["ranges", "versions"])
 def test_a_server_that_cannot_go_on_starts_again(folder, server, lacks):
     setattr(server.faults, lacks, False)

@@ -65,6 +65,15 @@ def test_a_gpu_gathers_into_one_tensor(monkeypatch) -> None:
     assert all(each.untyped_storage()._cdata == into.untyped_storage()._cdata for each in payloads)
 
 
+def test_a_table_is_gathered_flat_on_a_gpu(monkeypatch) -> None:
+    """Gloo refuses a table for what comes together, where a GPU is used with it."""
+    gather = Mock()
+    monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", gather)
+    collectives.start_small_gather(torch.empty(3, device="meta"), Group("data", (0, 1)))()
+    (into, mine), _ = gather.call_args
+    assert (into.shape, mine.shape) == ((6,), (3,))
+
+
 def test_what_travels_together_is_sized_for_the_link() -> None:
     few, many = Group("data", (0, 1)), Group("data", tuple(range(64)))
     assert collectives.exchange_bytes(many, torch.device("cpu"), 5) == 5

@@ -93,14 +93,16 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
 
 
 @cache
-def compiled(capability: int, dtype: torch.dtype, steps: int, tau: float, pool: bool) -> list[Code]:
+def compiled(
+    capability: int, dtype: torch.dtype, steps: int, tau: float, pool: bool, decay_input: bool = True
+) -> list[Code]:
     """All kernels that forward and backward of a unit start, and without pooling those of neurons alone.
 
     Several tests look at the same ones: compiling takes seconds.
     """
     from megasnn.kernels.triton import alone, calls
 
-    spec, channels = NeuronSpec(kind="lif", tau=tau), torch.ones(48)
+    spec, channels = NeuronSpec(kind="lif", tau=tau, decay_input=decay_input), torch.ones(48)
     unit, norm = Unit(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
     x = channels_last(steps, 2, 48, 16, 16, dtype=torch.float32).to(dtype).requires_grad_()
     g = channels_last(steps, 2, 48, *((8, 8) if pool else (16, 16)), dtype=torch.float32).to(dtype)
@@ -114,19 +116,21 @@ def compiled(capability: int, dtype: torch.dtype, steps: int, tau: float, pool: 
     return found
 
 
+@pytest.mark.parametrize("decay_input", [True, False])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_charge_that_divides_is_exact(capability: int) -> None:
+def test_a_charge_that_divides_is_exact(capability: int, decay_input: bool) -> None:
     """Nothing is fused, and only the surrogate is divided approximately."""
-    codes = compiled(capability, torch.bfloat16, 4, tau=3.0, pool=False)
+    codes = compiled(capability, torch.bfloat16, 4, tau=3.0, pool=False, decay_input=decay_input)
     assert [each.kernel for each in codes].count("fire_kernel") == 2
     for code in codes:
         assert not code.count("fma."), code.kernel
-        in_charge = 4 * LANES if code.kernel in ("fire_kernel", *BACKWARD) else 0
+        # Where the input does not decay, nothing is divided at the first of four steps: the potential is at rest.
+        in_charge = (4 if decay_input else 3) * LANES if code.kernel in ("fire_kernel", *BACKWARD) else 0
         assert code.count("div.rn.f32") == in_charge, code.kernel
         if code.kernel == "fire_kernel":
             assert not code.count("div.full") and not code.count("div.approx") and not code.count("rcp.")
         if code.kernel in BACKWARD:
-            assert code.count("div.full.f32") == in_charge and not code.count("div.approx")
+            assert code.count("div.full.f32") == 4 * LANES and not code.count("div.approx")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,8 @@ def test_every_neuron_compiles(charge: str) -> None:
             norm_pool_neuron_by(calls, x, None, None, running, w, unit)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
-    assert not any(code.count("div.approx") for code in found)
+    inexact = "div.full", "div.approx", "rcp."
+    assert not any(code.count(each) for code in found for each in inexact if code.kernel == "fire_kernel")
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,6 @@ def check(parts: Mapping[str, Part], setting: Setting, output: Path) -> int:
     gpu = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else None
     outcome = run_parts(parts, setting)
     line = json_line(outcome, gpu)
+    print(f"\n{table_of(outcome)}\n\n{json.dumps(line)}", flush=True)
     append_lines(output, [line])
-    print(f"\n{table_of(outcome)}\n\n{json.dumps(line)}")
     return outcome.status
