@@ -4,7 +4,8 @@
     python tools/check_gpu.py --parts kernels speeds
 
 Takes less than ten minutes on one GPU. Prints a table and one JSON line, which is also appended to --output. The exit
-status is 0 where all targets are met, 1 where one is missed or a part has failed, 2 without a GPU.
+status is 0 where all targets are met, 1 where one is missed or a part has failed, 2 where nothing was checked: without
+a GPU, or with flags that are wrong.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         print(f"--parts: {', '.join(unknown)} is none of {', '.join(PARTS)}", file=sys.stderr)
+        return NO_GPU
+    if not options.output.absolute().parent.is_dir():
+        print(f"--output {options.output}: there is no such folder; make it, or name another", file=sys.stderr)
         return NO_GPU
     if not torch.cuda.is_available():
         print(f"there is no GPU that torch can use, so nothing was checked: {why_no_gpu()}", file=sys.stderr)

@@ -67,6 +67,15 @@ def kind_of_device(asked: str) -> str:
     return ("cuda" if torch.cuda.device_count() >= _local_ranks() else "cpu") if asked == "auto" else asked
 
 
+def why_not_on_gpus(asked: str) -> str | None:
+    """Why `--device auto` comes to the CPU where somebody may expect GPUs; None where nobody does."""
+    if asked != "auto" or kind_of_device(asked) == "cuda":
+        return None
+    if gpus := torch.cuda.device_count():
+        return f"{_local_ranks()} ranks on this machine and {gpus} GPU(s); they share with --backend gloo --device cuda"
+    return None if torch.version.cuda is None else why_no_gpu()
+
+
 def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 

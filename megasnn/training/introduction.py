@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megasnn.comm.world import why_not_on_gpus
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
@@ -198,7 +199,7 @@ def _summary(
 ) -> list[str]:
     training, ranks = config.training, state.world.size
     name = type(config.model).__name__.removesuffix("Config")
-    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device)}"
+    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel.device)}"
     still = engine.parameters - engine.trained_parameters
     frozen = f" ({still:,} of them frozen)" if still else ""
     what = (
@@ -224,11 +225,11 @@ def _summary(
     ]
 
 
-def _device(device: torch.device) -> str:
+def _device(device: torch.device, asked: str) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU with {threads} thread{'s' * (threads > 1)} a rank"
+    threads, why = torch.get_num_threads(), why_not_on_gpus(asked)
+    return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
 
 
 def _flags(config: PretrainConfig) -> list[str]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
-from tools.benchmark import gpu_models
+from tools.benchmark import gpu, gpu_models
 from tools.benchmark.gpu import MISSED, NO_GPU, PASSED, Figure, Setting, check, run_parts
 from tools.benchmark.gpu_kernels import error_of
 from tools.benchmark.gpu_step import _waits
@@ -138,6 +140,20 @@ def test_a_figure_without_end_is_json_to_strict_readers(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(("value", "status"), [(0.81, PASSED), (0.79, MISSED)])
 def test_the_status_is_that_of_the_targets(value: float, status: int) -> None:
     assert run_parts({"part": lambda setting: gives(value)}, TINY).status == status
+
+
+def test_a_part_ends_when_the_time_is_over(monkeypatch) -> None:
+    """What it gave until then is kept."""
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=count().__next__))
+    outcome = run_parts({"long": lambda setting: chain(gives(1.0), gives(2.0), gives(3.0))}, TINY, limit_s=2)
+    assert [each.value for each in outcome.figures["long"]] == [1.0, 2.0]
+    assert outcome.failures == {"long": "ended after 'share': 2 seconds are over"} and outcome.status == MISSED
+
+
+def test_a_folder_that_is_not_there_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "nowhere" / "log.jsonl"
+    assert main(["--output", str(output)]) == NO_GPU
+    assert f"--output {output}: there is no such folder" in capsys.readouterr().err
 
 
 def test_what_has_no_time_left_is_said() -> None:

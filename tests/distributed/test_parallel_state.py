@@ -17,6 +17,7 @@ from megasnn.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from megasnn.training import introduction
 
 AXES = ("tensor", "data", "pipeline", "downward", "model", "world")
 
@@ -164,6 +165,26 @@ def test_devices_that_are_not_there(monkeypatch, backend, device) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 rank.*1 GPU\(s\)"):
         world.start_process_group(backend, device)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "cuda", "why"),
+    [
+        ("auto", 1, "13.0", "2 ranks on this machine and 1 GPU(s); they share with --backend gloo --device cuda"),
+        ("auto", 0, "13.0", f"torch {torch.__version__} is built for CUDA 13.0 and finds none; see whether nvidia-smi"),
+        ("auto", 0, None, None),
+        ("auto", 2, "13.0", None),
+        ("cpu", 1, "13.0", None),
+    ],
+)
+def test_a_run_that_falls_back_to_the_cpu_says_why(monkeypatch, asked, gpus, cuda, why) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = world.why_not_on_gpus(asked)
+    assert found is None if why is None else found is not None and found.startswith(why)
+    in_log = introduction._device(torch.device("cpu"), asked)
+    assert in_log.endswith("a rank" if why is None else f"a rank ({found})")
 
 
 def test_without_a_gpu_it_says_why(monkeypatch) -> None:

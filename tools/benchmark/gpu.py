@@ -110,6 +110,9 @@ def run_parts(parts: Mapping[str, Part], setting: Setting, limit_s: float = LIMI
             for figure in part(setting):
                 figures.append(figure)
                 say(f"  {figure.name}: {figure.value:.4g} {figure.unit}")
+                if time.monotonic() - start > limit_s:
+                    outcome.failures[name] = f"ended after {figure.name!r}: {limit_s:.0f} seconds are over"
+                    break
         except Exception as error:
             outcome.failures[name] = f"{type(error).__name__}: {error}"
             say("".join(traceback.format_exception(error)))

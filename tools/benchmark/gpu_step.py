@@ -94,7 +94,10 @@ def _launches(step: MegaSNNStep, setting: Setting) -> int:
         step.forward_backward()
         setting.wait()
     on = DeviceType.CUDA if is_gpu else DeviceType.CPU
-    return sum(each.device_type == on and not each.cpu_children for each in trace.events())
+    found = sum(each.device_type == on and not each.cpu_children for each in trace.events())
+    if not found:
+        raise RuntimeError("the profiler saw nothing that a step starts: is its access to the GPU restricted?")
+    return found
 
 
 def graphs(setting: Setting) -> Iterator[Figure]:
