@@ -54,7 +54,7 @@ class SlotReader:
             if image is not None:
                 if values is None:
                     values = room((len(slots), *image.shape))
-                if image.shape != values.shape[1:]:
+                elif image.shape != values.shape[1:]:
                     raise ValueError(
                         f"{self.dataset.describe(sample)} has the shape {image.shape} and the first one of its "
                         f"micro-batch {values.shape[1:]}; its samples must have one shape"

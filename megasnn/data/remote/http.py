@@ -99,10 +99,9 @@ class _Transfer:
         """Raises Interrupted for a part that is not the rest of what has arrived."""
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range.strip())
         if found and int(found[1]) == self._incoming.size:
-            total = None if found[2] == "*" else int(found[2])
-            if self._total is None:  # the answer before came in chunks, which do not say it
-                self._total = total
-            if total in (None, self._total):
+            if self._total is None and found[2] != "*":  # the answer before came in chunks, which do not say it
+                self._total = int(found[2])
+            if found[2] in ("*", str(self._total)):
                 return
         self._version = None  # begin anew
         raise Interrupted(f"the server sends {content_range[:100]!r} where bytes {self._incoming.size}- were asked for")
