@@ -25,6 +25,9 @@ class OptimizerRecipe:
         elementwise: whether the step of an element follows from that element's value, gradient and state alone, and of
             the norms of whole tensors where it takes those. Others are refused where ranks hold parts of a tensor.
         takes_norms: whether `build` also gets `norms`, of whole tensors (megasnn.optim.ShardedNorms).
+        takes_found_inf: whether `step`, where the groups are `fused`, leaves everything as it is if the optimizer's
+            attribute `found_inf`, a float on the device, is 1, as torch's GradScaler asks of optimizers. A GPU then
+            need not wait for the host.
     """
 
     summary: str
@@ -33,6 +36,7 @@ class OptimizerRecipe:
     flags: tuple[str, ...] = ()
     elementwise: bool = True
     takes_norms: bool = False
+    takes_found_inf: bool = False
 
 
 def _adamw(
@@ -64,7 +68,8 @@ _ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_eps")
 OPTIMIZERS: Table[OptimizerRecipe] = Table(
     "--optimizer",
     {
-        "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _moments, _ADAM_FLAGS),
+        "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _moments, _ADAM_FLAGS, takes_found_inf=True),
+        # Not so torch's fused SGD: a first step that is left out leaves a momentum that nobody has written.
         "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, _momentum, ("sgd_momentum", "sgd_nesterov")),
         "lamb": OptimizerRecipe(
             "arXiv 1904.00962, in timm's form",

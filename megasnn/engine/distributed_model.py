@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -43,6 +44,29 @@ SampleLoss = Callable[[Any, Tensor], Tensor]
 """(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
 
 
+@dataclass(frozen=True)
+class StepSums:
+    """What a step came to, summed over all ranks, on the device: nothing has waited for it.
+
+    Attributes:
+        values: float64 `[4 + parameters]`: loss, correct samples, votes to stop, findings of checks, and the parts that
+            `GradientNorm` sums.
+    """
+
+    values: Tensor
+
+    @property
+    def norm(self) -> Tensor:
+        """The gradient's, without sizes."""
+        return self.values[4:].sum().sqrt()
+
+    @property
+    def is_void(self) -> Tensor:
+        """Whether the step must change nothing, without sizes: something was found, or loss or norm are not finite."""
+        loss, found = self.values[0], self.values[3]
+        return (found != 0) | ~(loss.isfinite() & self.norm.isfinite())
+
+
 class DistributedModel:
     """
     Args:
@@ -73,8 +97,8 @@ class DistributedModel:
         stop_votes: how many ranks wanted that in the last step, the same on every rank.
         correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
         norm: of the last step's gradient, the same on every rank; gradient_norm: what it follows from, and clips.
-        verdict: whether steps count. voided: called when one does not, before it is done again: what was observed in it
-            is to be forgotten.
+        verdict: whether steps count. voided: called when one does not, before it is done again or the run
+            ends: what was observed in it is to be forgotten.
         plan: the schedules and the placement of the chunks.
         executor: works off the schedules; its `observer` sees every action.
     """
@@ -215,15 +239,24 @@ class DistributedModel:
         Raises:
             PipelineError: an action failed, or on every rank, values were not what they should be.
         """
+        while (loss := self.finish_step(self.start_step(micro_batches, global_batch_size))) is None:
+            pass
+        return loss
+
+    def start_step(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> StepSums:
+        """The first part of `forward_backward`: starts all of it, and does not wait for the device."""
         self._global_batch_size = global_batch_size
-        while True:
-            with self.verdict.checks.collecting():
-                loss = self._run_step(micro_batches)
-            total, found = self._read(loss)
-            if self.verdict.accepts(found):
-                return total
+        with self.verdict.checks.collecting():
+            return self._sums(self._run_step(micro_batches))
+
+    def finish_step(self, sums: StepSums) -> float | None:
+        """The second part of `forward_backward`, in which the host waits: the loss, or None where the step is void and
+        to be done again."""
+        total, found = self._read(sums)
+        if found:
             for forget in self.voided:
                 forget()
+        return total if self.verdict.accepts(found) else None
 
     def _run_step(self, micro_batches: Sequence[MicroBatchInput]) -> Tensor:
         self.data_parallel.zero(len(micro_batches))
@@ -238,12 +271,8 @@ class DistributedModel:
         self._ties.sum_gradients()
         return loss
 
-    def _read(self, loss: Tensor) -> tuple[float, float]:
-        """What a step came to, over all ranks: the one place in it where the host waits for the device.
-
-        Returns:
-            the loss, and how much the checks have found.
-        """
+    def _sums(self, loss: Tensor) -> StepSums:
+        """Collective over the world."""
         device = self.state.device
         wants = torch.tensor([self._wants_to_stop()], dtype=torch.float64)
         mine = torch.cat(
@@ -254,7 +283,15 @@ class DistributedModel:
                 self.gradient_norm.squares(),
             ]
         )
-        total, self.correct, self.stop_votes, found, *parts = all_reduce_sum(mine, self.state.world, "step").tolist()
+        return StepSums(all_reduce_sum(mine, self.state.world, "step"))
+
+    def _read(self, sums: StepSums) -> tuple[float, float]:
+        """What a step came to: the one place in it where the host waits for the device.
+
+        Returns:
+            the loss, and how much the checks have found.
+        """
+        total, self.correct, self.stop_votes, found, *parts = sums.values.tolist()
         self.norm = self.gradient_norm.of(parts)
         return total, found
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megasnn import device_checks
 from megasnn.batching import micro_batches_of
 from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
@@ -19,7 +20,7 @@ from megasnn.engine.not_finite import first_place
 from megasnn.engine.setup import window_count
 from megasnn.engine.without_gradient import names_without_gradient
 from megasnn.grid import HOLDING_AXES
-from megasnn.optim import WeightAverage, build_optimizer, learning_rate
+from megasnn.optim import WeightAverage, build_optimizer, learning_rate, takes_found_inf
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.telemetry.logline import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
@@ -50,49 +51,86 @@ class Steps:
         self.timers = Timers(self._state.device)
         self.iteration = self.consumed_samples = 0
         self.without_gradient: list[str] | None = None
+        self._masks = takes_found_inf(self.optimizer, config.optimizer)
         self._is_updating = False
         self._failure: str | None = None
+        distributed.voided.append(self._nothing_changed)
 
     # --- training
 
     def train(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """An optimizer step on this replica's micro-batches of a global batch."""
-        samples = batch.size
+        while (result := self._attempt(micro_batches, batch)) is None:
+            pass
+        return result
+
+    def _attempt(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult | None:
+        """A step, or None where it came out void and has changed nothing.
+
+        Where the optimizer can, a device updates the weights before the host has read what the step came to: it need
+        not wait for the host's orders then. It leaves them as they are by its own reading.
+        """
+        distributed, samples = self.distributed, batch.size
         with self._guarded():
             with self.timers("forward_backward"):
-                loss = self.distributed.forward_backward(micro_batches, samples)
+                sums = distributed.start_step(micro_batches, samples)
             if self.without_gradient is None:
-                self.without_gradient = names_without_gradient(self.distributed)
+                self.without_gradient = names_without_gradient(distributed)
+        with self._guarded(), self.timers("optimizer"):
+            updates_unread = self._masks and device_checks.runs_ahead(self._state.device)
+            if updates_unread:
+                self._is_updating = True  # until it is read that the step is void
+                self._change_weights(sums.norm, sums.is_void)
+            loss = distributed.finish_step(sums)
+            if loss is None:
+                return None
+            self._is_updating = True
+            norm, rate, finite = self.update(loss, samples, has_changed_weights=updates_unread)
         with self._changing_weights():
-            with self.timers("optimizer"):
-                norm, rate, finite = self.update(loss, samples)
-            where = None if finite else first_place(self.distributed, micro_batches)
+            where = None if finite else first_place(distributed, micro_batches)
             self.iteration += 1
             self.consumed_samples = batch.consumed_samples
-        return StepResult(loss, self.distributed.correct, samples, norm, rate, not finite, where)
+        return StepResult(loss, distributed.correct, samples, norm, rate, not finite, where)
 
-    def update(self, loss: float, samples: int) -> tuple[float, float, bool]:
+    def update(self, loss: float, samples: int, has_changed_weights: bool = False) -> tuple[float, float, bool]:
         """After forward and backward of so many samples: running statistics, clipping, weights, average of weights.
 
+        Args:
+            has_changed_weights: whether clipping and the optimizer's step are done already.
         Returns:
             the gradient's norm before clipping, the learning rate, and whether both loss and norm are finite. Where
             they are not, everything stays as it was: weights, optimizer state and running statistics.
         """
-        options, distributed = self._config.optimizer, self.distributed
+        distributed = self.distributed
         norm = distributed.norm
-        rate = learning_rate(options, self.iteration, self._length.iterations, self._length.epoch)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             distributed.merge_statistics(self._most_micro_batches(samples))
-            distributed.gradient_norm.clip(norm, options.clip_grad)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group["lr_scale"]
-            self.optimizer.step()
+            if not has_changed_weights:
+                self._change_weights(norm)
             distributed.share_rows()
             distributed.refresh_copies()
             if self.average is not None:
                 self.average.update()
-        return norm, rate, finite
+        return norm, self._learning_rate(), finite
+
+    def _change_weights(self, norm: float | Tensor, is_void: Tensor | None = None) -> None:
+        """Clips, and steps.
+
+        Args:
+            norm: the gradient's. is_void: on the device, whether everything is to stay as it is; None where the host
+                knows that it is not.
+        """
+        self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
+        rate = self._learning_rate()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
+        if self._masks:
+            self.optimizer.found_inf = None if is_void is None else is_void.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self._config.optimizer, self.iteration, self._length.iterations, self._length.epoch)
 
     def _most_micro_batches(self, samples: int) -> int:
         count = -(-samples // self._config.training.micro_batch_size)
@@ -197,6 +235,10 @@ class Steps:
             self._is_updating = True
             yield
             self._is_updating = False
+
+    def _nothing_changed(self) -> None:
+        """When a step is void."""
+        self._is_updating = False
 
     def require_sound(self, reads_weights: bool = False) -> None:
         """Raises RuntimeError when an error has ended what the ranks did together.

@@ -41,6 +41,12 @@ def build_optimizer(
     return recipe.build(parts, lr=config.lr, **_flags(config), **norms)
 
 
+def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> bool:
+    """Whether its step can be told by a value on the device to leave everything as it is; see `OptimizerRecipe`."""
+    learning = [group for group in optimizer.param_groups if group["params"]]
+    return OPTIMIZERS[config.optimizer].takes_found_inf and all(group.get("fused") for group in learning)
+
+
 def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig = OptimizerConfig()) -> int:  # noqa: B008  (frozen)
     """What the state of that optimizer takes after a step."""
     kinds = config.state_kinds()

@@ -61,13 +61,21 @@ class GradientNorm:
         """The norm, of the summed slots. NaN and infinity come out as such."""
         return math.sqrt(math.fsum(squares))
 
-    def clip(self, norm: float, most: float) -> None:
+    def clip(self, norm: float | Tensor, most: float, is_void: Tensor | None = None) -> None:
         """Scales the gradients by most / (norm + 1e-6) where that is less than 1; 0 clips nothing.
 
         torch.nn.utils.clip_grad_norm_ and Megatron-LM do it with the same small number.
+
+        Args:
+            norm: without sizes on a device, where nothing waits for it.
+            is_void: where it is true, the gradients stay as they are, so that it can be found where they went wrong.
         """
+        if most <= 0:
+            return
         scale = most / (norm + 1e-6)
-        if most <= 0 or not scale < 1:
+        if isinstance(scale, Tensor):
+            scale = scale.clamp(max=1) if is_void is None else torch.where(is_void, 1.0, scale.clamp(max=1))
+        elif not scale < 1:
             return
         if gradients := [each.grad for each in self._parameters if each.grad is not None]:
             torch._foreach_mul_(gradients, scale)
