@@ -70,15 +70,16 @@ class GradientNorm:
             norm: without sizes on a device, where nothing waits for it.
             is_void: where it is true, the gradients stay as they are, so that it can be found where they went wrong.
         """
-        if most <= 0:
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        if most <= 0 or not gradients:
             return
         scale = most / (norm + 1e-6)
         if isinstance(scale, Tensor):
             scale = scale.clamp(max=1) if is_void is None else torch.where(is_void, 1.0, scale.clamp(max=1))
+            scale = scale.to(gradients[0].dtype)  # of another type, each gradient would have a kernel of its own
         elif not scale < 1:
             return
-        if gradients := [each.grad for each in self._parameters if each.grad is not None]:
-            torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(gradients, scale)
 
 
 class ShardedNorms:
