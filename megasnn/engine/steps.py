@@ -123,8 +123,8 @@ class Steps:
         Args:
             batches: this replica's micro-batches; their labels are the samples' places in what is returned.
         """
-        logits = torch.zeros(samples, self._config.model.num_classes, dtype=self.distributed.context.dtype)
-        logits = logits.to(self._state.device)
+        shape, dtype = (samples, self._config.model.num_classes), self.distributed.context.dtype
+        logits = torch.zeros(shape, dtype=dtype, device=self._state.device)
 
         def keep(output: Bundle, places: Tensor) -> None:
             logits[places] = logits_of(output).to(logits.dtype).mean(0)
