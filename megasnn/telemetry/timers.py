@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -13,10 +13,7 @@ Mark = float | torch.cuda.Event
 
 
 class Timers:
-    """How long a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting.
-
-    A part that an error has ended is not timed: a GPU that has failed would answer with one more error.
-    """
+    """How long a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = DeviceClock(device)
@@ -26,7 +23,15 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         started = self._clock.mark()
-        yield
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # a GPU that has failed answers with one more error; the first is to be told
+                self._end(name, started)
+            raise
+        self._end(name, started)
+
+    def _end(self, name: str, started: Mark) -> None:
         self._open.append((name, started, self._clock.mark()))
         self._take_ended()
 
