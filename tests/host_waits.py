@@ -62,7 +62,7 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         name, options = function.overloadpacket.__name__, kwargs or {}
         if _reads(name, args, options) and not _is_of_host(args, self._host()):
-            self._found.append(f"{_place()}: {name}")
+            self._found.append(f"{place_in_package()}: {name}")
         return function(*args, **options)
 
 
@@ -78,7 +78,7 @@ class _Functions(TorchFunctionMode):
         copies = name in COPIES and not _is_of_host(args, self._host())
         pageable = name == "new_tensor" or name in FROM_VALUES and options.get("device") is not None
         if copies or pageable:
-            self._found.append(f"{_place()}: {name}")
+            self._found.append(f"{place_in_package()}: {name}")
         return function(*args, **options)
 
 
@@ -100,7 +100,7 @@ def _is_of_host(args: Sequence[Any], host: set[int]) -> bool:
     return bool(args) and isinstance(args[0], Tensor) and args[0].untyped_storage().data_ptr() in host
 
 
-def _place() -> str:
+def place_in_package() -> str:
     """The innermost function of the package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
@@ -123,7 +123,9 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
         for module in (codec, philox, sparse_products, sparse_attention):
             stack.enter_context(mock.patch.object(module, "_loops", lambda: None))
         stack.enter_context(mock.patch.object(device_checks, "runs_ahead", lambda device: True))
-        stack.enter_context(mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{_place()}: synchronize")))
+        stack.enter_context(
+            mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{place_in_package()}: synchronize"))
+        )
         stack.enter_context(_Operations(found, host))
         stack.enter_context(_Functions(found, host))
         yield found

@@ -20,11 +20,14 @@ class Handle:
 
     It stands between a Group and the process group, so that whoever still has a Group keeps no threads alive. A thread
     of Gloo's that gives tensors back while Python ends would end the program with an error.
+
+    Attributes:
+        is_kept: whether `free` leaves it alone.
     """
 
     def __init__(self, made: dist.ProcessGroup) -> None:
         self._made: dist.ProcessGroup | None = made
-        self._kept = False
+        self.is_kept = False
         self._direct: Direct | None = None
 
     @property
@@ -45,11 +48,11 @@ class Handle:
 
     def keep(self) -> None:
         """After an error in what ranks do together: what is under way may never end, and `free` is not to wait."""
-        self._kept = True
+        self.is_kept = True
 
     def free(self) -> None:
         """Lets go of the process group, unless it is kept. Waits for its threads, and these for what is under way."""
-        if not self._kept:
+        if not self.is_kept:
             self._made = None
             if self._direct is not None:
                 self._direct.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -266,7 +266,8 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with nullcontext() if error is None else suppress(Exception):  # the first error is the one to be told
+            self.close()
 
     def _require_open(self, reads_weights: bool = False) -> None:
         if self._closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -22,7 +23,8 @@ from megasnn.process.fault import placed
 
 
 class _Membership:
-    """The Engines on a grid that the first of them has made; the last one to leave frees it.
+    """The Engines on a grid that the first of them has made; the last one to leave frees it, or the end of the program:
+    threads of Gloo that are left then would end it with an error.
 
     Args:
         joined_here: whether the ranks have joined each other for the first Engine.
@@ -31,8 +33,9 @@ class _Membership:
     """
 
     def __init__(self, state: ParallelState, joined_here: bool) -> None:
-        self.count, self._joined_here = 1, joined_here
+        self.count, self._joined_here, self._state = 1, joined_here, state
         state.at_end.callback(self._end)
+        atexit.register(self._leave_behind)
 
     def leave(self) -> None:
         if self.count > 1:
@@ -45,6 +48,13 @@ class _Membership:
     def _end(self) -> None:
         global _membership
         self.count, _membership = 0, None
+        atexit.unregister(self._leave_behind)
+
+    def _leave_behind(self) -> None:
+        """For Engines that nobody has closed. After an error others may be gone, and nothing is to wait for them."""
+        if not any(handle.is_kept for handle in self._state.handles()):
+            self.count = 1
+            self.leave()
 
 
 _membership: _Membership | None = None

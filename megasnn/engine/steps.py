@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -161,8 +161,8 @@ class Steps:
         Args:
             batches: this replica's micro-batches; their labels are the samples' places in what is returned.
         """
-        logits = torch.zeros(samples, self._config.model.num_classes, dtype=self.distributed.context.dtype)
-        logits = logits.to(self._state.device)
+        shape, dtype = (samples, self._config.model.num_classes), self.distributed.context.dtype
+        logits = torch.zeros(shape, dtype=dtype, device=self._state.device)
 
         def keep(output: Bundle, places: Tensor) -> None:
             logits[places] = logits_of(output).to(logits.dtype).mean(0)
@@ -183,17 +183,25 @@ class Steps:
         in_part = [whole for whole, mine in zip(model.tensors, model.owned, strict=True) if whole is not mine]
         taken = [entry.tensor for entry in (*in_part, *model.copies)]  # from other ranks
         kept = [tensor.detach().clone() for tensor in taken]
+        average = self.average
+
+        def take_back() -> None:  # of no other rank's values: where one has failed, nobody waits for it
+            with self._changing_weights(), torch.no_grad():
+                average.exchange()
+                for tensor, value in zip(taken, kept, strict=True):
+                    tensor.copy_(value)
+
         with self._changing_weights():
-            self.average.exchange()
+            average.exchange()
         try:
             model.share_rows()
             model.refresh_copies()
             yield
-        finally:  # an error on one rank leaves nobody waiting for another rank's values
-            with self._changing_weights(), torch.no_grad():
-                self.average.exchange()
-                for tensor, value in zip(taken, kept, strict=True):
-                    tensor.copy_(value)
+        except BaseException:
+            with suppress(Exception):  # a GPU that has failed; the first error is the one to be told
+                take_back()
+            raise
+        take_back()
 
     # --- what was loaded, and what went wrong
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -25,9 +25,15 @@ class Timers:
         started = self._clock.mark()
         try:
             yield
-        finally:
-            self._open.append((name, started, self._clock.mark()))
-            self._take_ended()
+        except BaseException:
+            with suppress(Exception):  # a GPU that has failed answers with one more error; the first is to be told
+                self._end(name, started)
+            raise
+        self._end(name, started)
+
+    def _end(self, name: str, started: Mark) -> None:
+        self._open.append((name, started, self._clock.mark()))
+        self._take_ended()
 
     def mean_ms(self) -> dict[str, float]:
         """Mean milliseconds of each part that was timed since the last call, as far as the device has ended it."""

@@ -93,7 +93,8 @@ class StepTrace:
             if writes:
                 self._write_all(taken, f"rank{self._rank}-{self._first}-{number}")
         if self._records_memory:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            with self._tried("the end of --record-memory-history"):
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_all(self, taken: profile, name: str) -> None:
         self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)

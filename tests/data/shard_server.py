@@ -44,6 +44,7 @@ class Server:
     """
     Attributes:
         asked: the paths that were asked for, index.json left out, each with where its range begins.
+        authorizations: the header of that name in each request, None where it had none.
         sent: bytes of content. at_once: the most requests that were answered at the same time.
     """
 
@@ -51,6 +52,7 @@ class Server:
     folder: Path
     faults: Faults = field(default_factory=Faults)
     asked: list[tuple[str, int]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
     sent: int = 0
     at_once: int = 0
     running: int = 0
@@ -104,6 +106,7 @@ def _answer(handler: BaseHTTPRequestHandler, server: Server) -> None:
     if asked and faults.ranges and handler.headers.get("If-Range") == version:
         start = int(asked.removeprefix("bytes=").rstrip("-"))
     with server.lock:
+        server.authorizations.append(handler.headers.get("Authorization"))
         if path.name != "index.json":
             server.asked.append((path.name, start))
         status = faults.statuses.pop(0) if faults.statuses else 404 if content is None else 206 if start else 200

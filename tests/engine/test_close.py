@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 from megasnn import Engine
 from megasnn.comm.group import TASKS
 from tests.engine.test_engine import MODEL, PP2, SIZES
+from tests.faults.launch import held_port
 from tests.training.runs import train
 
 pytestmark = pytest.mark.skipif(not TASKS.is_dir(), reason="this system does not list the threads of a process")
@@ -68,3 +72,38 @@ def test_no_thread_is_left(ranks, tmp_path: Path) -> None:
         assert again == (inside, behind) and 0 < behind < inside
     for first, second in ranks(2, of_runs, str(tmp_path / "cache"), str(tmp_path / "run")):
         assert 0 < first == second
+
+
+OF_NOBODY = """
+import atexit
+from tests.engine.test_close import threads_left
+
+atexit.register(lambda: print("threads:", threads_left(1), flush=True))  # called last
+
+import torch
+from megasnn import Engine
+from tests.engine.test_engine import MODEL, PP2, SIZES
+from tests.faults.launch import held_port
+
+engine = Engine(MODEL, **SIZES, **PP2)
+engine.train_step(torch.rand(8, 1, 8, 8), torch.arange(8) % 10)
+"""
+
+
+def test_the_end_of_a_program_that_closes_no_engine() -> None:
+    port = held_port()
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", OF_NOBODY],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=100)
+        assert rank.returncode == 0 and output.endswith("threads: 0\n"), output
+    port.close()

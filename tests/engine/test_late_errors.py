@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,15 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from megasnn.config import parse
+from megasnn.engine import Engine
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.executor import PipelineError, PipelineExecutor
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.process.fault import in_full
 from megasnn.schedule import generate
-from megasnn.telemetry.timers import DeviceClock
+from megasnn.telemetry.timers import DeviceClock, Timers
+from megasnn.training.trace import StepTrace
 from tests.engine.test_engine import MODEL
 
 
@@ -70,3 +76,58 @@ def test_the_place(gpu: BrokenGpu, waits: bool, place: str) -> None:
 
 def test_memory_that_is_short_is_noticed_where_it_is() -> None:
     assert "--wait-after-actions" not in in_full(torch.OutOfMemoryError("CUDA out of memory"), with_traceback=False)
+
+
+# --- what follows an error asks the GPU for nothing that hides it
+
+
+def _first_told(work: Callable[[], None]) -> str:
+    with pytest.raises(torch.AcceleratorError) as caught:
+        work()
+    return str(caught.value)
+
+
+def _fails_again(*args: Any, **options: Any) -> Any:
+    raise torch.AcceleratorError("CUDA error: asked again")
+
+
+def test_a_part_that_is_timed() -> None:
+    timers = Timers(torch.device("cpu"))
+
+    def work() -> None:
+        with mock.patch.object(DeviceClock, "mark", side_effect=[0.0, torch.AcceleratorError("CUDA error: again")]):
+            with timers("part"):
+                raise torch.AcceleratorError("CUDA error: the first")
+
+    assert _first_told(work) == "CUDA error: the first" and timers.mean_ms() == {}
+
+
+def test_leaving_an_engine() -> None:
+    engine = Engine(MODEL, micro_batch_size=4, global_batch_size=8, train_iters=2)
+
+    def work() -> None:
+        with mock.patch("megasnn.engine.joining.destroy_model_parallel", _fails_again), engine:
+            raise torch.AcceleratorError("CUDA error: the first")
+
+    try:
+        assert _first_told(work) == "CUDA error: the first"
+    finally:
+        destroy_model_parallel()
+
+
+def test_a_record_of_memory(tmp_path: Path) -> None:
+    flags = f"--profile-steps 1 --record-memory-history --tensorboard-dir {tmp_path}"
+    config = parse(run_config(Spikformer), f"--train-iters 2 {flags}".split())
+    record, lines = mock.Mock(side_effect=[None, torch.AcceleratorError("CUDA error: asked again")]), list[str]()
+    with mock.patch("torch.cuda.memory._record_memory_history", record):
+        trace = StepTrace(config, initialize_model_parallel(), 2, 0, lines.append)
+
+        def work() -> None:
+            with trace.around(1):
+                raise torch.AcceleratorError("CUDA error: the first")
+
+        try:
+            assert _first_told(work) == "CUDA error: the first"
+        finally:
+            destroy_model_parallel()
+    assert record.call_count == 2 and "asked again" in "".join(lines)

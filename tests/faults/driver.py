@@ -12,12 +12,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
 from megasnn.checkpoint import Saver
@@ -31,6 +32,7 @@ from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
 from megasnn.telemetry.logline import StepResult
+from megasnn.telemetry.timers import DeviceClock
 from megasnn.training import program
 from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
@@ -57,13 +59,70 @@ def raise_in_step() -> None:
     _at_second_forward_of_second_step(fail)
 
 
+LOST = "CUDA error: an illegal memory access was encountered"
+ASKED_AGAIN = "CUDA error: asked for something behind its failure"
+
+
+class _LostGpu(TorchDispatchMode):
+    """Stands for a GPU behind a failure of it: whatever is done with a tensor fails as well."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise torch.AcceleratorError(ASKED_AGAIN)
+
+
+def _lose_the_gpu(kind: type[Exception] = torch.AcceleratorError, text: str = LOST) -> None:
+    """The GPU of this rank fails, and so does what asks it for anything from then on. Writes down when."""
+
+    def asked(*args: Any, **options: Any) -> Any:
+        raise torch.AcceleratorError(ASKED_AGAIN)
+
+    for name in ("mark", "wait", "has_passed"):
+        mock.patch.object(DeviceClock, name, asked).start()
+    for name in ("synchronize", "empty_cache", "memory_stats", "current_stream"):
+        mock.patch.object(torch.cuda, name, asked).start()
+    Path(os.environ[PID_FILE]).with_suffix(".lost").write_text(str(time.monotonic()))
+    _LostGpu().__enter__()
+    raise kind(text)
+
+
 def lose_the_gpu() -> None:
     """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
+    _at_second_forward_of_second_step(_lose_the_gpu)
 
-    def fail() -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    _at_second_forward_of_second_step(fail)
+def lose_the_gpu_in_a_kernel() -> None:
+    """As Triton tells of it."""
+    _at_second_forward_of_second_step(partial(_lose_the_gpu, RuntimeError, "Triton Error [CUDA]: device-side assert"))
+
+
+def run_out_of_gpu_memory() -> None:
+    _at_second_forward_of_second_step(
+        partial(_lose_the_gpu, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB")
+    )
+
+
+def lose_the_gpu_in_backward() -> None:
+    """In the second step, at the first backward."""
+    compute, calls = PipelineExecutor._whole_backward, iter(range(1_000))
+
+    def counted(self: PipelineExecutor, run: Any, action: Action) -> None:
+        if next(calls) == MICRO_BATCHES:
+            _lose_the_gpu()
+        compute(self, run, action)
+
+    mock.patch.object(PipelineExecutor, "_whole_backward", counted).start()
+
+
+def lose_the_gpu_in_evaluation() -> None:
+    """At the first forward without gradients."""
+    forward = PipelineChunk.forward
+
+    def counted(self: PipelineChunk, *arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            _lose_the_gpu()
+        return forward(self, *arguments)
+
+    mock.patch.object(PipelineChunk, "forward", counted).start()
 
 
 def stall_in_step() -> None:
@@ -203,6 +262,10 @@ FAULTS = {
         raise_in_step,
         raise_while_saving,
         lose_the_gpu,
+        lose_the_gpu_in_a_kernel,
+        run_out_of_gpu_memory,
+        lose_the_gpu_in_backward,
+        lose_the_gpu_in_evaluation,
         stall_in_step,
         raise_in_weight_gradient,
         slow_rank,

@@ -26,24 +26,31 @@ _NOT_THERE = (403, 404, 410)
 _PARTIAL, _NO_SUCH_RANGE = 206, 416
 
 
-def fetch_http(url: str, incoming: Incoming, seconds: float, stop: threading.Event) -> None:
+def fetch_http(
+    url: str, incoming: Incoming, seconds: float, stop: threading.Event, authorization: str | None = None
+) -> None:
     """Fetches a file of http(s).
 
     Args:
         seconds: of silence, or of less than a kilobyte each, after which a connection counts as broken.
+        authorization: a header for the server of the URL, and none that it leads to; by default user and password of
+            the URL.
     Raises:
         NotThere, FetchError: it cannot be had.
         OSError: it cannot be written.
     """
-    persist(_Transfer(url, incoming, seconds, stop).receive, incoming, TRIES, stop)
+    persist(_Transfer(url, incoming, seconds, stop, authorization).receive, incoming, TRIES, stop)
 
 
 class _Transfer:
     """A file that takes one connection or more."""
 
-    def __init__(self, url: str, incoming: Incoming, seconds: float, stop: threading.Event) -> None:
+    def __init__(
+        self, url: str, incoming: Incoming, seconds: float, stop: threading.Event, authorization: str | None
+    ) -> None:
         self._incoming, self._seconds, self._stop = incoming, seconds, stop
-        self._url, self._credentials = _split_credentials(url)
+        self._url, in_url = _split_credentials(url)
+        self._authorization = in_url if authorization is None else authorization
         self._version: str | None = None  # of the file that has begun to arrive, as the server names it
         self._total: int | None = None
 
@@ -64,8 +71,8 @@ class _Transfer:
 
     def _open(self) -> Any:
         request = Request(self._url, headers={"User-Agent": "MegaSNN"})
-        if self._credentials:
-            request.add_unredirected_header("Authorization", self._credentials)
+        if self._authorization:
+            request.add_unredirected_header("Authorization", self._authorization)
         if self._version and self._incoming.size:
             request.add_header("Range", f"bytes={self._incoming.size}-")
             request.add_header("If-Range", self._version)  # the whole file where it has changed

@@ -21,16 +21,21 @@ class NotThere(FetchError):
     """The server answers that there is no such file, or none for this user."""
 
 
+class Unclear(FetchError):
+    """A program is missing or failed, and did not say whether there is such a file."""
+
+
 class Interrupted(Exception):
     """The source failed in a way that may pass: what has arrived stays, and it is asked again.
 
     Attributes:
         wait: seconds to wait at least, as the source asks.
+        outcome: what is raised where it does not pass.
     """
 
-    def __init__(self, problem: object, wait: float = 0.0) -> None:
+    def __init__(self, problem: object, wait: float = 0.0, outcome: type[FetchError] = FetchError) -> None:
         super().__init__(problem)
-        self.wait = wait
+        self.wait, self.outcome = wait, outcome
 
 
 class Incoming:
@@ -104,7 +109,7 @@ def persist(receive: Callable[[], object], incoming: Incoming, tries: int, stop:
         tries: in a row that bring nothing new, after which it is given up.
         stop: ends the waiting between them.
     Raises:
-        FetchError: it is given up, or `stop` is set.
+        FetchError: it is given up (as what the last Interrupted says), or `stop` is set.
     """
     fruitless = 0
     while True:
@@ -115,7 +120,7 @@ def persist(receive: Callable[[], object], incoming: Incoming, tries: int, stop:
         except Interrupted as error:
             fruitless = 0 if incoming.furthest > before else fruitless + 1
             if fruitless == tries:
-                raise FetchError(
+                raise error.outcome(
                     f"cannot fetch {incoming.name}: {error} ({tries} tries brought nothing new, "
                     f"{incoming.furthest} bytes at most); start the run again when its source answers"
                 ) from None

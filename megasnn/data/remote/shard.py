@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from megasnn.cache import CacheError, build_once, cache_folder, name_in_cache
 from megasnn.cache.room import LIMIT, cache_limit
 from megasnn.data.index import INDEX_NAME, Index, ShardRecord
 from megasnn.data.remote.address import beside, file_name, is_http, shown
-from megasnn.data.remote.incoming import FetchError, Incoming, NotThere
-from megasnn.data.remote.tools import fetch_opened, rewritten
+from megasnn.data.remote.incoming import FetchError, Incoming, NotThere, Unclear
+from megasnn.data.remote.tools import fetch_opened, is_on_hub, rewritten
 from megasnn.data.unpacking import is_packed, unpack
 from megasnn.files.described import LARGEST, described, open_regular
 
@@ -141,21 +142,25 @@ class RemoteShard:
             raise FetchError(f"{self.name} has {wrong[0]}: it was cut or changed where it lies; upload both again")
 
 
-def _fetch(url: str, incoming: Incoming, seconds: float, stop: threading.Event, **options: int) -> None:
+def _fetch(url: str, incoming: Incoming, seconds: float, stop: threading.Event) -> None:
     url = rewritten(url)
     if is_http(url):
         from megasnn.data.remote.http import fetch_http  # workers that read files need not load it
 
         fetch_http(url, incoming, seconds, stop)
+    elif is_on_hub(url):
+        from megasnn.data.remote.hub import fetch_from_hub
+
+        fetch_from_hub(url, incoming, seconds, stop)
     else:
-        fetch_opened(url, incoming, seconds, stop, **options)
+        fetch_opened(url, incoming, seconds, stop)
 
 
 def remote_index(url: str, options: FetchOptions) -> Index | None:
-    """The index.json in the folder of a shard; None where there is none.
+    """The index.json in the folder of a shard; None where there is none, or none that its program gives.
 
     Raises:
-        FetchError: its server does not answer. DescriptionError: it is damaged.
+        FetchError: its server does not answer, or its program is silent. DescriptionError: it is damaged.
     """
     place = beside(url, INDEX_NAME)
     if place is None:
@@ -163,11 +168,16 @@ def remote_index(url: str, options: FetchOptions) -> Index | None:
     content = io.BytesIO()
     incoming = Incoming(shown(place), content, LARGEST, "and an index has fewer; it is damaged")
     try:
-        _fetch(place, incoming, options.seconds, threading.Event(), **({} if is_http(place) else {"tries": 1}))
+        _fetch(place, incoming, options.seconds, threading.Event())
     except NotThere:
         return None
-    except FetchError:
-        if is_http(place):
-            raise
-        return None  # a program does not tell whether there is none, or none could be had
+    except Unclear as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _warn_once(f"WARNING: shards are not compared with {INDEX_NAME}, if there is one: {error}\n")
+        return None
     return described(Index, content.getvalue(), shown(place), advice=_ADVICE)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    sys.stderr.write(text)

@@ -1,0 +1,66 @@
+"""A driver's error on one of two ranks: told once and with its place, and nothing asks the GPU for more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.driver import ASKED_AGAIN, LOST
+from tests.faults.launch import PP2, TINY, Ended, Ranks, lines_of
+
+SECONDS = 5.0  # until all have ended, from when the GPU was lost
+MODEL = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
+SUGGESTION = "run it again with --wait-after-actions"
+
+
+def ended(tmp_path, fault: str, rank: int, *flags: str) -> Ended:
+    ranks = Ranks(tmp_path, 2, *MODEL, *flags, fault=(fault, rank))
+    found = ranks.end(90)
+    lost = float(ranks.pid_file.with_suffix(".lost").read_text())
+    assert ranks.started + found.seconds - lost < SECONDS
+    return found
+
+
+def require_told_once(found: Ended, rank: int, place: str, error: str, late: bool = True) -> None:
+    """By the rank in full, by the other one in brief."""
+    assert found.status == [1, 1], found.output
+    other = 1 - rank
+    (told,) = lines_of(rank, found.output[rank])
+    assert told == "[rank 1] Traceback (most recent call last):".replace("1", str(rank), 1)
+    assert "".join(found.output).count(f"\n{place}: {error}\n") == 1, found.output
+    assert "".join(found.output).count(SUGGESTION) == late, found.output
+    brief = f"[rank {other}] stopping, because of rank {rank}: {error.partition(':')[0]} {place}"
+    assert lines_of(other, found.output[other]) == [brief], found.output
+    assert ASKED_AGAIN not in "".join(found.output), "something asked the broken GPU, or hid its first error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "action", "error"),
+    [
+        ("lose_the_gpu", 1, "1F1, micro-batch 1", f"AcceleratorError: {LOST}"),
+        ("lose_the_gpu_in_a_kernel", 1, "1F1, micro-batch 1", "RuntimeError: Triton Error [CUDA]: device-side assert"),
+        ("lose_the_gpu_in_backward", 0, "0B0, micro-batch 0", f"AcceleratorError: {LOST}"),
+        (
+            "run_out_of_gpu_memory",
+            1,
+            "1F1, micro-batch 1",
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+    ],
+)
+def test_in_a_pipeline(tmp_path, fault, rank, action, error) -> None:
+    found = ended(tmp_path, fault, rank, *PP2)
+    place = f"rank {rank}, pipeline stage {rank}, action {action}"
+    require_told_once(found, rank, place, error, late=fault != "run_out_of_gpu_memory")
+
+
+def test_beside_a_replica_with_a_trace_and_a_save(tmp_path) -> None:
+    flags = ("--global-batch-size", "8", "--profile-steps", "2", "--tensorboard-dir", str(tmp_path / "board"))
+    flags += ("--save", str(tmp_path / "run"), "--save-interval", "1", "--async-save")
+    found = ended(tmp_path, "lose_the_gpu", 1, *flags)
+    require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1", f"AcceleratorError: {LOST}")
+
+
+def test_in_an_evaluation_by_averaged_weights(tmp_path) -> None:
+    flags = ("--ema-decay", "0.9", "--eval-interval", "2", "--eval-iters", "1")
+    found = ended(tmp_path, "lose_the_gpu_in_evaluation", 1, *PP2, *flags, "--valid-data-path", "sample")
+    require_told_once(found, 1, "rank 1, pipeline stage 1, action 1F0, micro-batch 0", f"AcceleratorError: {LOST}")
