@@ -275,7 +275,7 @@ def test_a_unit_that_starts_more_is_named() -> None:
         before, (name, unit) = launches(step.forward_backward, units, TINY), list(units.items())[-1]
         unit.neuron.observer = lambda spikes: [spikes + 1 for _ in range(100)]
         after = launches(step.forward_backward, units, TINY)
-    assert after.most("forward")[1] == name and after.forward[name] == before.forward[name] + 100
+    assert after.most("forward")[1] == name and after.forward[name] >= before.forward[name] + 100
     assert after.backward == before.backward and len(units) == len(before.forward) - 1
 
 
@@ -323,7 +323,8 @@ def test_a_row_that_does_not_run_is_a_row_that_says_why(monkeypatch) -> None:
     (dropped,) = (each for each in figures if each.value is None)
     assert dropped.name == "vgg_dvs 48 tf32: spikingjelly-cuda" and dropped.is_met is None
     assert dropped.note == "does not run here: RuntimeError: Native operators were not built."
-    assert "vgg_dvs 48 tf32: spikingjelly-cuda  -" in " ".join(table_of(Outcome({"": figures})).split("\n"))
+    row = f"jellies: {dropped.name}  -  {dropped.note}"
+    assert row.split() in [each.split() for each in table_of(Outcome({"jellies": figures})).split("\n")]
     assert [len(rows) for rows in asked] == [4, 3, 3]
     (gain, _) = (each for each in figures if each.name.endswith("against SpikingJelly's fastest"))
     assert (gain.value, gain.note, gain.is_met) == (3.0, "spikingjelly-triton", True)
