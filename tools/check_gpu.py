@@ -55,7 +55,7 @@ def versions(setting: Setting, case: str = "") -> Iterator[Figure]:
 
 PARTS: dict[str, Part] = {
     "versions": Part(versions, 60.0),
-    "kernels": Part(gpu_kernels.errors, 150.0),
+    "kernels": Part(gpu_kernels.errors, 180.0),
     "exactness": Part(gpu_products.exactness, 90.0),
     "speeds": Part(gpu_speeds.speeds, 60.0),
     "parity": Part(gpu_parity.parity, 120.0),

@@ -19,6 +19,7 @@ from megasnn.kernels import BACKENDS
 from tests.benchmark import gpu_parts
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
+from tools import check_gpu
 from tools.benchmark import gpu_kernels, gpu_models, gpu_ranks, gpu_speeds
 from tools.benchmark.gpu import MISSED, NO_GPU, PASSED, Figure, Outcome, Part, Setting, table_of
 from tools.benchmark.gpu_kernels import error_of
@@ -467,7 +468,9 @@ def test_a_figure_without_end_is_json_to_strict_readers(
         raise ValueError(constant)
 
     figures = [Figure("share", float("inf"), least=0.8), Figure("share", None)]
-    monkeypatch.setattr("tools.benchmark.gpu_units.run_parts", lambda parts, setting: Outcome({"part": figures}))
+    monkeypatch.setattr(
+        "tools.benchmark.gpu_units.run_parts", lambda parts, setting, limit_s: Outcome({"part": figures})
+    )
     check({}, TINY, tmp_path / "log.jsonl")
     line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=refused)
     assert [each["value"] for each in line["figures"]["part"]] == ["Infinity", None]
@@ -505,6 +508,17 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys: pytest.CaptureFixture[str
     assert told.startswith("there is no GPU that torch can use, so nothing was checked: torch ") and why in told
     assert main(["--parts", "kernel"]) == NO_GPU
     assert "--parts: kernel is none of versions, kernels" in capsys.readouterr().err
+
+
+def test_with_a_gpu_parts_are_checked_in_the_order_that_is_asked_for(monkeypatch, tmp_path: Path) -> None:
+    """And this process does nothing there."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(check_gpu, "check", lambda *args: asked.append(args) or MISSED)
+    output = tmp_path / "log.jsonl"
+    assert main(["--parts", "step", "kernels", "--output", str(output)]) == MISSED
+    assert asked == [({name: PARTS[name] for name in ("step", "kernels")}, GPU, output)]
+    assert list(asked[0][0]) == ["step", "kernels"] and not torch.cuda.is_initialized()
 
 
 @pytest.mark.gpu

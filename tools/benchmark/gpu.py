@@ -16,7 +16,7 @@ from tools.benchmark.log import plain, surroundings
 from tools.benchmark.table import table
 
 PASSED, MISSED, NO_GPU = 0, 1, 2
-HEADINGS = ("what", "figure", "target", "met", "")
+HEADINGS = ("what", "figure", "target", "met")
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,18 @@ class Outcome:
 
 
 def table_of(outcome: Outcome) -> str:
-    rows = []
+    """With the notes behind it, which may be long."""
+    rows, notes = [], [""]
     for part, figures in outcome.figures.items():
         for each in figures:
             met = {None: "", True: "yes", False: "NO"}[each.is_met]
-            rows.append([f"{part}: {each.name}", each.shown, each.target, met, each.note])
-    rows += [[unit, "failed", "", "NO", why] for unit, why in outcome.failures.items()]
-    return table(HEADINGS, rows)
+            rows.append([f"{part}: {each.name}", each.shown, each.target, met])
+            notes.append(each.note)
+    for unit, why in outcome.failures.items():
+        rows.append([unit, "failed", "", "NO"])
+        notes.append(why)
+    lines = table(HEADINGS, rows).split("\n")
+    return "\n".join(f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
 
 
 def json_line(outcome: Outcome, gpu: str | None) -> dict[str, Any]:

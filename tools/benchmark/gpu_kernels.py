@@ -127,7 +127,7 @@ def _given_statistics(setting: Setting, dtype: torch.dtype) -> Figure:
 def _of_bfloat16(setting: Setting) -> Iterator[Figure]:
     """The rule: all is computed in float32 from the values as they are, and a gradient is rounded once."""
     flipped, worst, rounding = 0, 0.0, torch.finfo(torch.bfloat16).eps / 2
-    for case in CASES:
+    for case in CASES[::2]:  # a GPU has other kernels to compile for each
         wanted = _alone(REFERENCE, case, torch.float32, values=torch.bfloat16)
         found = _alone(TESTED, case, torch.bfloat16, setting.device)
         flipped += differing(found[0], wanted[0])
@@ -198,7 +198,8 @@ def _fired(backend: str, case: Case, dtype: torch.dtype, device: torch.device | 
     mean, variance, weight, bias, *learned = (each.to(device) for each in given)
     x, unit = case.input(dtype, case.repeated).to(device), Unit(case.spec, 1e-5, case.pool, case.steps)
     norm = Norm(mean, variance, weight, bias)
-    spikes, _ = BACKENDS[backend].unit_calls().fire(x, norm, learned[0] if learned else None, unit)
+    # Packed as in training, so that a GPU compiles no other kernel for this.
+    spikes, _ = BACKENDS[backend].unit_calls().fire(x, norm, learned[0] if learned else None, unit, True)
     return spikes.cpu()
 
 

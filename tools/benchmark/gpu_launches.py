@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -90,10 +92,18 @@ def _is_of_device(event: Any) -> bool:
 
 @contextmanager
 def _marked(units: Mapping[str, ConvNormNeuron]) -> Iterator[None]:
-    """Inside, the calls of units are marked in profiles."""
+    """Inside, the calls of units are marked in profiles. The backward of a unit ends with the gradient of its input, or
+    where that has none, with all that is differentiated at once."""
+    differentiate = torch.autograd.backward
+
+    def backward(*args: Any, **options: Any) -> None:
+        differentiate(*args, **options)
+        _mark("backward", OUTSIDE)
+
     hooks = [hook for name, unit in units.items() for hook in _hooks(name, unit)]
     try:
-        yield
+        with mock.patch.object(torch.autograd, "backward", backward):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
