@@ -121,9 +121,9 @@ def same(x: Tensor) -> Tensor:
 SPIKES = {
     "float64: spikes that differ from the reference",
     "float32: spikes that differ from the reference",
-    "float32: spikes that differ, of given statistics",
+    "float32: spikes that differ from the reference, of given statistics",
     "bfloat16: spikes and potentials that differ from float32's",
-    "bfloat16: spikes that differ, of given statistics",
+    "bfloat16: spikes that differ from the reference, of given statistics",
 }
 GRADIENTS = {
     "float64: largest error of potentials, statistics and gradients",
@@ -158,7 +158,7 @@ def test_a_wrong_kernel_is_found(monkeypatch, of_input: Any, of_spikes: Any, mis
         def fire(self, *args: Any) -> tuple[Tensor, None]:
             return of_spikes(BACKENDS["torch"].unit_calls().fire(*args)[0]), None
 
-    backends = {"tested": SimpleNamespace(unit_calls=Calls), "fused": BACKENDS["torch"]}
+    backends = {"tested": SimpleNamespace(unit_calls=Calls)}
     monkeypatch.setattr(gpu_kernels, "TESTED", "tested")
     monkeypatch.setattr(gpu_kernels, "BACKENDS", backends)
     for name in ("neuron_multi_step", "norm_pool_neuron"):
