@@ -29,10 +29,15 @@ _LAUNCHES = re.compile(r"cu(?:da)?(?:Launch|Memcpy|Memset|GraphLaunch)")
 
 @dataclass
 class Launches:
-    """Attributes: what was started in a forward and in a backward, by the name of the unit; the rest is in OUTSIDE."""
+    """
+    Attributes:
+        forward, backward: what the host started, by the name of the unit; the rest is in OUTSIDE.
+        done: what the device did, all together.
+    """
 
     forward: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     backward: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    done: int = 0
 
     @property
     def total(self) -> int:
@@ -61,11 +66,11 @@ def launches(run: Callable[[], object], units: Mapping[str, ConvNormNeuron], set
         setting.wait()
     events = list(trace.events())
     found = by_unit(events, setting.is_gpu)
-    done = sum(_is_of_device(each) for each in events) if setting.is_gpu else found.total
-    if not found.total or found.total < 0.9 * done:
+    found.done = sum(map(_is_of_device, events)) if setting.is_gpu else found.total
+    if not found.done or found.total < 0.9 * found.done:
         raise RuntimeError(
-            f"the profiler saw the host start {found.total} things and the device do {done}: is its access to the GPU "
-            "restricted?"
+            f"the profiler saw the host start {found.total} things and the device do {found.done}: is its access to "
+            "the GPU restricted?"
         )
     return found
 

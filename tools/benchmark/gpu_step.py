@@ -78,7 +78,7 @@ def waits_and_launches(setting: Setting, name: str) -> Iterator[Figure]:
             note = f"{where}, of {len(units)} units of convolution, norm and neurons"
             yield Figure(f"{name}: most launches of a unit {direction}", count, most=setting.target(most), note=note)
         most = len(units) * (MOST_FORWARD + MOST_BACKWARD) + OUTSIDE_UNITS[name]
-        note = f"{found.outside} outside of units"
+        note = f"{found.outside} outside of units; the device did {found.done} things"
         yield Figure(f"{name}: launches in a micro-batch", found.total, most=setting.target(most), note=note)
         yield Figure(f"{name}: launches in an update", launches(step.update, {}, setting).total)
 
