@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,12 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 from megasnn.kernels import BACKENDS
+from megasnn.kernels.codec import pack_bits, unpack_bits
+from megasnn.kernels.compared_products import Comparison, compare
+from megasnn.kernels.philox import kept
+from megasnn.kernels.products import LayerShape
 from tests.kernels.triton_process import without_triton
-from tools.benchmark import gpu_kernels, gpu_models, gpu_ranks, gpu_speeds
+from tools.benchmark import gpu_kernels, gpu_models, gpu_products, gpu_ranks, gpu_speeds
 from tools.benchmark.gpu import MISSED, PASSED, Figure, Outcome, Setting, table_of
 from tools.benchmark.gpu_kernels import error_of
 from tools.benchmark.gpu_launches import OUTSIDE, by_unit, launches
@@ -115,6 +120,40 @@ def test_a_kernel_that_gives_nan_is_no_kernel_without_error() -> None:
     expected = torch.tensor([0.5, 2.0])
     assert error_of(torch.tensor([0.5, 2.5]), expected) == 0.25
     assert max(0.0, error_of(torch.tensor([0.5, float("nan")]), expected)) == float("inf")
+
+
+def wrong_at_first(compute: Any) -> Any:
+    """The first of what it gives has one value that is another."""
+    given: list[Tensor] = []
+
+    def run(*args: Any, **options: Any) -> Tensor:
+        found = compute(*args, **options).clone()
+        if not given:
+            found.view(-1)[-1] = found.view(-1)[-1] == 0
+        given.append(found)
+        return found
+
+    return run
+
+
+def inexact(shape: LayerShape, *args: Any) -> Comparison:
+    found = compare(shape, *args)
+    return replace(found, at_once=replace(found.plain, mean=1.6 * found.plain.mean))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "missed"),
+    [
+        ("unpack_bits", wrong_at_first(unpack_bits), "bits and bytes that are not exact"),
+        ("pack_bits", lambda x, check=False: pack_bits(x), "values that no format holds, and that were taken"),
+        ("kept", wrong_at_first(kept), "random choices of dropout that differ"),
+        ("compare", inexact, "fp32 split in one pass: error, x IEEE's"),
+    ],
+)
+@pytest.mark.usefixtures("products_of_before")
+def test_what_is_not_exact_is_found(monkeypatch, name: str, wrong: Any, missed: str) -> None:
+    monkeypatch.setattr(gpu_products, name, wrong)
+    assert [each.name for each in gpu_products.exactness(TINY) if each.is_met is False] == [missed]
 
 
 # --- what is measured
