@@ -1,40 +1,35 @@
 """The check of a GPU: parts that each give figures with targets, one table and one JSON line of all of them.
 
-A part that fails does not keep the others from running. Every part runs on a CPU as well, on tiny sizes and without
-targets: so it is known to run before it meets a GPU.
+Every part runs on a CPU as well, on tiny sizes and without targets: so it is known to run before it meets a GPU.
+`gpu_units.py` runs them.
 """
 
 from __future__ import annotations
 
-import json
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from tools.benchmark.harness import say
-from tools.benchmark.log import append_lines, plain, surroundings
+from tools.benchmark.log import plain, surroundings
 from tools.benchmark.table import table
 
-LIMIT_S = 570.0
 PASSED, MISSED, NO_GPU = 0, 1, 2
-HEADINGS = ("what", "figure", "target", "met", "")
+HEADINGS = ("what", "figure", "target", "met")
 
 
 @dataclass(frozen=True)
 class Figure:
     """
     Attributes:
+        value: None where there is none, for the reason in the note.
         least, most: the target; without both of them the figure is for information.
         note: what it was measured on.
     """
 
     name: str
-    value: float
+    value: float | None
     unit: str = ""
     least: float | None = None
     most: float | None = None
@@ -45,12 +40,18 @@ class Figure:
         """None without a target."""
         if self.least is None and self.most is None:
             return None
+        if self.value is None:
+            return False
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
 
     @property
     def target(self) -> str:
         bounds = ((">=", self.least), ("<=", self.most))
         return " ".join(f"{sign} {value:g}" for sign, value in bounds if value is not None)
+
+    @property
+    def shown(self) -> str:
+        return "-" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
 
 
 @dataclass(frozen=True)
@@ -60,31 +61,58 @@ class Setting:
     device: torch.device
     is_tiny: bool = False
 
+    def target(self, value: float) -> float | None:
+        """A bound of a figure, which holds for full sizes only."""
+        return None if self.is_tiny else value
+
     @property
-    def has_targets(self) -> bool:
-        return not self.is_tiny
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def name(self) -> Literal["cpu", "cuda"]:
-        return "cuda" if self.device.type == "cuda" else "cpu"
+        return "cuda" if self.is_gpu else "cpu"
+
+    @property
+    def gpus(self) -> int:
+        """How many ranks can have one of their own; on a CPU as many as a test has."""
+        return torch.cuda.device_count() if self.is_gpu else 2
+
+    def enter(self) -> None:
+        """Makes the device this process's own."""
+        if self.is_gpu:
+            torch.cuda.set_device(self.device)
 
     def wait(self) -> None:
         """Until the device has done what it was given."""
-        if self.device.type == "cuda":
+        if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
-    def free(self) -> None:
-        """Gives the device the memory back that torch keeps."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+
+def once(setting: Setting) -> Sequence[str]:
+    """The cases of a part that has none."""
+    return ("",)
 
 
-Part = Callable[[Setting], Iterator[Figure]]
+@dataclass(frozen=True)
+class Part:
+    """
+    Attributes:
+        run: gives the figures of a case. A function of a module, since a process of its own calls it.
+        limit_s: seconds that a case may take from the first figure on.
+        cases: what is measured each by itself, so that one that fails loses no other: models, numbers of ranks.
+        needs: what a machine lacks that has no case.
+    """
+
+    run: Callable[[Setting, str], Iterator[Figure]]
+    limit_s: float
+    cases: Callable[[Setting], Sequence[str]] = once
+    needs: str = ""
 
 
 @dataclass
 class Outcome:
-    """Attributes: figures by part, why parts failed or were left out, seconds of each part."""
+    """Attributes: figures by part; why units, each a part and a case, failed or were left out; seconds of each unit."""
 
     figures: dict[str, list[Figure]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -96,44 +124,19 @@ class Outcome:
         return MISSED if missed or self.failures else PASSED
 
 
-def run_parts(parts: Mapping[str, Part], setting: Setting, limit_s: float = LIMIT_S) -> Outcome:
-    """One after the other. What a part gave before it failed is kept."""
-    outcome, start = Outcome(), time.monotonic()
-    for name, part in parts.items():
-        begin = time.monotonic()
-        if begin - start > limit_s:
-            outcome.failures[name] = f"left out: {limit_s:.0f} seconds are over"
-            continue
-        say(f"{name} ...")
-        figures = outcome.figures[name] = []
-        try:
-            for figure in part(setting):
-                figures.append(figure)
-                say(f"  {figure.name}: {figure.value:.4g} {figure.unit}")
-                if time.monotonic() - start > limit_s:
-                    outcome.failures[name] = f"ended after {figure.name!r}: {limit_s:.0f} seconds are over"
-                    break
-        except Exception as error:
-            outcome.failures[name] = f"{type(error).__name__}: {error}"
-            say("".join(traceback.format_exception(error)))
-        try:
-            setting.free()  # the ranks of other parts are processes of their own
-        except RuntimeError as error:  # after an error of a kernel nothing on the GPU works in this process
-            outcome.failures.setdefault(name, f"{type(error).__name__}: {error}")
-        outcome.seconds[name] = time.monotonic() - begin
-        say(f"  {outcome.seconds[name]:.0f} s")
-    return outcome
-
-
 def table_of(outcome: Outcome) -> str:
-    rows = []
+    """With the notes behind it, which may be long."""
+    rows, notes = [], [""]
     for part, figures in outcome.figures.items():
         for each in figures:
             met = {None: "", True: "yes", False: "NO"}[each.is_met]
-            rows.append([f"{part}: {each.name}", f"{each.value:.4g} {each.unit}".strip(), each.target, met, each.note])
-    text = table(HEADINGS, rows)
-    failures = [f"{part} failed: {why.splitlines()[0]}" for part, why in outcome.failures.items()]
-    return "\n".join([text, *failures])
+            rows.append([f"{part}: {each.name}", each.shown, each.target, met])
+            notes.append(each.note)
+    for unit, why in outcome.failures.items():
+        rows.append([unit, "failed", "", "NO"])
+        notes.append(why)
+    lines = table(HEADINGS, rows).split("\n")
+    return "\n".join(f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
 
 
 def json_line(outcome: Outcome, gpu: str | None) -> dict[str, Any]:
@@ -142,13 +145,3 @@ def json_line(outcome: Outcome, gpu: str | None) -> dict[str, Any]:
     }
     told = {"figures": figures, "failures": outcome.failures, "seconds": outcome.seconds, "status": outcome.status}
     return plain({**surroundings(gpu), "row": "check_gpu", **told})
-
-
-def check(parts: Mapping[str, Part], setting: Setting, output: Path) -> int:
-    """Runs the parts, prints the table and the line, appends the line to a file; returns the exit status."""
-    gpu = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else None
-    outcome = run_parts(parts, setting)
-    line = json_line(outcome, gpu)
-    print(f"\n{table_of(outcome)}\n\n{json.dumps(line)}", flush=True)
-    append_lines(output, [line])
-    return outcome.status

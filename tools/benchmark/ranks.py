@@ -16,13 +16,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, Generic, TypeVar
 
 GRACE_SECONDS = 1.0
+GROUP_SECONDS = 5.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 Work = TypeVar("Work")
@@ -42,6 +43,7 @@ class RankProcesses:
         environment: variables that must be set before a process imports anything.
         context: how processes start; by default each is a fresh interpreter, so that memory peaks are its own.
         limit_flag: what sets the time limits, for messages.
+        start_others: whether they start processes themselves, which end with them.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class RankProcesses:
         environment: Mapping[str, str] | None = None,
         context: SpawnContext | ForkServerContext | None = None,
         limit_flag: str = "",
+        start_others: bool = False,
     ) -> None:
+        self._start_others = start_others
         self._name, self._make, self._environment = name, make, environment or {}
         self._context = context or multiprocessing.get_context("spawn")
         self._limit_flag = f" ({limit_flag})" if limit_flag else ""
@@ -68,7 +72,8 @@ class RankProcesses:
         with _environment(self._environment):
             for task in tasks:
                 ours, theirs = self._context.Pipe()
-                process: Any = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+                arguments, is_daemon = (theirs, self._start_others), not self._start_others
+                process: Any = self._context.Process(target=_serve, args=arguments, daemon=is_daemon)
                 process.start()
                 theirs.close()
                 self._starting.append(len(self._ranks))
@@ -101,9 +106,13 @@ class RankProcesses:
         """Ends the processes, at once."""
         for process, pipe in self._ranks:
             pipe.close()
+            if self._start_others:
+                _kill_group(process.pid)
             process.kill()
         for process, _ in self._ranks:
             process.join()
+            if self._start_others:
+                _wait_for_group(process.pid)
         self._ranks.clear()
         self._starting.clear()
 
@@ -244,8 +253,24 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(pipe: Connection) -> None:
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _wait_for_group(leader: int) -> None:
+    """Until the memory of a GPU that its processes held is free again, or for a while."""
+    end = time.monotonic() + GROUP_SECONDS
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < end:
+            os.killpg(leader, 0)
+            time.sleep(0.05)
+
+
+def _serve(pipe: Connection, starts_others: bool = False) -> None:
     """Makes the object that the first message asks for, then calls its methods; sends how each of that ended."""
+    if starts_others:
+        os.setpgid(0, 0)
     # Ctrl-C reaches the whole terminal; the parent ends its ranks itself. So this module imports torch only when it
     # is needed, after this line.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

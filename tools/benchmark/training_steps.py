@@ -84,7 +84,7 @@ class SpikingJellyStep:
         self.setup_ms: Mapping[str, float] = built.mean_ms()
         self._timers = Timers(device)
         self._forward = torch.compile(self.model) if compiled else self.model
-        self.images, self.labels = (tensor.to(device) for tensor in _random_batch(describe(model), samples))
+        self.images, self.labels = (tensor.to(device) for tensor in random_batch(describe(model), samples))
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=OPTIMIZER.lr, weight_decay=OPTIMIZER.weight_decay
         )
@@ -132,7 +132,7 @@ class MegaSNNStep:
         training, bounds = config.training, self.engine.plan.bounds
         self.layout = layers_per_chunk(bounds) if len(bounds) > 1 else ""
         self._samples = training.global_batch_size
-        images, labels = _random_batch(self.engine.distributed.model, self._samples)
+        images, labels = random_batch(self.engine.distributed.model, self._samples)
         batches = self.engine.batches
         self._micro_batches = [
             # Copies: a view would keep the whole batch in memory.
@@ -215,7 +215,7 @@ def counted_peak(step: TrainingStep, device: torch.device, ranks: int) -> int:
     return min(peaks)
 
 
-def _random_batch(model: ModelDescription, samples: int) -> tuple[Tensor, Tensor]:
+def random_batch(model: ModelDescription, samples: int) -> tuple[Tensor, Tensor]:
     """Images [samples, C, H, W] or event frames [samples, T, C, H, W], and labels [samples]; the same in every
     process."""
     generator = torch.Generator().manual_seed(0)
