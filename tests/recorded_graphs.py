@@ -9,6 +9,7 @@ As a CUDA graph it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+FAILURE = "CUDA error: operation failed due to a previous error during capture"
 NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh"}
 _COMPUTES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
@@ -53,18 +55,23 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 class _Recording(TorchDispatchMode):
     """
+    Args:
+        fails_after: so many operators; the next one is refused, or the end of the capture.
     Attributes:
         operators: (function, arguments, keywords, results) of what computes. made: new memory, by its address in torch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fails_after: float = math.inf) -> None:
         super().__init__()
+        self._fails_after = fails_after
         self.operators: list[tuple[Any, Any, Any, list[_Memory]]] = []
         self.made: dict[int, torch.UntypedStorage] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = function.overloadpacket.__name__, kwargs or {}
+        if len(self.operators) >= self._fails_after:
+            self.end()
         if name in READS or function.namespace == "c10d":
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         given = tree_map(_memory, (args, options))
@@ -82,6 +89,10 @@ class _Recording(TorchDispatchMode):
             self.operators.append((function, *given, [_Memory(x) for x in fresh]))
         return result
 
+    def end(self) -> None:
+        if self._fails_after < math.inf:
+            raise RuntimeError(f"{FAILURE}\nCompile with TORCH_USE_CUDA_DSA")
+
     def undo(self) -> None:
         for storage, values in self._before.values():
             _bytes(storage).copy_(values)
@@ -97,14 +108,21 @@ class _Recording(TorchDispatchMode):
                 memory.tensor().copy_(value)
 
 
+def never(work: Callable[[], None]) -> float:
+    return math.inf
+
+
 class RecordedGraphs:
     """A `megasnn.pipeline.capture.Capture`.
 
+    Args:
+        fails_after: how many operators of some work are taken down before that fails.
     Attributes:
         replays: how often a graph was started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fails_after: Callable[[Callable[[], None]], float] = never) -> None:
+        self._fails_after = fails_after
         self._pool: list[torch.UntypedStorage] = []
         self.replays = 0
 
@@ -113,10 +131,13 @@ class RecordedGraphs:
         return [storage for storage in self._pool if _is_held(storage)]
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        recording = _Recording()
-        with recording:
-            work()
-        recording.undo()
+        recording = _Recording(self._fails_after(work))
+        try:
+            with recording:
+                work()
+            recording.end()
+        finally:
+            recording.undo()
         self._pool += recording.made.values()
 
         @torch.no_grad()

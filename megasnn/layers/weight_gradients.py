@@ -34,6 +34,7 @@ class WeightGradients:
     def __init__(self) -> None:
         self.observer: Callable[[Tensor], None] | None = None
         self.anchor = torch.zeros((), requires_grad=True)
+        self._parameters: set[Tensor] = set()
         self._deferred: list[Task] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
@@ -46,7 +47,12 @@ class WeightGradients:
         The first stands for the parameter, which autograd must not see: it would call the parameter's hooks. Both are
         None for a frozen parameter.
         """
+        self._parameters.add(parameter)
         return (self.anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether the layer of a parameter has asked for it; a layer that was never called has asked for none."""
+        return parameter in self._parameters
 
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
         if self._collected is None:

@@ -34,10 +34,18 @@ class GraphOptions(NamedTuple):
 
 
 class CudaCapture:
-    """Makes CUDA graphs, which share one pool of memory."""
+    """Makes CUDA graphs, which share one pool of memory.
+
+    The driver captures no default stream, so there is one for this. It waits for no other, and no other for it: what is
+    captured runs where it is replayed.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._device = device
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
 
     def __call__(self, work: Callable[[], None]) -> Replay:
         # Not by `torch.cuda.graph`, which waits for the device first: a message that it waits for may never come.
@@ -55,7 +63,24 @@ class CudaCapture:
                         graph.capture_end()
                     raise
                 graph.capture_end()
+        except BaseException:
+            self._clear_away()
+            raise
         finally:
             if collects:
                 gc.enable()
         return graph.replay
+
+    def _clear_away(self) -> None:
+        """What torch 2.11 leaves of a capture that has failed, so that other layers may still be captured.
+
+        The allocator takes the pool for one that is being written to: it would refuse the next capture in it, keep
+        what other streams have used for good, and fail where it looks for free memory (mended in 2.12). The generator
+        of random numbers takes itself for one that is captured, and would refuse to be used.
+        """
+        with suppress(RuntimeError):  # where torch has done it
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        with suppress(RuntimeError):
+            generator.graphsafe_set_state(generator.clone_state())
+        self._begin_anew()

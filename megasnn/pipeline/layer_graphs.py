@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,16 +21,30 @@ from megasnn.layers.whole import apply_layer
 from megasnn.pipeline.capture import Capture
 
 
+class CaptureError(RuntimeError):
+    """A layer's kernels could not be taken down; the message says which, and why."""
+
+
 class GraphRoom:
     """What the graphs of a chunk have in common: how they are made, and which memory they have left something in.
 
+    Where a layer is left out, all others get graphs in a new room. What was forwarded before goes backward in its own.
+
     Attributes:
         weight_gradients: where layers leave the second part of their backward.
+        fail: called with the name of a layer whose backward cannot be captured; raises where that is not allowed.
+        left_out: the names of layers for which nothing is captured any more.
         anchor: makes what a graph gives part of autograd's graph.
     """
 
-    def __init__(self, capture: Capture, weight_gradients: WeightGradients) -> None:
-        self.capture, self.weight_gradients = capture, weight_gradients
+    def __init__(
+        self,
+        capture: Capture,
+        weight_gradients: WeightGradients,
+        fail: Callable[[str, CaptureError], None],
+        left_out: Collection[str],
+    ) -> None:
+        self.capture, self.weight_gradients, self.fail, self.left_out = capture, weight_gradients, fail, left_out
         self.anchor = torch.zeros((), requires_grad=True)
         self._fixed: set[int] = set()
 
@@ -42,21 +56,19 @@ class GraphRoom:
         """From now on this memory is where a graph leaves it; the graph holds it."""
         self._fixed.add(x.untyped_storage().data_ptr())
 
-    def forget(self) -> None:
-        """All graphs are gone."""
-        self._fixed = set()
-
     def places(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """What a graph has to know of where tensors are."""
         return tuple(None if x is None else (x.stride(), x.data_ptr() if self.is_fixed(x) else 0) for x in tensors)
 
 
 @contextmanager
-def _making(name: str) -> Iterator[None]:
+def _making(what: str) -> Iterator[None]:
+    """Raises CaptureError for whatever goes wrong inside."""
     try:
         yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{name} cannot be made a CUDA graph, use --cuda-graphs off: {error}") from error
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]  # torch goes on for lines about all of CUDA's errors
+        raise CaptureError(f"{what} cannot be captured ({type(error).__name__}: {reason})") from error
 
 
 class LayerGraphs:
@@ -65,7 +77,9 @@ class LayerGraphs:
     Attributes:
         room: in which its graphs are.
         inputs: where it takes them. outputs: where it leaves them; they hold what backward needs.
-        parameters: those that it learns.
+        leaves: what autograd differentiates in the place of the parameters that the layer learns, by parameter.
+    Raises:
+        CaptureError: its forward cannot be captured. Nothing is left behind by that.
     """
 
     def __init__(
@@ -73,29 +87,26 @@ class LayerGraphs:
     ) -> None:
         self.room, self._name = room, name
         self.inputs = _Places(room, [entry for x in inputs for entry in entries_of(x).values()])
-        self.parameters = [each for each in layer.parameters() if each.requires_grad]
+        self.leaves = {each: _leaf(each, room.weight_gradients) for each in layer.parameters() if each.requires_grad}
         self._keys = RefilledKeys()
         self._backward: _Backward | None = None
         places = iter(self.inputs.tensors)
         bundles = [map_entries(lambda _: next(places), x) for x in inputs]
-        with _making(name):
+        with _making("its forward"):
             self._replay = room.capture(partial(self._forward, layer, bundles, samples))
         for y in self.outputs:
             room.fix(y)
 
     def _forward(self, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None) -> None:
-        norms = [each for each in layer.modules() if isinstance(each, ParallelBatchNorm)]
-        before = [(norm, len(norm.pending)) for norm in norms]
         checks = DeviceChecks(self.inputs.tensors[0].device)
-        with checks.collecting(), self._keys.entered():
-            self._output = apply_layer(layer, inputs[0], samples, *inputs[1:])
+        with _taken_from_norms(layer) as before:
+            with checks.collecting(), self._keys.entered(), _in_place_of_parameters(layer, self.leaves):
+                self._output = apply_layer(layer, inputs[0], samples, *inputs[1:])
+            self._records = [(norm, count) for norm, start in before for _, _, count in norm.pending[start:]]
+            values = [value for norm, start in before for mean, var, _ in norm.pending[start:] for value in (mean, var)]
         self.outputs = list(entries_of(self._output).values())
         noted = checks.noted()
         self._complaints = [text for _, text in noted]
-        self._records = [(norm, count) for norm, start in before for _, _, count in norm.pending[start:]]
-        values = [value for norm, start in before for mean, var, _ in norm.pending[start:] for value in (mean, var)]
-        for norm, start in before:
-            del norm.pending[start:]
         # Each kind in one tensor, which takes one copy.
         self._flags, self._statistics = _joined([flag for flag, _ in noted]), _joined(values)
         self._sizes = [value.numel() for value in values]
@@ -116,41 +127,56 @@ class LayerGraphs:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs, from those of the outputs."""
-        if self._backward is None:
-            with _making(self._name):
+        if self._backward is None and self._name not in self.room.left_out:
+            try:
                 self._backward = _Backward(self, grads)
-        return self._backward.apply(grads)
+            except CaptureError as error:
+                self.room.fail(self._name, error)
+        if self._backward is not None:
+            return self._backward.apply(grads)
+        # Forward's graph has left what is needed here, and what layers leave for later goes its usual way.
+        given = [(y, grad) for y, grad in zip(self.outputs, grads, strict=True) if grad is not None]
+        found, learnt = self.differentiate([y for y, _ in given], [grad for _, grad in given])
+        for parameter in learnt:
+            self.room.weight_gradients.added(parameter)
+        return found
+
+    def differentiate(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The gradients of the inputs, and the parameters to whose gradients autograd's was added."""
+        learning = [x for x in self.inputs.tensors if x.requires_grad]
+        wanted = [*learning, *self.leaves.values(), self.room.weight_gradients.anchor]
+        # What forward has kept stays: its memory is no other graph's.
+        found = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
+        of_inputs, learnt = iter(found), []
+        with torch.no_grad():
+            for parameter, grad in zip(self.leaves, found[len(learning) :], strict=False):
+                if grad is not None:
+                    _gradient(parameter).add_(grad)  # as autograd would
+                    learnt.append(parameter)
+        return [next(of_inputs) if x.requires_grad else None for x in self.inputs.tensors], learnt
 
 
 class _Backward:
-    """The backward of a layer in a slot, for gradients of some of its outputs."""
+    """The backward of a layer in a slot, for gradients of some of its outputs. Raises CaptureError."""
 
     def __init__(self, layer: LayerGraphs, grads: Sequence[Tensor | None]) -> None:
         self._layer, self._room = layer, layer.room
         given = [(y, grad) for y, grad in zip(layer.outputs, grads, strict=True) if grad is not None]
         self._are = self._room.places(grads)
         self._grads = _Places(self._room, [grad for _, grad in given])
-        self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
-        self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
+        with _making("the gradients of its inputs"):
+            self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
+        with _making("the gradients of its weights"):
+            self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
         for grad, is_copied in zip(self._found, layer.inputs.are_copied, strict=True):
             if grad is not None and not is_copied:
                 self._room.fix(grad)
 
     def _differentiate(self, outputs: list[Tensor]) -> None:
-        layer, weight_gradients = self._layer, self._room.weight_gradients
-        learning = [x for x in layer.inputs.tensors if x.requires_grad]
-        wanted = [*learning, *layer.parameters, weight_gradients.anchor]
-        with weight_gradients.collected() as tasks:
-            # What forward has kept stays: its memory is no other graph's.
-            found = torch.autograd.grad(outputs, wanted, self._grads.tensors, retain_graph=True, allow_unused=True)
-        self._tasks, of_inputs = tasks, iter(found)
-        self._found = [next(of_inputs) if x.requires_grad else None for x in layer.inputs.tensors]
-        self._learnt = []
-        with torch.no_grad():
-            for parameter, grad in zip(layer.parameters, found[len(learning) :], strict=False):
-                if grad is not None:
-                    _gradient(parameter).add_(grad)  # as autograd would
-                    self._learnt.append(parameter)
+        with self._room.weight_gradients.collected() as self._tasks:
+            self._found, self._learnt = self._layer.differentiate(outputs, self._grads.tensors)
 
     def _add_weight_gradients(self) -> None:
         with torch.no_grad():
@@ -218,6 +244,47 @@ class _Places:
             for place, x, is_copied in zip(self.tensors, given, self.are_copied, strict=True):
                 if is_copied:
                     _distinct(place).copy_(_distinct(x))
+
+
+@contextmanager
+def _taken_from_norms(layer: nn.Module) -> Iterator[list[tuple[ParallelBatchNorm, int]]]:
+    """Inside, the norms record; behind it, also where it fails, they have what they had before.
+
+    Yields:
+        each norm, with the number of its records.
+    """
+    norms = [each for each in layer.modules() if isinstance(each, ParallelBatchNorm)]
+    before = [(norm, len(norm.pending)) for norm in norms]
+    try:
+        yield before
+    finally:
+        for norm, start in before:
+            del norm.pending[start:]
+
+
+def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
+    """A leaf for autograd on the memory of a parameter; itself where the layer does not leave its gradient to autograd.
+
+    Autograd adds to a parameter on the stream on which that was used first, as long as somebody holds a graph with it.
+    A forward without a CUDA graph that is under way would draw its stream into the capture, which the driver refuses;
+    and what is captured, which is held for good, would draw later forwards without graphs, and whatever waits for
+    their gradients, to the stream of the capture. A leaf of its own has nothing to do with either.
+    """
+    return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()
+
+
+@contextmanager
+def _in_place_of_parameters(layer: nn.Module, leaves: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Inside, the modules of a layer have these tensors for their parameters."""
+    held = [(module._parameters, name, p) for module in layer.modules() for name, p in module._parameters.items()]
+    learnt = [(of_module, name, p) for of_module, name, p in held if p in leaves]
+    try:
+        for of_module, name, parameter in learnt:
+            of_module[name] = leaves[parameter]  # type: ignore[assignment]
+        yield
+    finally:
+        for of_module, name, parameter in learnt:
+            of_module[name] = parameter
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,13 +27,14 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graphs import ChunkGraphs
+from megasnn.pipeline.layer_graphs import LayerGraphs
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.watch import Watch
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
-from tests.recorded_graphs import RecordedGraphs, recorded_graphs
+from tests.recorded_graphs import FAILURE, RecordedGraphs, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
@@ -55,10 +59,17 @@ def trained(model: str, flags: str, steps: int, watched: int | None = None) -> t
         return found, engine.state_dict()
 
 
-def with_and_without(model: str, flags: str, steps: int = 3, watched: int | None = None) -> RecordedGraphs:
-    graphs = RecordedGraphs()
+def with_and_without(
+    model: str,
+    flags: str,
+    steps: int = 3,
+    watched: int | None = None,
+    graphs: RecordedGraphs | None = None,
+    asked: str = "on",
+) -> RecordedGraphs:
+    graphs = graphs or RecordedGraphs()
     with recorded_graphs(graphs):
-        found, tensors = trained(model, f"{flags} --cuda-graphs on", steps, watched)
+        found, tensors = trained(model, f"{flags} --cuda-graphs {asked}", steps, watched)
         assert graphs.replays > 0
         expected, others = trained(model, flags, steps, watched)
     assert found == expected
@@ -79,6 +90,101 @@ def test_graphs_change_no_bit(ranks, ranks_wanted: int, model: str, flags: str) 
 def test_a_step_whose_spikes_are_counted_goes_without() -> None:
     graphs = with_and_without("vgg_dvs", "--global-batch-size 4 --precision bf16", steps=4, watched=2)
     assert graphs.replays == 3 * 4 * 2 * 2, "three for each of four layers and two micro-batches, in two steps"
+
+
+PARTS = {
+    "_forward": "its forward",
+    "_differentiate": "the gradients of its inputs",
+    "_add_weight_gradients": "the gradients of its weights",
+}
+
+
+class Refused:
+    """Has captures of one part of one layer fail when some of it is done: all from some slot on."""
+
+    def __init__(self, layer: str, part: str, slot: int = 0) -> None:
+        self._layer, self._part, self._left, self.failures = layer, part, slot, 0
+
+    def __call__(self, work: Callable[[], None]) -> float:
+        method = work.func if isinstance(work, partial) else work
+        holder = method.__self__
+        layer = holder if isinstance(holder, LayerGraphs) else holder._layer
+        if (layer._name, method.__name__) != (self._layer, self._part):
+            return math.inf
+        self._left -= 1
+        self.failures += self._left < 0
+        return math.inf if self._left >= 0 else 2 if self._part == "_forward" else 1
+
+
+def names_of(model: str) -> list[str]:
+    config = parse(run_config(MODELS[model]), f"{FLAGS[model]} {SIZES}".split())
+    return [each.name for each in describe(config.model, config.neuron.spec).layers]
+
+
+UNEVEN = "--global-batch-size 5 --pipeline-schedule gpipe"
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("model", "layer"), [("vgg_dvs", 0), ("vgg_dvs", 1), ("vgg_dvs", -1), ("spikformer", 2)])
+def test_a_layer_whose_capture_fails_goes_without(model: str, layer: int, part: str, slot: int, capfd) -> None:
+    """The first layer, one whose output and gradient other graphs hand on, the last one, one with attention; before
+    there is any graph of it, and while another micro-batch is under way with its graph."""
+    name = names_of(model)[layer]
+    refused = Refused(name, part, slot)
+    with_and_without(model, UNEVEN, graphs=RecordedGraphs(refused), asked="auto")
+    assert refused.failures == 1, "the layer is left out from then on"
+    (warning,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert warning == (
+        f"WARNING: {name} runs without CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})"
+    )
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_capture_that_fails_is_an_error_where_graphs_must_be(part: str) -> None:
+    name = names_of("vgg_dvs")[1]
+    words = re.escape(f"{name} cannot have CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})")
+    with pytest.raises(PipelineError, match=words):
+        with_and_without("vgg_dvs", UNEVEN, graphs=RecordedGraphs(Refused(name, part)))
+
+
+def test_all_layers_may_fail(capfd) -> None:
+    graphs = RecordedGraphs(lambda work: 0)
+    with recorded_graphs(graphs):
+        found, tensors = trained("spikformer", f"{UNEVEN} --cuda-graphs auto", 3)
+        expected, others = trained("spikformer", UNEVEN, 3)
+    assert found == expected and all(torch.equal(value, others[name]) for name, value in tensors.items())
+    assert capfd.readouterr().err.count("runs without CUDA graphs: its forward") == len(names_of("spikformer"))
+
+
+def test_what_is_captured_holds_no_parameter() -> None:
+    """Autograd remembers the stream on which a parameter was used first, as long as a graph with it is held."""
+    made: list[LayerGraphs] = []
+
+    def known(self: LayerGraphs, *arguments: Any) -> None:
+        init(self, *arguments)
+        made.append(self)
+
+    init = LayerGraphs.__init__
+    with mock.patch.object(LayerGraphs, "__init__", known), recorded_graphs():
+        trained("spikformer", "--global-batch-size 2 --cuda-graphs on", 3)
+    held = [leaf for each in made for output in each.outputs for leaf in leaves_of(output.grad_fn)]
+    own = {leaf for each in made for leaf in (*each.leaves.values(), *each.inputs.tensors)}
+    learnt = {parameter for each in made for parameter in each.leaves}
+    assert any(leaf.data_ptr() in {each.data_ptr() for each in learnt} for leaf in held), "norms and biases"
+    assert not learnt.intersection(held) and own.issuperset(leaf for leaf in held if leaf.numel() > 1)
+
+
+def leaves_of(node: Any) -> set[Tensor]:
+    """The tensors that autograd would add to."""
+    seen, ahead, found = set(), [node], set()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found |= {node.variable} if hasattr(node, "variable") else set()
+            ahead += [before for before, _ in node.next_functions]
+    return found
 
 
 def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor]]]:
