@@ -12,13 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from megasnn.pipeline.layer_graphs import LayerGraphs
 
 FAILURE = "CUDA error: operation failed due to a previous error during capture"
 NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
@@ -108,6 +111,10 @@ class _Recording(TorchDispatchMode):
                 memory.tensor().copy_(value)
 
 
+def is_recording() -> bool:
+    return isinstance(_get_current_dispatch_mode(), _Recording)
+
+
 def never(work: Callable[[], None]) -> float:
     return math.inf
 
@@ -149,6 +156,23 @@ class RecordedGraphs:
             recording.run()
 
         return replay
+
+
+class Refused:
+    """Has captures of one part of one layer fail when some of it is done: all from some slot on."""
+
+    def __init__(self, layer: str, part: str, slot: int = 0) -> None:
+        self._layer, self._part, self._left, self.failures = layer, part, slot, 0
+
+    def __call__(self, work: Callable[[], None]) -> float:
+        method = work.func if isinstance(work, partial) else work
+        holder = method.__self__
+        layer = holder if isinstance(holder, LayerGraphs) else holder._layer
+        if (layer._name, method.__name__) != (self._layer, self._part):
+            return math.inf
+        self._left -= 1
+        self.failures += self._left < 0
+        return math.inf if self._left >= 0 else 2 if self._part == "_forward" else 1
 
 
 def _is_held(storage: torch.UntypedStorage) -> bool:

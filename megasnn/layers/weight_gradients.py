@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.telemetry.ranges import BackwardRanges
+
 AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
 Leave = Callable[[AddGradient], None]
 Task = Callable[[], None]
@@ -29,11 +31,12 @@ class WeightGradients:
     Attributes:
         observer: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
         anchor: stands for all parameters in autograd's graphs; it has no gradient.
+        ranges: name what layers do in backward, and these tasks, in a trace.
     """
 
     def __init__(self) -> None:
         self.observer: Callable[[Tensor], None] | None = None
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor, self.ranges = torch.zeros((), requires_grad=True), BackwardRanges()
         self._parameters: set[Tensor] = set()
         self._deferred: list[Task] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
@@ -62,6 +65,7 @@ class WeightGradients:
 
     def leave(self, task: Task) -> None:
         """Runs a task now, or when deferred tasks are run."""
+        task = self.ranges.later(task)
         if self._deferred is None:
             task()
         else:

@@ -87,7 +87,8 @@ class LayerGraphs:
     ) -> None:
         self.room, self._name = room, name
         self.inputs = _Places(room, [entry for x in inputs for entry in entries_of(x).values()])
-        self.leaves = {each: _leaf(each, room.weight_gradients) for each in layer.parameters() if each.requires_grad}
+        learnt: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
+        self.leaves = {each: _leaf(each, room.weight_gradients) for each in learnt}
         self._keys = RefilledKeys()
         self._backward: _Backward | None = None
         places = iter(self.inputs.tensors)
@@ -276,15 +277,15 @@ def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
 @contextmanager
 def _in_place_of_parameters(layer: nn.Module, leaves: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Inside, the modules of a layer have these tensors for their parameters."""
-    held = [(module._parameters, name, p) for module in layer.modules() for name, p in module._parameters.items()]
-    learnt = [(of_module, name, p) for of_module, name, p in held if p in leaves]
+    tables: list[dict[str, Any]] = [module._parameters for module in layer.modules()]
+    learnt = [(table, name, p) for table in tables for name, p in table.items() if p in leaves]
     try:
-        for of_module, name, parameter in learnt:
-            of_module[name] = leaves[parameter]  # type: ignore[assignment]
+        for table, name, parameter in learnt:
+            table[name] = leaves[parameter]
         yield
     finally:
-        for of_module, name, parameter in learnt:
-            of_module[name] = parameter
+        for table, name, parameter in learnt:
+            table[name] = parameter
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,9 +15,11 @@ from torch import Tensor
 
 from megasnn.config import parse
 from megasnn.config.training import Length
+from megasnn.data_parallel import BucketedDataParallel
 from megasnn.engine import Engine
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext
+from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.models.building import describe
 from megasnn.models.model import run_config
@@ -34,7 +35,7 @@ from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.watch import Watch
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
-from tests.recorded_graphs import FAILURE, RecordedGraphs, recorded_graphs
+from tests.recorded_graphs import FAILURE, RecordedGraphs, Refused, is_recording, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
@@ -99,23 +100,6 @@ PARTS = {
 }
 
 
-class Refused:
-    """Has captures of one part of one layer fail when some of it is done: all from some slot on."""
-
-    def __init__(self, layer: str, part: str, slot: int = 0) -> None:
-        self._layer, self._part, self._left, self.failures = layer, part, slot, 0
-
-    def __call__(self, work: Callable[[], None]) -> float:
-        method = work.func if isinstance(work, partial) else work
-        holder = method.__self__
-        layer = holder if isinstance(holder, LayerGraphs) else holder._layer
-        if (layer._name, method.__name__) != (self._layer, self._part):
-            return math.inf
-        self._left -= 1
-        self.failures += self._left < 0
-        return math.inf if self._left >= 0 else 2 if self._part == "_forward" else 1
-
-
 def names_of(model: str) -> list[str]:
     config = parse(run_config(MODELS[model]), f"{FLAGS[model]} {SIZES}".split())
     return [each.name for each in describe(config.model, config.neuron.spec).layers]
@@ -126,7 +110,7 @@ UNEVEN = "--global-batch-size 5 --pipeline-schedule gpipe"
 
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize(("model", "layer"), [("vgg_dvs", 0), ("vgg_dvs", 1), ("vgg_dvs", -1), ("spikformer", 2)])
+@pytest.mark.parametrize(("model", "layer"), [("vgg_dvs", 0), ("vgg_dvs", 1), ("vgg_dvs", -1), ("spikformer", 5)])
 def test_a_layer_whose_capture_fails_goes_without(model: str, layer: int, part: str, slot: int, capfd) -> None:
     """The first layer, one whose output and gradient other graphs hand on, the last one, one with attention; before
     there is any graph of it, and while another micro-batch is under way with its graph."""
@@ -138,6 +122,37 @@ def test_a_layer_whose_capture_fails_goes_without(model: str, layer: int, part: 
     assert warning == (
         f"WARNING: {name} runs without CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})"
     )
+
+
+def test_gradients_that_no_graph_adds_are_counted() -> None:
+    """Buckets of gradients are reduced when all of theirs were added."""
+    shapes: list[torch.Size] = []
+
+    def counted(self: BucketedDataParallel, parameter: Tensor) -> None:
+        shapes.append(parameter.shape)
+        accumulated(self, parameter)
+
+    accumulated, flags = BucketedDataParallel.accumulated, "--global-batch-size 4"
+    with mock.patch.object(BucketedDataParallel, "accumulated", counted):
+        refused = RecordedGraphs(Refused(names_of("vgg_dvs")[1], "_differentiate"))
+        with_and_without("vgg_dvs", flags, graphs=refused, asked="auto")
+    half = len(shapes) // 2
+    assert Counter(shapes[:half]) == Counter(shapes[half:])
+
+
+def test_statistics_of_a_capture_that_fails_are_not_taken() -> None:
+    failures: list[ParallelBatchNorm] = []
+
+    def refused(self: ParallelBatchNorm, *arguments: Any) -> None:
+        record(self, *arguments)
+        if is_recording() and self not in failures:
+            failures.append(self)
+            raise RuntimeError(FAILURE)
+
+    record = ParallelBatchNorm.record
+    with mock.patch.object(ParallelBatchNorm, "record", refused):
+        with_and_without("spikformer", UNEVEN, asked="auto")
+    assert len(failures) > 1
 
 
 @pytest.mark.parametrize("part", PARTS)
