@@ -82,10 +82,10 @@ class StepTrace:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         taken = _ByNvidia() if self._is_for_nvidia else profile(activities=activities)
-        if self._records_memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
         taken.start()
         self._profile, self._first = taken, number
+        if self._records_memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
 
     def _end(self, number: int, writes: bool = True) -> None:
         taken, self._profile = self._profile, None
@@ -96,7 +96,8 @@ class StepTrace:
             if writes:
                 self._write_all(taken, f"rank{self._rank}-{self._first}-{number}")
         if self._records_memory:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            with self._tried("the end of --record-memory-history"):
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_all(self, taken: profile | _ByNvidia, name: str) -> None:
         if isinstance(taken, profile):
