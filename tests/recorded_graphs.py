@@ -125,13 +125,13 @@ class RecordedGraphs:
     Args:
         fails_after: how many operators of some work are taken down before that fails.
     Attributes:
-        replays: how often a graph was started.
+        replays: how often a graph was started. joins: how often something went backward without its graph.
     """
 
     def __init__(self, fails_after: Callable[[Callable[[], None]], float] = never) -> None:
         self._fails_after = fails_after
         self._pool: list[torch.UntypedStorage] = []
-        self.replays = 0
+        self.replays = self.joins = 0
 
     def held(self) -> list[torch.UntypedStorage]:
         """The memory of all graphs that somebody holds."""
@@ -156,6 +156,9 @@ class RecordedGraphs:
             recording.run()
 
         return replay
+
+    def join(self) -> None:
+        self.joins += 1
 
 
 class Refused:

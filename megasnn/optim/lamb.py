@@ -72,7 +72,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_sub_(held, [updates[each] for each in held], alpha=group["lr"])
         return loss
 
-    def _updates(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
+    def _updates(self, parameters: list[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
         """Adam's direction with the weight decay: u of the formula; the moments go on."""
         gradients = [each.grad for each in parameters if each.grad is not None]
         states = [self.state[each] for each in parameters]
@@ -83,7 +83,7 @@ class Lamb(torch.optim.Optimizer):
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         steps, means, squares = ([state[kind] for state in states] for kind in ("step", "exp_avg", "exp_avg_sq"))
         torch._foreach_add_(steps, 1)
-        counts, (beta1, beta2) = torch.stack(steps).tolist(), group["betas"]  # they are the host's
+        counts, (beta1, beta2) = [step.item() for step in steps], group["betas"]  # they are in the host's memory
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)

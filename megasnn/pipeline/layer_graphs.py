@@ -138,6 +138,7 @@ class LayerGraphs:
         # Forward's graph has left what is needed here, and what layers leave for later goes its usual way.
         given = [(y, grad) for y, grad in zip(self.outputs, grads, strict=True) if grad is not None]
         found, learnt = self.differentiate([y for y, _ in given], [grad for _, grad in given])
+        self.room.capture.join()
         for parameter in learnt:
             self.room.weight_gradients.added(parameter)
         return found

@@ -25,15 +25,16 @@ BETAS, EPS, RATE = (0.9, 0.999), 1e-6, 0.01
 
 
 class Started(TorchDispatchMode):
-    """Counts the operators that compute something, by name."""
+    """Counts the operators that compute something, by name. What the host reads is counted in tests/host_waits.py."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operators = Counter[str]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view:
-            self.operators[function.overloadpacket.__name__] += 1
+        name = function.overloadpacket.__name__
+        if not function.is_view and name != "_local_scalar_dense":
+            self.operators[name] += 1
         return function(*args, **(kwargs or {}))
 
 

@@ -4,6 +4,7 @@ refuse."""
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +22,14 @@ class FakeCuda:
     Attributes:
         told: what was done, in order.
         current: the stream that kernels are started on.
-        recorded: pools that the allocator takes for being captured in.
+        recorded: pools that the allocator takes for being captured in; pinned: that of pinned memory.
+        users: how many graphs a pool is kept for.
     """
 
     def __init__(self) -> None:
         self.told: list[str] = []
         self.current = self.default = "default"
-        self.recorded: list[int] = []
+        self.recorded, self.pinned, self.users = list[int](), list[int](), Counter[int]()
         self.pools = self.streams = 0
         self.captures = self.is_invalid = self.generator_is_captured = False
         self.mode = ""
@@ -44,8 +46,11 @@ class FakeCuda:
             device_index = device.index
             name = f"stream {fake.streams}"
 
-            def wait_stream(self, other: object) -> None:
-                fake.told.append("wait")
+            def __init__(self) -> None:
+                self.device = device
+
+            def wait_stream(self, other: Any) -> None:
+                fake.told.append(f"{self.name} waits for {other.name}")
 
         self.streams += 1
         return Stream()
@@ -57,6 +62,16 @@ class FakeCuda:
             yield
         finally:
             self.current = before
+
+    def current_stream(self, device: torch.device) -> Any:
+        assert device == DEVICE
+        stream = self.make_stream(device)
+        stream.name = self.current
+        return stream
+
+    def release(self, device: int, pool: int) -> None:
+        assert device == DEVICE.index and self.users[pool]
+        self.users[pool] -= 1
 
     def end_allocation(self, device: int, pool: int) -> None:
         assert device == DEVICE.index
@@ -82,10 +97,12 @@ class FakeGraph:
 
     def capture_begin(self, pool: int, capture_error_mode: str = "global") -> None:
         cuda = self._cuda
-        if pool in cuda.recorded:
+        if pool in (*cuda.recorded, *cuda.pinned):
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         cuda.generator_is_captured = True
         cuda.recorded.append(pool)
+        cuda.pinned.append(pool)
+        cuda.users[pool] += 1
         if cuda.current == cuda.default:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         cuda.captures, cuda.is_invalid, cuda.mode, self._pool = True, False, capture_error_mode, pool
@@ -99,6 +116,7 @@ class FakeGraph:
         if cuda.is_invalid:  # torch 2.11 raises before it tells the allocator and the generator
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         cuda.recorded.remove(self._pool)
+        cuda.pinned.remove(self._pool)
         cuda.generator_is_captured = False
 
     def replay(self) -> None:
@@ -113,10 +131,12 @@ def cuda(monkeypatch) -> FakeCuda:
         "Stream": fake.make_stream,
         "CUDAGraph": lambda: FakeGraph(fake),
         "stream": fake.stream,
+        "current_stream": fake.current_stream,
         "default_generators": fake.default_generators,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fake.end_allocation, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", fake.release, raising=False)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("it waits for the device"))
     return fake
@@ -162,9 +182,11 @@ def test_a_capture_that_fails(cuda: FakeCuda, by: type[BaseException], is_invali
         capture(fails(cuda, by, is_invalid))
     assert gc.isenabled() and not cuda.captures and cuda.current == cuda.default
     assert not cuda.recorded and not cuda.generator_is_captured
+    assert cuda.users[1] == (1 if is_invalid else 2), "a graph that is whole, though nobody wants it, lets go by itself"
     replay()
     capture(lambda: None)()
-    assert cuda.told[-4:] == ["replay on default", "begin on stream 1 in pool 2", "end", "replay on default"]
+    pool = 2 if is_invalid else 1
+    assert cuda.told[-4:] == ["replay on default", f"begin on stream 0 in pool {pool}", "end", "replay on default"]
 
 
 def test_a_capture_that_is_found_invalid_at_its_end(cuda: FakeCuda) -> None:
@@ -175,6 +197,11 @@ def test_a_capture_that_is_found_invalid_at_its_end(cuda: FakeCuda) -> None:
     with pytest.raises(RuntimeError, match="previous error during capture"):
         capture(work)
     assert gc.isenabled() and not cuda.recorded and not cuda.generator_is_captured
+
+
+def test_what_goes_backward_without_its_graph_is_waited_for(cuda: FakeCuda) -> None:
+    CudaCapture(DEVICE).join()
+    assert cuda.told == ["default waits for stream 0"]
 
 
 def test_the_driver_captures_no_default_stream(cuda: FakeCuda, monkeypatch) -> None:

@@ -1,5 +1,5 @@
-"""Tensors that are moved to the host's memory and back by a stream of its own, on stand-ins for streams and tensors that
-note what waits for what."""
+"""Tensors that are moved to the host's memory and back by a stream of its own, on stand-ins for streams and tensors
+that note what waits for what."""
 
 from __future__ import annotations
 

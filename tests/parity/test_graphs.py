@@ -116,8 +116,9 @@ def test_a_layer_whose_capture_fails_goes_without(model: str, layer: int, part: 
     there is any graph of it, and while another micro-batch is under way with its graph."""
     name = names_of(model)[layer]
     refused = Refused(name, part, slot)
-    with_and_without(model, UNEVEN, graphs=RecordedGraphs(refused), asked="auto")
+    graphs = with_and_without(model, UNEVEN, graphs=RecordedGraphs(refused), asked="auto")
     assert refused.failures == 1, "the layer is left out from then on"
+    assert graphs.joins == (slot if part == "_forward" else 3 - slot), "of three that are forward before one goes back"
     (warning,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert warning == (
         f"WARNING: {name} runs without CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})"

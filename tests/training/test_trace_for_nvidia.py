@@ -125,7 +125,11 @@ def test_a_whole_run_for_nsys(tmp_path) -> None:
     """Ranges from the first step on; what nsys waits for around the steps that are asked for."""
     cuda = traced(tmp_path, "", *"--nvtx-ranges --profile-steps 2-3".split())
     at = [cuda.told.index(text) for text in ("0F0", "start", "stop")]
-    assert [sum(text == "0F0" for text in cuda.told[a:b]) for a, b in zip(at, [*at[1:], None], strict=True)] == [1, 2, 1]
+    assert [sum(text == "0F0" for text in cuda.told[a:b]) for a, b in zip(at, [*at[1:], None], strict=True)] == [
+        1,
+        2,
+        1,
+    ]
     assert not profiler_files(tmp_path) and cuda.open == []
 
 
