@@ -108,9 +108,10 @@ def names_of(model: str) -> list[str]:
 UNEVEN = "--global-batch-size 5 --pipeline-schedule gpipe"
 
 
-@pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize(("model", "layer"), [("vgg_dvs", 0), ("vgg_dvs", 1), ("vgg_dvs", -1), ("spikformer", 5)])
+@pytest.mark.parametrize(("model", "layer", "slot"), [
+    ("vgg_dvs", 0, 0), ("vgg_dvs", 1, 0), ("vgg_dvs", 1, 1), ("vgg_dvs", -1, 0), ("spikformer", 5, 1),
+])  # fmt: skip
 def test_a_layer_whose_capture_fails_goes_without(model: str, layer: int, part: str, slot: int, capfd) -> None:
     """The first layer, one whose output and gradient other graphs hand on, the last one, one with attention; before
     there is any graph of it, and while another micro-batch is under way with its graph."""
