@@ -59,7 +59,7 @@ class ChunkGraphs:
         modules = [each for layer in self._layers.values() for each in layer.modules()]
         self._neurons = [each for each in modules if isinstance(each, NeuronLayer)]
         self._left_out, self._told = set[str](), set[str]()
-        self._new_room = partial(GraphRoom, capture, weight_gradients, self._fail, self._left_out)
+        self._new_room = partial(GraphRoom, capture, weight_gradients, self._left_out)
         self._room = self._new_room()
         self._seen: dict[str, dict[Any, int]] = {name: {} for name in self._layers}  # in which step, by shape
         self._graphs: dict[Any, LayerGraphs] = {}
@@ -121,7 +121,7 @@ class ChunkGraphs:
             except CaptureError as error:
                 self._fail(name, error)
                 return apply_layer(layer, inputs[0], samples, *inputs[1:])
-        return self._graphs[key].apply(entries, samples)
+        return self._graphs[key].apply(entries, samples, self._fail)
 
     # --- what runs without
 

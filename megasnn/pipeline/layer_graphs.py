@@ -25,6 +25,10 @@ class CaptureError(RuntimeError):
     """A layer's kernels could not be taken down; the message says which, and why."""
 
 
+Fail = Callable[[str, CaptureError], None]
+"""Called with the name of a layer whose backward cannot be captured; raises where that is not allowed."""
+
+
 class GraphRoom:
     """What the graphs of a chunk have in common: how they are made, and which memory they have left something in.
 
@@ -32,19 +36,12 @@ class GraphRoom:
 
     Attributes:
         weight_gradients: where layers leave the second part of their backward.
-        fail: called with the name of a layer whose backward cannot be captured; raises where that is not allowed.
         left_out: the names of layers for which nothing is captured any more.
         anchor: makes what a graph gives part of autograd's graph.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        weight_gradients: WeightGradients,
-        fail: Callable[[str, CaptureError], None],
-        left_out: Collection[str],
-    ) -> None:
-        self.capture, self.weight_gradients, self.fail, self.left_out = capture, weight_gradients, fail, left_out
+    def __init__(self, capture: Capture, weight_gradients: WeightGradients, left_out: Collection[str]) -> None:
+        self.capture, self.weight_gradients, self.left_out = capture, weight_gradients, left_out
         self.anchor = torch.zeros((), requires_grad=True)
         self._fixed: set[int] = set()
 
@@ -112,7 +109,7 @@ class LayerGraphs:
         self._flags, self._statistics = _joined([flag for flag, _ in noted]), _joined(values)
         self._sizes = [value.numel() for value in values]
 
-    def apply(self, entries: Sequence[Tensor], samples: range | None) -> Bundle:
+    def apply(self, entries: Sequence[Tensor], samples: range | None, fail: Fail) -> Bundle:
         self.inputs.fill(entries)
         self._keys.refill(samples)
         self._replay()
@@ -123,16 +120,16 @@ class LayerGraphs:
             values = iter(self._statistics.clone().split(self._sizes))
             for norm, count in self._records:
                 norm.record(next(values), next(values), count)
-        made = iter(_Replayed.apply(self, self.room.anchor, *entries))
+        made = iter(_Replayed.apply(self, fail, self.room.anchor, *entries))
         return map_entries(lambda y: remember_bits(next(made), bits_of(y)), self._output)
 
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None], fail: Fail) -> list[Tensor | None]:
         """The gradients of the inputs, from those of the outputs."""
         if self._backward is None and self._name not in self.room.left_out:
             try:
                 self._backward = _Backward(self, grads)
             except CaptureError as error:
-                self.room.fail(self._name, error)
+                fail(self._name, error)
         if self._backward is not None:
             return self._backward.apply(grads)
         # Forward's graph has left what is needed here, and what layers leave for later goes its usual way.
@@ -210,8 +207,8 @@ class _Replayed(torch.autograd.Function):
     """Gives the outputs of a layer that was replayed, and replays its backward."""
 
     @staticmethod
-    def forward(ctx: Any, layer: LayerGraphs, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer = layer
+    def forward(ctx: Any, layer: LayerGraphs, fail: Fail, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.fail = layer, fail
         ctx.set_materialize_grads(False)
         outputs = tuple(y.detach() for y in layer.outputs)
         learnt = zip(outputs, layer.outputs, strict=True)
@@ -221,7 +218,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.layer.backward(grads)
+        return None, None, None, *ctx.layer.backward(grads, ctx.fail)
 
 
 class _Places:
