@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from megasnn.pipeline.layer_graphs import GraphRoom
+from megasnn.pipeline.graph_room import GraphRoom
 from tests.fake_gpu import Counted
 
 GRAPH = "graph"

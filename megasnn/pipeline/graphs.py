@@ -30,7 +30,8 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.pipeline.capture import GraphOptions
-from megasnn.pipeline.layer_graphs import CaptureError, GraphRoom, LayerGraphs
+from megasnn.pipeline.graph_room import CaptureError, GraphRoom
+from megasnn.pipeline.layer_graphs import LayerGraphs
 
 MOST_SHAPES = 2  # of a layer's inputs: micro-batches of the usual size, and the smaller last one
 KNOWN = ("megasnn", "torch")  # packages of modules that depend on nothing that Python knows and a graph does not

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,54 +18,7 @@ from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.keyed import RefilledKeys
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
-from megasnn.pipeline.capture import Capture
-
-
-class CaptureError(RuntimeError):
-    """A layer's kernels could not be taken down; the message says which, and why."""
-
-
-Fail = Callable[[str, CaptureError], None]
-"""Called with the name of a layer whose backward cannot be captured; raises where that is not allowed."""
-
-
-class GraphRoom:
-    """What the graphs of a chunk have in common: how they are made, and which memory they have left something in.
-
-    Where a layer is left out, all others get graphs in a new room. What was forwarded before goes backward in its own.
-
-    Attributes:
-        weight_gradients: where layers leave the second part of their backward.
-        left_out: the names of layers for which nothing is captured any more.
-        anchor: makes what a graph gives part of autograd's graph.
-    """
-
-    def __init__(self, capture: Capture, weight_gradients: WeightGradients, left_out: Collection[str]) -> None:
-        self.capture, self.weight_gradients, self.left_out = capture, weight_gradients, left_out
-        self.anchor = torch.zeros((), requires_grad=True)
-        self._fixed: set[int] = set()
-
-    def is_fixed(self, x: Tensor) -> bool:
-        """Whether it is where a graph has left it."""
-        return x.untyped_storage().data_ptr() in self._fixed
-
-    def fix(self, x: Tensor) -> None:
-        """From now on this memory is where a graph leaves it; the graph holds it."""
-        self._fixed.add(x.untyped_storage().data_ptr())
-
-    def places(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """What a graph has to know of where tensors are."""
-        return tuple(None if x is None else (x.stride(), x.data_ptr() if self.is_fixed(x) else 0) for x in tensors)
-
-
-@contextmanager
-def _making(what: str) -> Iterator[None]:
-    """Raises CaptureError for whatever goes wrong inside."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]  # torch goes on for lines about all of CUDA's errors
-        raise CaptureError(f"{what} cannot be captured ({type(error).__name__}: {reason})") from error
+from megasnn.pipeline.graph_room import CaptureError, Fail, GraphRoom, Places, making
 
 
 class LayerGraphs:
@@ -83,14 +36,14 @@ class LayerGraphs:
         self, room: GraphRoom, name: str, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None
     ) -> None:
         self.room, self._name = room, name
-        self.inputs = _Places(room, [entry for x in inputs for entry in entries_of(x).values()])
+        self.inputs = Places(room, [entry for x in inputs for entry in entries_of(x).values()])
         learnt: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
         self.leaves = {each: _leaf(each, room.weight_gradients) for each in learnt}
         self._keys = RefilledKeys()
         self._backward: _Backward | None = None
         places = iter(self.inputs.tensors)
         bundles = [map_entries(lambda _: next(places), x) for x in inputs]
-        with _making("its forward"):
+        with making("its forward"):
             self._replay = room.capture(partial(self._forward, layer, bundles, samples))
         for y in self.outputs:
             room.fix(y)
@@ -164,10 +117,10 @@ class _Backward:
         self._layer, self._room = layer, layer.room
         given = [(y, grad) for y, grad in zip(layer.outputs, grads, strict=True) if grad is not None]
         self._are = self._room.places(grads)
-        self._grads = _Places(self._room, [grad for _, grad in given])
-        with _making("the gradients of its inputs"):
+        self._grads = Places(self._room, [grad for _, grad in given])
+        with making("the gradients of its inputs"):
             self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
-        with _making("the gradients of its weights"):
+        with making("the gradients of its weights"):
             self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
         for grad, is_copied in zip(self._found, layer.inputs.are_copied, strict=True):
             if grad is not None and not is_copied:
@@ -221,30 +174,6 @@ class _Replayed(torch.autograd.Function):
         return None, None, None, *ctx.layer.backward(grads, ctx.fail)
 
 
-class _Places:
-    """Where a graph finds what it is given.
-
-    Attributes:
-        tensors: there. are_copied: which of them are filled before each replay; the others come from other graphs.
-    """
-
-    def __init__(self, room: GraphRoom, given: Sequence[Tensor]) -> None:
-        self.are_copied = [not room.is_fixed(x) for x in given]
-        self.tensors = []
-        for x, is_copied in zip(given, self.are_copied, strict=True):
-            if is_copied:  # in the same memory order, also where values are repeated
-                place = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            else:
-                place = remember_bits(x.detach(), bits_of(x))
-            self.tensors.append(place.requires_grad_(x.requires_grad))
-
-    def fill(self, given: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for place, x, is_copied in zip(self.tensors, given, self.are_copied, strict=True):
-                if is_copied:
-                    _distinct(place).copy_(_distinct(x))
-
-
 @contextmanager
 def _taken_from_norms(layer: nn.Module) -> Iterator[list[tuple[ParallelBatchNorm, int]]]:
     """Inside, the norms record; behind it, also where it fails, they have what they had before.
@@ -289,12 +218,6 @@ def _in_place_of_parameters(layer: nn.Module, leaves: Mapping[Tensor, Tensor]) -
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _distinct(x: Tensor) -> Tensor:
-    """Each place in memory once, of a tensor that may be expanded; autograd does not see when it is written to."""
-    once = [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return x.data.as_strided(once, x.stride(), x.storage_offset())
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor | None:
