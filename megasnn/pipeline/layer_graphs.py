@@ -36,14 +36,14 @@ class LayerGraphs:
         self, room: GraphRoom, name: str, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None
     ) -> None:
         self.room, self._name = room, name
-        self.inputs = Places(room, [entry for x in inputs for entry in entries_of(x).values()])
         learnt: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
         self.leaves = {each: _leaf(each, room.weight_gradients) for each in learnt}
         self._keys = RefilledKeys()
         self._backward: _Backward | None = None
-        places = iter(self.inputs.tensors)
-        bundles = [map_entries(lambda _: next(places), x) for x in inputs]
         with making("its forward"):
+            self.inputs = Places(room, [entry for x in inputs for entry in entries_of(x).values()])
+            places = iter(self.inputs.tensors)
+            bundles = [map_entries(lambda _: next(places), x) for x in inputs]
             self._replay = room.capture(partial(self._forward, layer, bundles, samples))
         for y in self.outputs:
             room.fix(y)
@@ -117,8 +117,8 @@ class _Backward:
         self._layer, self._room = layer, layer.room
         given = [(y, grad) for y, grad in zip(layer.outputs, grads, strict=True) if grad is not None]
         self._are = self._room.places(grads)
-        self._grads = Places(self._room, [grad for _, grad in given])
         with making("the gradients of its inputs"):
+            self._grads = Places(self._room, [grad for _, grad in given])
             self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
         with making("the gradients of its weights"):
             self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None

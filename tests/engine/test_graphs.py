@@ -21,6 +21,7 @@ from megasnn.models.model import Model
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pipeline.executor import PipelineError
+from megasnn.pipeline.graph_room import Places
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory
 from tests.models.networks import CLASSES, Sum, between
@@ -121,6 +122,22 @@ def test_what_is_under_way_keeps_its_graphs_when_a_layer_is_left_out(part: str) 
         found = trained(between(plain), "auto", sizes=(4, 4, 8, 8), **flags)
         assert found == trained(between(plain), "off", sizes=(4, 4, 8, 8), **flags) and graphs.replays > 0
     assert refused.failures == 1 and text.getvalue().count("WARNING: unit runs without CUDA graphs") == 1
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_a_graph_that_there_is_no_memory_for(number: int) -> None:
+    """For what the first layer is given, and for a gradient."""
+    places, made = Places.__init__, list[Places]()
+
+    def refused(self: Places, *arguments: Any) -> None:
+        made.append(self)
+        if len(made) == number + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        places(self, *arguments)
+
+    with mock.patch.object(Places, "__init__", refused):
+        text = told(between(plain))
+    assert text.count("WARNING: ") == 1 and "cannot be captured (OutOfMemoryError: CUDA out of memory)" in text
 
 
 def test_weights_that_move_are_refused() -> None:
