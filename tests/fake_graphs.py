@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from megasnn.pipeline.layer_graphs import GraphRoom
+from megasnn.pipeline.graph_room import GraphRoom
 from tests.fake_gpu import Counted
 
 GRAPH = "graph"
@@ -29,6 +29,9 @@ class CountedGraphs:
         work()
         self.counted.forward, self.counted.backward = before
         return self._replay
+
+    def join(self) -> None:
+        raise AssertionError("every capture succeeds")
 
     def _replay(self) -> None:
         self.counted.forward[GRAPH].launches[GRAPH] += 1

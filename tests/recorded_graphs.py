@@ -9,16 +9,21 @@ As a CUDA graph it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from megasnn.pipeline.layer_graphs import LayerGraphs
+
+FAILURE = "CUDA error: operation failed due to a previous error during capture"
 NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh"}
 _COMPUTES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
@@ -53,18 +58,23 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 class _Recording(TorchDispatchMode):
     """
+    Args:
+        fails_after: so many operators; the next one is refused, or the end of the capture.
     Attributes:
         operators: (function, arguments, keywords, results) of what computes. made: new memory, by its address in torch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fails_after: float = math.inf) -> None:
         super().__init__()
+        self._fails_after = fails_after
         self.operators: list[tuple[Any, Any, Any, list[_Memory]]] = []
         self.made: dict[int, torch.UntypedStorage] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = function.overloadpacket.__name__, kwargs or {}
+        if len(self.operators) >= self._fails_after:
+            self.end()
         if name in READS or function.namespace == "c10d":
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         given = tree_map(_memory, (args, options))
@@ -82,6 +92,10 @@ class _Recording(TorchDispatchMode):
             self.operators.append((function, *given, [_Memory(x) for x in fresh]))
         return result
 
+    def end(self) -> None:
+        if self._fails_after < math.inf:
+            raise RuntimeError(f"{FAILURE}\nCompile with TORCH_USE_CUDA_DSA")
+
     def undo(self) -> None:
         for storage, values in self._before.values():
             _bytes(storage).copy_(values)
@@ -97,26 +111,40 @@ class _Recording(TorchDispatchMode):
                 memory.tensor().copy_(value)
 
 
+def is_recording() -> bool:
+    return isinstance(_get_current_dispatch_mode(), _Recording)
+
+
+def never(work: Callable[[], None]) -> float:
+    return math.inf
+
+
 class RecordedGraphs:
     """A `megasnn.pipeline.capture.Capture`.
 
+    Args:
+        fails_after: how many operators of some work are taken down before that fails.
     Attributes:
-        replays: how often a graph was started.
+        replays: how often a graph was started. joins: how often something went backward without its graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fails_after: Callable[[Callable[[], None]], float] = never) -> None:
+        self._fails_after = fails_after
         self._pool: list[torch.UntypedStorage] = []
-        self.replays = 0
+        self.replays = self.joins = 0
 
     def held(self) -> list[torch.UntypedStorage]:
         """The memory of all graphs that somebody holds."""
         return [storage for storage in self._pool if _is_held(storage)]
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        recording = _Recording()
-        with recording:
-            work()
-        recording.undo()
+        recording = _Recording(self._fails_after(work))
+        try:
+            with recording:
+                work()
+            recording.end()
+        finally:
+            recording.undo()
         self._pool += recording.made.values()
 
         @torch.no_grad()
@@ -128,6 +156,26 @@ class RecordedGraphs:
             recording.run()
 
         return replay
+
+    def join(self) -> None:
+        self.joins += 1
+
+
+class Refused:
+    """Has captures of one part of one layer fail when some of it is done: all from some slot on."""
+
+    def __init__(self, layer: str, part: str, slot: int = 0) -> None:
+        self._layer, self._part, self._left, self.failures = layer, part, slot, 0
+
+    def __call__(self, work: Callable[[], None]) -> float:
+        method = work.func if isinstance(work, partial) else work
+        holder = method.__self__
+        layer = holder if isinstance(holder, LayerGraphs) else holder._layer
+        if (layer._name, method.__name__) != (self._layer, self._part):
+            return math.inf
+        self._left -= 1
+        self.failures += self._left < 0
+        return math.inf if self._left >= 0 else 2 if self._part == "_forward" else 1
 
 
 def _is_held(storage: torch.UntypedStorage) -> bool:

@@ -32,6 +32,9 @@ class LoggingConfig:
     folder traces beside the event files or checkpoints."""
     profile_ranks: str = "0"
     """Ranks that --profile-steps is for: "0,3", or "all"."""
+    nvtx_ranges: bool = False
+    """For `nsys profile`: actions, layers and messages are NVTX ranges in the whole run. With --profile-steps,
+    `--capture-range=cudaProfilerApi` records these iterations, and torch.profiler none."""
     record_memory_history: bool = False
     """With --profile-steps, also a snapshot of a GPU's memory, for pytorch.org/memory_viz."""
     log_pictures_interval: int | None = None

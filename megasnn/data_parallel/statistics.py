@@ -9,6 +9,8 @@ all of them, and equal to those of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat, zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,9 +56,7 @@ def merge_running_statistics(
     repeats = without_waiting(torch.tensor(channels), table.device)
     counts = counts.repeat_interleave(repeats, dim=1, output_size=sum(channels))
     pooled = [_of_each_call(values, sizes) for values in _pooled(counts, means, variances)]
-    for norm, its_means, its_variances in of_owners(list(zip(tracked, *pooled, strict=True))):
-        for mean, variance in zip(its_means, its_variances, strict=True):
-            _update(norm, mean, variance)
+    _update(of_owners(list(zip(tracked, *pooled, strict=True))))
     for norm in tracked:
         norm.pending.clear()
 
@@ -82,11 +82,11 @@ def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
     buffers = [norm.running_mean for norm in norms if norm.running_mean is not None]
     width = sum(calls_of(norm) * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
-    rows_of_records = list(zip(*calls, strict=True))
-    counts = _counts([[count for _, _, count in records] for records in rows_of_records], table)
-    for row, records in enumerate(rows_of_records):
-        values = [mean for mean, _, _ in records] + [variance for _, variance, _ in records]
-        table[row] = torch.cat([counts[row], torch.cat(values).double()])
+    if rows_of_records := list(zip(*calls, strict=True)):
+        filled = table[: len(rows_of_records)]
+        filled[:, : len(calls)] = _counts([[count for _, _, count in records] for records in rows_of_records], table)
+        values = [record[kind] for records in rows_of_records for kind in (0, 1) for record in records]
+        filled[:, len(calls) :] = torch.cat(values).view(len(filled), -1)
     return table
 
 
@@ -111,17 +111,60 @@ def _gathered(table: Tensor, data: Group) -> Tensor:
 def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance per column, added up row by row: the order is that of the micro-batches."""
     total = counts.sum(0)
-    mean, squares = torch.zeros_like(total), torch.zeros_like(total)
-    for count, value in zip(counts, means, strict=True):
-        mean += value * (count / total)
-    for count, value, variance in zip(counts, means, variances, strict=True):
-        squares += count * (variance + (value - mean) ** 2)
+    mean = _added_up(means * (counts / total))
+    squares = _added_up(counts * (variances + (means - mean) ** 2))
     return mean, squares / (total - 1).clamp_min(1)
 
 
-def _update(norm: ParallelBatchNorm, mean: Tensor, variance: Tensor) -> None:
-    assert norm.running_mean is not None and norm.running_var is not None
-    norm.num_batches_tracked += 1
-    weight = norm.momentum if norm.momentum is not None else norm.num_batches_tracked.double().reciprocal()
-    norm.running_mean.mul_(1 - weight).add_(weight * mean.to(norm.running_mean.dtype))
-    norm.running_var.mul_(1 - weight).add_(weight * variance.to(norm.running_var.dtype))
+def _added_up(rows: Tensor) -> Tensor:
+    """From the first row to the last, which no operator for a sum promises."""
+    total = torch.zeros_like(rows[0])
+    for row in rows:
+        total += row
+    return total
+
+
+def _update(found: Sequence[StepStatistics]) -> None:
+    """Gives running statistics those of a step, call by call; norms that are updated alike at once."""
+    calls: dict[ParallelBatchNorm, list[_Call]] = {}
+    for norm, means, variances in found:
+        calls.setdefault(norm, []).extend(map(_Call, repeat(norm), means, variances))
+    for of_all in zip_longest(*calls.values()):
+        alike: dict[tuple[torch.dtype, float | None], list[_Call]] = {}
+        for call in of_all:
+            if call is not None:
+                alike.setdefault((call.dtype, call.norm.momentum), []).append(call)
+        for (dtype, momentum), several in alike.items():
+            _update_alike(several, dtype, momentum)
+
+
+class _Call(NamedTuple):
+    """What all inputs of a step say of one call of a norm: mean and variance `[C_local]`."""
+
+    norm: ParallelBatchNorm
+    mean: Tensor
+    variance: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the running statistics."""
+        assert self.norm.running_mean is not None
+        return self.norm.running_mean.dtype
+
+
+def _update_alike(calls: Sequence[_Call], dtype: torch.dtype, momentum: float | None) -> None:
+    """running = (1 - weight) running + weight new, where the weight is the momentum, or 1 / batches."""
+    counts = [each.norm.num_batches_tracked for each in calls]
+    torch._foreach_add_(counts, 1)
+    running = [buffer for kind in ("running_mean", "running_var") for buffer in (getattr(c.norm, kind) for c in calls)]
+    sizes = [buffer.numel() for buffer in running]
+    new = torch.cat([each.mean for each in calls] + [each.variance for each in calls]).to(dtype)
+    if momentum is not None:
+        torch._foreach_mul_(running, 1 - momentum)
+        torch._foreach_add_(running, (new * momentum).split(sizes))
+        return
+    weights = torch.stack(counts).double().reciprocal().repeat(2)
+    repeats = without_waiting(torch.tensor(sizes), new.device)
+    old, weights = (w.to(dtype).repeat_interleave(repeats, output_size=sum(sizes)) for w in (1 - weights, weights))
+    torch._foreach_mul_(running, old.split(sizes))
+    torch._foreach_add_(running, (new * weights).split(sizes))

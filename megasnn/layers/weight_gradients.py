@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.telemetry.ranges import BackwardRanges
+
 AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
 Leave = Callable[[AddGradient], None]
 Task = Callable[[], None]
@@ -29,11 +31,13 @@ class WeightGradients:
     Attributes:
         observer: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
         anchor: stands for all parameters in autograd's graphs; it has no gradient.
+        ranges: name what layers do in backward, and these tasks, in a trace.
     """
 
     def __init__(self) -> None:
         self.observer: Callable[[Tensor], None] | None = None
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor, self.ranges = torch.zeros((), requires_grad=True), BackwardRanges()
+        self._parameters: set[Tensor] = set()
         self._deferred: list[Task] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
@@ -46,7 +50,12 @@ class WeightGradients:
         The first stands for the parameter, which autograd must not see: it would call the parameter's hooks. Both are
         None for a frozen parameter.
         """
+        self._parameters.add(parameter)
         return (self.anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Whether the layer of a parameter has asked for it; a layer that was never called has asked for none."""
+        return parameter in self._parameters
 
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
         if self._collected is None:
@@ -56,6 +65,7 @@ class WeightGradients:
 
     def leave(self, task: Task) -> None:
         """Runs a task now, or when deferred tasks are run."""
+        task = self.ranges.later(task)
         if self._deferred is None:
             task()
         else:

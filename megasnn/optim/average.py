@@ -35,14 +35,15 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """After each step."""
-        pairs = list(zip(self._averages, self._current, strict=True))
-        weights = [pair for pair in pairs if pair[0].is_floating_point()]
-        if weights:
-            averages, current = map(list, zip(*weights, strict=True))
-            torch._foreach_lerp_(averages, current, 1 - self._decay)
-        for average, now in pairs:
-            if not average.is_floating_point():
-                average.copy_(now)
+        for averaged in (True, False):
+            pairs = zip(self._averages, self._current, strict=True)
+            chosen = [pair for pair in pairs if pair[0].is_floating_point() == averaged]
+            if chosen:
+                averages, current = map(list, zip(*chosen, strict=True))
+                if averaged:
+                    torch._foreach_lerp_(averages, current, 1 - self._decay)
+                else:
+                    torch._foreach_copy_(averages, current)
 
     @torch.no_grad()
     def restart(self) -> None:

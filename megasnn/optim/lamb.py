@@ -9,6 +9,9 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from megasnn.kernels.layout import flat_in_memory
+from megasnn.pinned import without_waiting
+
 Norms = Callable[[Mapping[Tensor, Tensor]], Mapping[Tensor, Tensor]]
 
 
@@ -24,6 +27,8 @@ class Lamb(torch.optim.Optimizer):
     The ratio of the norms is 1 where one of them is 0 (the paper's phi is the identity). It is also 1 in groups without
     weight decay, where the paper keeps it: biases and norms take Adam's step. timm's optimizer clips the global norm of
     the gradient to 1; here that is `--clip-grad`.
+
+    Tensors are taken together: what is started on a GPU does not grow with their number.
 
     Args:
         groups: each with its `weight_decay`.
@@ -57,44 +62,52 @@ class Lamb(torch.optim.Optimizer):
         adapted: list[Tensor] = []
         for group in self.param_groups:
             held = [parameter for parameter in group["params"] if parameter.grad is not None]
-            updates |= {parameter: self._update(parameter, group) for parameter in held}
-            adapted += held if group["weight_decay"] else []
-        ratios = self._ratios(adapted, updates)
+            if held:
+                updates.update(zip(held, self._updates(held, group), strict=True))
+                adapted += held if group["weight_decay"] else []
+        self._adapt(adapted, updates)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in updates:
-                    update = updates[parameter]
-                    if parameter in ratios:
-                        update.mul_(ratios[parameter])
-                    parameter.sub_(update, alpha=group["lr"])
+            held = [parameter for parameter in group["params"] if parameter in updates]
+            if held:
+                torch._foreach_sub_(held, [updates[each] for each in held], alpha=group["lr"])
         return loss
 
-    def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def _updates(self, parameters: list[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
         """Adam's direction with the weight decay: u of the formula; the moments go on."""
-        state, gradient = self.state[parameter], parameter.grad
-        if gradient is None:
-            raise ValueError("a parameter without a gradient has no update")
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        steps, (beta1, beta2) = state["step"].item(), group["betas"]
-        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        below = (square.sqrt() / math.sqrt(1 - beta2**steps)).add_(group["eps"])
-        update = (mean / (1 - beta1**steps)).div_(below)
-        return update.add_(parameter, alpha=group["weight_decay"])
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        states = [self.state[each] for each in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        steps, means, squares = ([state[kind] for state in states] for kind in ("step", "exp_avg", "exp_avg_sq"))
+        torch._foreach_add_(steps, 1)
+        counts, (beta1, beta2) = [step.item() for step in steps], group["betas"]  # they are in the host's memory
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        below = torch._foreach_sqrt(squares)
+        torch._foreach_div_(below, [math.sqrt(1 - beta2**count) for count in counts])
+        torch._foreach_add_(below, group["eps"])
+        updates = torch._foreach_div(means, [1 - beta1**count for count in counts])
+        torch._foreach_div_(updates, below)
+        torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        return updates
 
-    def _ratios(self, adapted: Sequence[Tensor], updates: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """|p| / |u| by parameter, 1 where a norm is 0."""
-        sizes = self._norms({parameter: parameter for parameter in adapted})
-        lengths = self._norms({parameter: updates[parameter] for parameter in adapted})
-        ratios = {}
-        for parameter in adapted:
-            size, length = sizes[parameter], lengths[parameter]
-            ratios[parameter] = torch.where((size > 0) & (length > 0), size / length, 1.0)
-        return ratios
+    def _adapt(self, adapted: Sequence[Tensor], updates: Mapping[Tensor, Tensor]) -> None:
+        """Multiplies each update by |p| / |u|, or by 1 where a norm is 0."""
+        norms = self._norms({each: each for each in adapted}), self._norms({each: updates[each] for each in adapted})
+        if not adapted:
+            return
+        sizes, lengths = (torch.stack([found[each] for each in adapted]) for found in norms)
+        ratios = torch.where((sizes > 0) & (lengths > 0), sizes / lengths, 1.0)
+        # No operator takes a list of tensors and a factor for each that only the device knows: a tensor of factors.
+        flat = [flat_in_memory(updates[each]) for each in adapted]
+        counts = [each.numel() for each in flat]
+        repeats = without_waiting(torch.tensor(counts), ratios.device)
+        factors = ratios.to(flat[0].dtype).repeat_interleave(repeats, output_size=sum(counts))
+        torch._foreach_mul_(flat, factors.split(counts))
 
 
 def build(

@@ -22,6 +22,10 @@ class Capture(Protocol):
         another.
         """
 
+    def join(self) -> None:
+        """What is started from now on comes after all that autograd has started: it goes backward where a forward was
+        captured, also when it is not captured itself."""
+
 
 class GraphOptions(NamedTuple):
     """
@@ -34,7 +38,11 @@ class GraphOptions(NamedTuple):
 
 
 class CudaCapture:
-    """Makes CUDA graphs, which share one pool of memory."""
+    """Makes CUDA graphs, which share one pool of memory.
+
+    The driver captures no default stream, so there is one for this. It waits for no other, and no other for it: what is
+    captured runs where it is replayed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
@@ -55,7 +63,29 @@ class CudaCapture:
                         graph.capture_end()
                     raise
                 graph.capture_end()
+        except BaseException:
+            self._clear_away()
+            raise
         finally:
             if collects:
                 gc.enable()
         return graph.replay
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _clear_away(self) -> None:
+        """What torch 2.11 leaves of a capture that the driver has found invalid, so that others may be made.
+
+        The allocator takes the pool for one that is being written to: it would refuse the next capture in it, keep
+        what other streams have used for good, and fail where it looks for free memory (mended in 2.12). The generator
+        of random numbers takes itself for one that is captured, and would refuse to be used.
+        """
+        device = self._stream.device_index
+        with suppress(RuntimeError):  # where torch has ended it
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()  # the allocator of pinned memory goes on with the other one
+        generator = torch.cuda.default_generators[device]
+        with suppress(RuntimeError):
+            generator.graphsafe_set_state(generator.clone_state())

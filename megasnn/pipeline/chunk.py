@@ -35,7 +35,7 @@ from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.sharded_tensors import ShardedTensor, copied_tensors, materialise, sharded_tensors
 from megasnn.sharding import own_rows
-from megasnn.telemetry.ranges import named
+from megasnn.telemetry.ranges import is_traced, named
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,17 @@ class PipelineChunk(nn.Module):
                 else:
                     y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             self._require_described(step.description, y, samples)
+            if is_traced():
+                self._name_backward(name, inputs, y)
             outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
+
+    def _name_backward(self, name: str, inputs: Sequence[Bundle], y: Bundle) -> None:
+        given = [entry for x in inputs for entry in entries_of(x).values()]
+        self.weight_gradients.ranges.watch(name, given, list(entries_of(y).values()))
 
     def _require_described(self, description: LayerDescription, y: Bundle, samples: range | None) -> None:
         """Raises ValueError for an output that is not built as that of the dry run was, or has another shape."""

@@ -259,13 +259,17 @@ class PipelineExecutor:
 
     def _whole_backward(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action)
-        run.backward(_key(action))
+        self._backward(run, action)
         self._done(action)
+
+    def _backward(self, run: StepState, action: Action) -> None:
+        with self._chunks[action.chunk].weight_gradients.ranges.around():
+            run.backward(_key(action))
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action, first_part=True)
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
-            run.backward(_key(action))
+            self._backward(run, action)
         tasks.reverse()
         run.weight_gradients[_key(action)] = tasks
 

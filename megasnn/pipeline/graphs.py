@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,8 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.pipeline.capture import GraphOptions
-from megasnn.pipeline.layer_graphs import GraphRoom, LayerGraphs
+from megasnn.pipeline.graph_room import CaptureError, GraphRoom
+from megasnn.pipeline.layer_graphs import LayerGraphs
 
 MOST_SHAPES = 2  # of a layer's inputs: micro-batches of the usual size, and the smaller last one
 KNOWN = ("megasnn", "torch")  # packages of modules that depend on nothing that Python knows and a graph does not
@@ -55,10 +57,11 @@ class ChunkGraphs:
     ) -> None:
         self._layers = dict(layers)
         capture, self._is_required = options
-        self._room = GraphRoom(capture, weight_gradients)
         modules = [each for layer in self._layers.values() for each in layer.modules()]
         self._neurons = [each for each in modules if isinstance(each, NeuronLayer)]
         self._left_out, self._told = set[str](), set[str]()
+        self._new_room = partial(GraphRoom, capture, weight_gradients, self._left_out)
+        self._room = self._new_room()
         self._seen: dict[str, dict[Any, int]] = {name: {} for name in self._layers}  # in which step, by shape
         self._graphs: dict[Any, LayerGraphs] = {}
         self._addresses: list[int] = []
@@ -114,8 +117,12 @@ class ChunkGraphs:
             return y
         key = name, self._slot, shapes, self._room.places(entries)
         if key not in self._graphs:
-            self._graphs[key] = LayerGraphs(self._room, name, layer, inputs, samples)
-        return self._graphs[key].apply(entries, samples)
+            try:
+                self._graphs[key] = LayerGraphs(self._room, name, layer, inputs, samples)
+            except CaptureError as error:
+                self._fail(name, error)
+                return apply_layer(layer, inputs[0], samples, *inputs[1:])
+        return self._graphs[key].apply(entries, samples, self._fail)
 
     # --- what runs without
 
@@ -124,11 +131,17 @@ class ChunkGraphs:
             if name not in self._left_out and (why := why_not(layer)):
                 self._leave_out(name, why)
 
+    def _fail(self, name: str, error: CaptureError) -> None:
+        try:
+            self._leave_out(name, str(error))
+        except ValueError as refused:
+            raise refused from error
+
     def _leave_out(self, name: str, why: str) -> None:
         self._tell(name, why)
         self._left_out.add(name)
-        self._graphs = {}  # what was given to this layer's graphs is made anew
-        self._room.forget()
+        # What was given to this layer's graphs is made anew. Micro-batches under way hold the graphs that they need.
+        self._graphs, self._room = {}, self._new_room()
 
     def _tell(self, name: str, why: str) -> None:
         if self._is_required:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,45 +18,7 @@ from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.keyed import RefilledKeys
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
-from megasnn.pipeline.capture import Capture
-
-
-class GraphRoom:
-    """What the graphs of a chunk have in common: how they are made, and which memory they have left something in.
-
-    Attributes:
-        weight_gradients: where layers leave the second part of their backward.
-        anchor: makes what a graph gives part of autograd's graph.
-    """
-
-    def __init__(self, capture: Capture, weight_gradients: WeightGradients) -> None:
-        self.capture, self.weight_gradients = capture, weight_gradients
-        self.anchor = torch.zeros((), requires_grad=True)
-        self._fixed: set[int] = set()
-
-    def is_fixed(self, x: Tensor) -> bool:
-        """Whether it is where a graph has left it."""
-        return x.untyped_storage().data_ptr() in self._fixed
-
-    def fix(self, x: Tensor) -> None:
-        """From now on this memory is where a graph leaves it; the graph holds it."""
-        self._fixed.add(x.untyped_storage().data_ptr())
-
-    def forget(self) -> None:
-        """All graphs are gone."""
-        self._fixed = set()
-
-    def places(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """What a graph has to know of where tensors are."""
-        return tuple(None if x is None else (x.stride(), x.data_ptr() if self.is_fixed(x) else 0) for x in tensors)
-
-
-@contextmanager
-def _making(name: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{name} cannot be made a CUDA graph, use --cuda-graphs off: {error}") from error
+from megasnn.pipeline.graph_room import CaptureError, Fail, GraphRoom, Places, making
 
 
 class LayerGraphs:
@@ -65,42 +27,42 @@ class LayerGraphs:
     Attributes:
         room: in which its graphs are.
         inputs: where it takes them. outputs: where it leaves them; they hold what backward needs.
-        parameters: those that it learns.
+        leaves: what autograd differentiates in the place of the parameters that the layer learns, by parameter.
+    Raises:
+        CaptureError: its forward cannot be captured. Nothing is left behind by that.
     """
 
     def __init__(
         self, room: GraphRoom, name: str, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None
     ) -> None:
         self.room, self._name = room, name
-        self.inputs = _Places(room, [entry for x in inputs for entry in entries_of(x).values()])
-        self.parameters = [each for each in layer.parameters() if each.requires_grad]
+        learnt: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
+        self.leaves = {each: _leaf(each, room.weight_gradients) for each in learnt}
         self._keys = RefilledKeys()
         self._backward: _Backward | None = None
-        places = iter(self.inputs.tensors)
-        bundles = [map_entries(lambda _: next(places), x) for x in inputs]
-        with _making(name):
+        with making("its forward"):
+            self.inputs = Places(room, [entry for x in inputs for entry in entries_of(x).values()])
+            places = iter(self.inputs.tensors)
+            bundles = [map_entries(lambda _: next(places), x) for x in inputs]
             self._replay = room.capture(partial(self._forward, layer, bundles, samples))
         for y in self.outputs:
             room.fix(y)
 
     def _forward(self, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None) -> None:
-        norms = [each for each in layer.modules() if isinstance(each, ParallelBatchNorm)]
-        before = [(norm, len(norm.pending)) for norm in norms]
         checks = DeviceChecks(self.inputs.tensors[0].device)
-        with checks.collecting(), self._keys.entered():
-            self._output = apply_layer(layer, inputs[0], samples, *inputs[1:])
+        with _taken_from_norms(layer) as before:
+            with checks.collecting(), self._keys.entered(), _in_place_of_parameters(layer, self.leaves):
+                self._output = apply_layer(layer, inputs[0], samples, *inputs[1:])
+            self._records = [(norm, count) for norm, start in before for _, _, count in norm.pending[start:]]
+            values = [value for norm, start in before for mean, var, _ in norm.pending[start:] for value in (mean, var)]
         self.outputs = list(entries_of(self._output).values())
         noted = checks.noted()
         self._complaints = [text for _, text in noted]
-        self._records = [(norm, count) for norm, start in before for _, _, count in norm.pending[start:]]
-        values = [value for norm, start in before for mean, var, _ in norm.pending[start:] for value in (mean, var)]
-        for norm, start in before:
-            del norm.pending[start:]
         # Each kind in one tensor, which takes one copy.
         self._flags, self._statistics = _joined([flag for flag, _ in noted]), _joined(values)
         self._sizes = [value.numel() for value in values]
 
-    def apply(self, entries: Sequence[Tensor], samples: range | None) -> Bundle:
+    def apply(self, entries: Sequence[Tensor], samples: range | None, fail: Fail) -> Bundle:
         self.inputs.fill(entries)
         self._keys.refill(samples)
         self._replay()
@@ -111,46 +73,62 @@ class LayerGraphs:
             values = iter(self._statistics.clone().split(self._sizes))
             for norm, count in self._records:
                 norm.record(next(values), next(values), count)
-        made = iter(_Replayed.apply(self, self.room.anchor, *entries))
+        made = iter(_Replayed.apply(self, fail, self.room.anchor, *entries))
         return map_entries(lambda y: remember_bits(next(made), bits_of(y)), self._output)
 
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None], fail: Fail) -> list[Tensor | None]:
         """The gradients of the inputs, from those of the outputs."""
-        if self._backward is None:
-            with _making(self._name):
+        if self._backward is None and self._name not in self.room.left_out:
+            try:
                 self._backward = _Backward(self, grads)
-        return self._backward.apply(grads)
+            except CaptureError as error:
+                fail(self._name, error)
+        if self._backward is not None:
+            return self._backward.apply(grads)
+        # Forward's graph has left what is needed here, and what layers leave for later goes its usual way.
+        given = [(y, grad) for y, grad in zip(self.outputs, grads, strict=True) if grad is not None]
+        found, learnt = self.differentiate([y for y, _ in given], [grad for _, grad in given])
+        self.room.capture.join()
+        for parameter in learnt:
+            self.room.weight_gradients.added(parameter)
+        return found
+
+    def differentiate(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The gradients of the inputs, and the parameters to whose gradients autograd's was added."""
+        learning = [x for x in self.inputs.tensors if x.requires_grad]
+        wanted = [*learning, *self.leaves.values(), self.room.weight_gradients.anchor]
+        # What forward has kept stays: its memory is no other graph's.
+        found = torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
+        of_inputs, learnt = iter(found), []
+        with torch.no_grad():
+            for parameter, grad in zip(self.leaves, found[len(learning) :], strict=False):
+                if grad is not None:
+                    _gradient(parameter).add_(grad)  # as autograd would
+                    learnt.append(parameter)
+        return [next(of_inputs) if x.requires_grad else None for x in self.inputs.tensors], learnt
 
 
 class _Backward:
-    """The backward of a layer in a slot, for gradients of some of its outputs."""
+    """The backward of a layer in a slot, for gradients of some of its outputs. Raises CaptureError."""
 
     def __init__(self, layer: LayerGraphs, grads: Sequence[Tensor | None]) -> None:
         self._layer, self._room = layer, layer.room
         given = [(y, grad) for y, grad in zip(layer.outputs, grads, strict=True) if grad is not None]
         self._are = self._room.places(grads)
-        self._grads = _Places(self._room, [grad for _, grad in given])
-        self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
-        self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
+        with making("the gradients of its inputs"):
+            self._grads = Places(self._room, [grad for _, grad in given])
+            self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
+        with making("the gradients of its weights"):
+            self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
         for grad, is_copied in zip(self._found, layer.inputs.are_copied, strict=True):
             if grad is not None and not is_copied:
                 self._room.fix(grad)
 
     def _differentiate(self, outputs: list[Tensor]) -> None:
-        layer, weight_gradients = self._layer, self._room.weight_gradients
-        learning = [x for x in layer.inputs.tensors if x.requires_grad]
-        wanted = [*learning, *layer.parameters, weight_gradients.anchor]
-        with weight_gradients.collected() as tasks:
-            # What forward has kept stays: its memory is no other graph's.
-            found = torch.autograd.grad(outputs, wanted, self._grads.tensors, retain_graph=True, allow_unused=True)
-        self._tasks, of_inputs = tasks, iter(found)
-        self._found = [next(of_inputs) if x.requires_grad else None for x in layer.inputs.tensors]
-        self._learnt = []
-        with torch.no_grad():
-            for parameter, grad in zip(layer.parameters, found[len(learning) :], strict=False):
-                if grad is not None:
-                    _gradient(parameter).add_(grad)  # as autograd would
-                    self._learnt.append(parameter)
+        with self._room.weight_gradients.collected() as self._tasks:
+            self._found, self._learnt = self._layer.differentiate(outputs, self._grads.tensors)
 
     def _add_weight_gradients(self) -> None:
         with torch.no_grad():
@@ -182,8 +160,8 @@ class _Replayed(torch.autograd.Function):
     """Gives the outputs of a layer that was replayed, and replays its backward."""
 
     @staticmethod
-    def forward(ctx: Any, layer: LayerGraphs, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer = layer
+    def forward(ctx: Any, layer: LayerGraphs, fail: Fail, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.fail = layer, fail
         ctx.set_materialize_grads(False)
         outputs = tuple(y.detach() for y in layer.outputs)
         learnt = zip(outputs, layer.outputs, strict=True)
@@ -193,42 +171,53 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.layer.backward(grads)
+        return None, None, None, *ctx.layer.backward(grads, ctx.fail)
 
 
-class _Places:
-    """Where a graph finds what it is given.
+@contextmanager
+def _taken_from_norms(layer: nn.Module) -> Iterator[list[tuple[ParallelBatchNorm, int]]]:
+    """Inside, the norms record; behind it, also where it fails, they have what they had before.
 
-    Attributes:
-        tensors: there. are_copied: which of them are filled before each replay; the others come from other graphs.
+    Yields:
+        each norm, with the number of its records.
     """
+    norms = [each for each in layer.modules() if isinstance(each, ParallelBatchNorm)]
+    before = [(norm, len(norm.pending)) for norm in norms]
+    try:
+        yield before
+    finally:
+        for norm, start in before:
+            del norm.pending[start:]
 
-    def __init__(self, room: GraphRoom, given: Sequence[Tensor]) -> None:
-        self.are_copied = [not room.is_fixed(x) for x in given]
-        self.tensors = []
-        for x, is_copied in zip(given, self.are_copied, strict=True):
-            if is_copied:  # in the same memory order, also where values are repeated
-                place = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            else:
-                place = remember_bits(x.detach(), bits_of(x))
-            self.tensors.append(place.requires_grad_(x.requires_grad))
 
-    def fill(self, given: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for place, x, is_copied in zip(self.tensors, given, self.are_copied, strict=True):
-                if is_copied:
-                    _distinct(place).copy_(_distinct(x))
+def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
+    """A leaf for autograd on the memory of a parameter; itself where the layer does not leave its gradient to autograd.
+
+    Autograd adds to a parameter on the stream on which that was used first, as long as somebody holds a graph with it.
+    A forward without a CUDA graph that is under way would draw its stream into the capture, which the driver refuses;
+    and what is captured, which is held for good, would draw later forwards without graphs, and whatever waits for
+    their gradients, to the stream of the capture. A leaf of its own has nothing to do with either.
+    """
+    return parameter if weight_gradients.takes(parameter) else parameter.detach().requires_grad_()
+
+
+@contextmanager
+def _in_place_of_parameters(layer: nn.Module, leaves: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Inside, the modules of a layer have these tensors for their parameters."""
+    tables: list[dict[str, Any]] = [module._parameters for module in layer.modules()]
+    learnt = [(table, name, p) for table in tables for name, p in table.items() if p in leaves]
+    try:
+        for table, name, parameter in learnt:
+            table[name] = leaves[parameter]
+        yield
+    finally:
+        for table, name, parameter in learnt:
+            table[name] = parameter
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _distinct(x: Tensor) -> Tensor:
-    """Each place in memory once, of a tensor that may be expanded; autograd does not see when it is written to."""
-    once = [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return x.data.as_strided(once, x.stride(), x.storage_offset())
 
 
 def _joined(values: Sequence[Tensor]) -> Tensor | None:

@@ -23,6 +23,7 @@ from megasnn.process.fault import placed
 from megasnn.process.signals import StopSignals
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
+from megasnn.telemetry.ranges import nvtx_ranges
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
 from megasnn.training.hosts import host_notice
@@ -140,7 +141,7 @@ class TrainingRun:
 
         With --evaluate-only, one evaluation.
         """
-        with self.stop, statistics.counting():
+        with self.stop, statistics.counting(), nvtx_ranges(self.config.logging.nvtx_ranges):
             if self.config.training.evaluate_only:
                 self._evaluate_if(True)
                 return

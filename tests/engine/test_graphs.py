@@ -21,10 +21,11 @@ from megasnn.models.model import Model
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pipeline.executor import PipelineError
+from megasnn.pipeline.graph_room import Places
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory
 from tests.models.networks import CLASSES, Sum, between
-from tests.recorded_graphs import RecordedGraphs, recorded_graphs
+from tests.recorded_graphs import RecordedGraphs, Refused, recorded_graphs
 
 FLAGS = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2, "neuron_backend": "torch"}
 Between = Callable[[Engine, int], object]
@@ -59,10 +60,12 @@ def nothing(engine: Engine, step: int) -> None:
     pass
 
 
-def trained(model: Model, asked: str, between_steps: Between = nothing, sizes: Iterable[int] = (8, 8, 8)) -> list[Any]:
+def trained(
+    model: Model, asked: str, between_steps: Between = nothing, sizes: Iterable[int] = (8, 8, 8), **flags: object
+) -> list[Any]:
     """Losses and norms."""
     random, found = torch.Generator().manual_seed(0), []
-    with Engine(model, cuda_graphs=asked, **FLAGS) as engine:
+    with Engine(model, cuda_graphs=asked, **FLAGS, **flags) as engine:
         for step, size in enumerate(sizes):
             between_steps(engine, step)
             images = torch.rand(size, *engine.distributed.model.input_shape, generator=random)
@@ -108,6 +111,33 @@ def test_hooks_that_come_later() -> None:
 def test_inputs_of_many_sizes() -> None:
     text = told(between(plain), sizes=(8, 8, 7, 7, 6, 6))
     assert "unit runs without CUDA graphs: its inputs have changing shapes: now [2, 2, 4, 4, 4], after 2 others" in text
+
+
+@pytest.mark.parametrize("part", ["_forward", "_differentiate"])
+def test_what_is_under_way_keeps_its_graphs_when_a_layer_is_left_out(part: str) -> None:
+    """The third step has a second micro-batch, for which a capture fails when the first one is to go backward yet."""
+    refused = Refused("unit", part, slot=1)
+    with contextlib.redirect_stderr(io.StringIO()) as text, recorded_graphs(RecordedGraphs(refused)) as graphs:
+        flags = {"pipeline_schedule": "gpipe"}
+        found = trained(between(plain), "auto", sizes=(4, 4, 8, 8), **flags)
+        assert found == trained(between(plain), "off", sizes=(4, 4, 8, 8), **flags) and graphs.replays > 0
+    assert refused.failures == 1 and text.getvalue().count("WARNING: unit runs without CUDA graphs") == 1
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_a_graph_that_there_is_no_memory_for(number: int) -> None:
+    """For what the first layer is given, and for a gradient."""
+    places, made = Places.__init__, list[Places]()
+
+    def refused(self: Places, *arguments: Any) -> None:
+        made.append(self)
+        if len(made) == number + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        places(self, *arguments)
+
+    with mock.patch.object(Places, "__init__", refused):
+        text = told(between(plain))
+    assert text.count("WARNING: ") == 1 and "cannot be captured (OutOfMemoryError: CUDA out of memory)" in text
 
 
 def test_weights_that_move_are_refused() -> None:

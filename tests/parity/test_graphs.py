@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from megasnn.config import parse
 from megasnn.config.training import Length
+from megasnn.data_parallel import BucketedDataParallel
 from megasnn.engine import Engine
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext
+from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.models.building import describe
 from megasnn.models.model import run_config
@@ -24,13 +28,14 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graphs import ChunkGraphs
+from megasnn.pipeline.layer_graphs import LayerGraphs
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.watch import Watch
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
-from tests.recorded_graphs import RecordedGraphs, recorded_graphs
+from tests.recorded_graphs import FAILURE, RecordedGraphs, Refused, is_recording, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
@@ -55,10 +60,17 @@ def trained(model: str, flags: str, steps: int, watched: int | None = None) -> t
         return found, engine.state_dict()
 
 
-def with_and_without(model: str, flags: str, steps: int = 3, watched: int | None = None) -> RecordedGraphs:
-    graphs = RecordedGraphs()
+def with_and_without(
+    model: str,
+    flags: str,
+    steps: int = 3,
+    watched: int | None = None,
+    graphs: RecordedGraphs | None = None,
+    asked: str = "on",
+) -> RecordedGraphs:
+    graphs = graphs or RecordedGraphs()
     with recorded_graphs(graphs):
-        found, tensors = trained(model, f"{flags} --cuda-graphs on", steps, watched)
+        found, tensors = trained(model, f"{flags} --cuda-graphs {asked}", steps, watched)
         assert graphs.replays > 0
         expected, others = trained(model, flags, steps, watched)
     assert found == expected
@@ -79,6 +91,117 @@ def test_graphs_change_no_bit(ranks, ranks_wanted: int, model: str, flags: str) 
 def test_a_step_whose_spikes_are_counted_goes_without() -> None:
     graphs = with_and_without("vgg_dvs", "--global-batch-size 4 --precision bf16", steps=4, watched=2)
     assert graphs.replays == 3 * 4 * 2 * 2, "three for each of four layers and two micro-batches, in two steps"
+
+
+PARTS = {
+    "_forward": "its forward",
+    "_differentiate": "the gradients of its inputs",
+    "_add_weight_gradients": "the gradients of its weights",
+}
+
+
+def names_of(model: str) -> list[str]:
+    config = parse(run_config(MODELS[model]), f"{FLAGS[model]} {SIZES}".split())
+    return [each.name for each in describe(config.model, config.neuron.spec).layers]
+
+
+UNEVEN = "--global-batch-size 5 --pipeline-schedule gpipe"
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("model", "layer", "slot"), [
+    ("vgg_dvs", 0, 0), ("vgg_dvs", 1, 0), ("vgg_dvs", 1, 1), ("vgg_dvs", -1, 0), ("spikformer", 5, 1),
+])  # fmt: skip
+def test_a_layer_whose_capture_fails_goes_without(model: str, layer: int, part: str, slot: int, capfd) -> None:
+    """The first layer, one whose output and gradient other graphs hand on, the last one, one with attention; before
+    there is any graph of it, and while another micro-batch is under way with its graph."""
+    name = names_of(model)[layer]
+    refused = Refused(name, part, slot)
+    graphs = with_and_without(model, UNEVEN, graphs=RecordedGraphs(refused), asked="auto")
+    assert refused.failures == 1, "the layer is left out from then on"
+    assert graphs.joins == (slot if part == "_forward" else 3 - slot), "of three that are forward before one goes back"
+    (warning,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert warning == (
+        f"WARNING: {name} runs without CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})"
+    )
+
+
+def test_gradients_that_no_graph_adds_are_counted() -> None:
+    """Buckets of gradients are reduced when all of theirs were added."""
+    shapes: list[torch.Size] = []
+
+    def counted(self: BucketedDataParallel, parameter: Tensor) -> None:
+        shapes.append(parameter.shape)
+        accumulated(self, parameter)
+
+    accumulated, flags = BucketedDataParallel.accumulated, "--global-batch-size 4"
+    with mock.patch.object(BucketedDataParallel, "accumulated", counted):
+        refused = RecordedGraphs(Refused(names_of("vgg_dvs")[1], "_differentiate"))
+        with_and_without("vgg_dvs", flags, graphs=refused, asked="auto")
+    half = len(shapes) // 2
+    assert Counter(shapes[:half]) == Counter(shapes[half:])
+
+
+def test_statistics_of_a_capture_that_fails_are_not_taken() -> None:
+    failures: list[ParallelBatchNorm] = []
+
+    def refused(self: ParallelBatchNorm, *arguments: Any) -> None:
+        record(self, *arguments)
+        if is_recording() and self not in failures:
+            failures.append(self)
+            raise RuntimeError(FAILURE)
+
+    record = ParallelBatchNorm.record
+    with mock.patch.object(ParallelBatchNorm, "record", refused):
+        with_and_without("spikformer", UNEVEN, asked="auto")
+    assert len(failures) > 1
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_capture_that_fails_is_an_error_where_graphs_must_be(part: str) -> None:
+    name = names_of("vgg_dvs")[1]
+    words = re.escape(f"{name} cannot have CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})")
+    with pytest.raises(PipelineError, match=words):
+        with_and_without("vgg_dvs", UNEVEN, graphs=RecordedGraphs(Refused(name, part)))
+
+
+def test_all_layers_may_fail(capfd) -> None:
+    graphs = RecordedGraphs(lambda work: 0)
+    with recorded_graphs(graphs):
+        found, tensors = trained("spikformer", f"{UNEVEN} --cuda-graphs auto", 3)
+        expected, others = trained("spikformer", UNEVEN, 3)
+    assert found == expected and all(torch.equal(value, others[name]) for name, value in tensors.items())
+    assert capfd.readouterr().err.count("runs without CUDA graphs: its forward") == len(names_of("spikformer"))
+
+
+def test_what_is_captured_holds_no_parameter() -> None:
+    """Autograd remembers the stream on which a parameter was used first, as long as a graph with it is held."""
+    made: list[LayerGraphs] = []
+
+    def known(self: LayerGraphs, *arguments: Any) -> None:
+        init(self, *arguments)
+        made.append(self)
+
+    init = LayerGraphs.__init__
+    with mock.patch.object(LayerGraphs, "__init__", known), recorded_graphs():
+        trained("spikformer", "--global-batch-size 2 --cuda-graphs on", 3)
+    held = [leaf for each in made for output in each.outputs for leaf in leaves_of(output.grad_fn)]
+    own = {leaf for each in made for leaf in (*each.leaves.values(), *each.inputs.tensors)}
+    learnt = {parameter for each in made for parameter in each.leaves}
+    assert any(leaf.data_ptr() in {each.data_ptr() for each in learnt} for leaf in held), "norms and biases"
+    assert not learnt.intersection(held) and own.issuperset(leaf for leaf in held if leaf.numel() > 1)
+
+
+def leaves_of(node: Any) -> set[Tensor]:
+    """The tensors that autograd would add to."""
+    seen, ahead, found = set(), [node], set()
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found |= {node.variable} if hasattr(node, "variable") else set()
+            ahead += [before for before, _ in node.next_functions]
+    return found
 
 
 def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor]]]:
