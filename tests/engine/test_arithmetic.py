@@ -16,7 +16,9 @@ from torch import Tensor
 from megasnn import Engine
 from megasnn.config import ConfigError, TrainingConfig
 from megasnn.engine import arithmetic, product_choice
-from megasnn.engine.arithmetic import WORKSPACE, require_possible, told_torch
+from megasnn.engine.arithmetic import WORKSPACE, prepare_cublas, require_possible, told_torch
+from megasnn.engine.configuration import configuration
+from megasnn.engine.joining import joined
 from megasnn.kernels.compared_products import Comparison, Comparisons, Measured
 from megasnn.kernels.products import KINDS, Kind, LayerShape
 from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
@@ -27,6 +29,7 @@ from megasnn.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from megasnn.training.program import _train
 from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import Outcome, train, whole
 
@@ -46,10 +49,11 @@ def settings() -> tuple[Any, ...]:
 
 @pytest.fixture(autouse=True)
 def before() -> Iterator[tuple[Any, ...]]:
-    """The settings, which a test leaves as they were; and no word of cuBLAS in the environment."""
+    """The settings, which a test leaves as they were; and no word of cuBLAS in the environment, if there is no GPU."""
     found = settings()
     with mock.patch.dict(os.environ):
-        os.environ.pop(WORKSPACE, None)
+        if not torch.cuda.is_available():
+            os.environ.pop(WORKSPACE, None)
         yield found
     assert settings() == found
 
@@ -146,6 +150,39 @@ def test_refused_on_a_gpu() -> None:
         os.environ[WORKSPACE] = ":0:0"
         with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 in the environment"):
             require_possible(training, CUDA)
+
+
+def test_deterministic_too_late() -> None:
+    """cuBLAS reads its environment with the first product; nobody knows whether one was formed before."""
+    training = TrainingConfig(deterministic=True)
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch("torch.cuda.is_initialized", return_value=True),
+    ):
+        prepare_cublas(training)
+        assert WORKSPACE not in os.environ
+        with pytest.raises(ValueError, match=f"has used a GPU before: .*set {WORKSPACE}=:4096:8 before the process"):
+            require_possible(training, CUDA)
+        require_possible(TrainingConfig(), CUDA)
+        os.environ[WORKSPACE] = ":16:8"
+        require_possible(training, CUDA)
+    prepare_cublas(training)
+    assert os.environ[WORKSPACE] == ":16:8"
+
+
+@pytest.mark.parametrize("program", [True, False], ids=["pretrain", "engine"])
+def test_cublas_is_told_before_a_run_touches_a_gpu(program: bool) -> None:
+    class Touched(Exception):
+        pass
+
+    def touch(*args: Any) -> None:
+        assert os.environ[WORKSPACE] == ":4096:8"
+        raise Touched
+
+    start = "megasnn.training.program.start_process_group" if program else "megasnn.engine.joining.start_process_group"
+    config = configuration(MODEL, {**SIZES, "deterministic": True})
+    with mock.patch(start, touch), mock.patch("megasnn.training.program.StopSignals"), pytest.raises(Touched):
+        _train(config, ()) if program else joined(config)
 
 
 def test_the_log_says_what_products_are() -> None:

@@ -305,6 +305,25 @@ def test_so_is_a_triton_that_does_not_work() -> None:
     assert why == "triton is not usable here (RuntimeError: Failed to find C compiler. Set CC)"
 
 
+@pytest.mark.parametrize(
+    "full", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory")], ids=str
+)
+def test_a_full_memory_is_not_remembered(full: Exception) -> None:
+    """Unlike all other reasons, and that there is none: these are looked for once."""
+    from megasnn.kernels.triton import available
+
+    tried, device = mock.Mock(side_effect=[full, None]), torch.device("cuda", 7)
+    with (
+        mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
+        mock.patch("megasnn.kernels.triton.launch.try_out", tried),
+        mock.patch.object(available, "_unusable", cache(available._unusable.__wrapped__)),
+    ):
+        with pytest.raises(type(full), match="out of memory"):
+            available.usable_on(device)
+        assert available.usable_on(device) and available.usable_on(device)
+    assert tried.call_count == 2
+
+
 def test_tensors_on_the_cpu_are_not_for_it() -> None:
     x, spec = torch.zeros(2, 3), NeuronSpec()
     assert BACKENDS["triton"].unavailable(x, spec) == "they run on CUDA tensors, not on cpu"
