@@ -61,6 +61,12 @@ class Code:
             told = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
             return subprocess.run(told, capture_output=True, text=True, check=True).stdout
 
+    @cached_property
+    def memory(self) -> str:
+        """Its loads (L) from and stores (S) to the card's memory, and barriers (B) of a program's threads, in order."""
+        found = re.findall(r"\b(ld|st)\.global|\b(bar)\.sync", self.ptx)
+        return "".join({"ld": "L", "st": "S", "bar": "B"}[access or barrier] for access, barrier in found)
+
     def count(self, start: str) -> int:
         """Instructions of the intermediate code that start so."""
         return len(re.findall(rf"\b{re.escape(start)}", self.ptx))
@@ -211,6 +217,43 @@ FEW_OF_TYPES = [(86, (torch.float32, 16), False), (89, (torch.float64, 16), True
 def test_so_they_do_for_other_types_and_steps(capability: int, of: tuple[torch.dtype, int], pool: bool) -> None:
     for code in compiled(capability, *of, tau=2.0, pool=pool):
         assert code.stack == 0, code.kernel
+
+
+def test_threads_wait_before_they_read_what_others_have_written() -> None:
+    """And before they write where others have still to read."""
+    (pooled,) = (code for code in compiled(90, torch.bfloat16, 4, 2.0, pool=True) if code.kernel == BACKWARD[0])
+    found_again, summed = pooled.memory.split("LSS", 1)  # the values and places that have won a window
+    assert found_again.endswith(8 * "L") and summed.startswith("BL")
+    assert summed.count("LBS") == 4 and "LS" not in summed  # gradients, each in the place of what has won
+    in_loops = [code for code in compiled(90, torch.bfloat16, ENDLESS, 2.0, pool=False) if code.kernel in BACKWARD]
+    assert len(in_loops) == 3
+    for code in in_loops:  # potentials before each chunk, of five steps
+        assert re.fullmatch("[LB]*SSL{5}B.*", code.memory), code.kernel
+
+
+class _OnAnotherGpu(torch.Tensor):
+    is_cuda, device = True, torch.device("cuda", 1)
+
+
+def test_a_kernel_starts_on_the_device_of_its_tensors() -> None:
+    """Which need not be the one that torch has chosen for the process."""
+    from megasnn.kernels.triton import launch
+
+    told: list[Any] = []
+
+    @contextmanager
+    def chosen(device: torch.device) -> Iterator[None]:
+        told.append(device)
+        yield
+        told.append("back")
+
+    class Kernel:
+        def __getitem__(self, programs: tuple[int]) -> Any:
+            return lambda *args, **options: told.append(programs)
+
+    with mock.patch("torch.cuda.device", chosen):
+        launch._start(Kernel(), 3, (None, 5, torch.zeros(1).as_subclass(_OnAnotherGpu)), {})
+    assert told == [torch.device("cuda", 1), (3,), "back"]
 
 
 @pytest.mark.parametrize(
