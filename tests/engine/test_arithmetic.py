@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasnn import Engine
 from megasnn.config import ConfigError, TrainingConfig
@@ -300,6 +300,25 @@ def test_steps_on_a_gpu_have_the_same_bits(precision: str) -> None:
     flags = {"device": "cuda", "deterministic": True, "precision": precision}
     (loss, weights), (expected, others) = _step(**flags), _step(**flags)
     assert loss == expected and all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_the_gradient_of_max_pooling_on_a_gpu(order: torch.memory_format) -> None:
+    """The CPU's bits: where windows overlap, what they give is added in their order."""
+    x = torch.randint(0, 4, (64, 32, 33, 34), generator=torch.Generator().manual_seed(0)).float()
+    gradients = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for device in ("cpu", "cuda", "cuda"):
+            leaf = x.to(device).contiguous(memory_format=order).requires_grad_()
+            y = nn.functional.max_pool2d(leaf, 3, 2, 1)
+            grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+            gradients.append(torch.autograd.grad(y, leaf, grad.to(device))[0].cpu())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(gradients[1], gradients[2]) and torch.equal(gradients[1], gradients[0])
 
 
 @pytest.mark.gpu
