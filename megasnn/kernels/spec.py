@@ -42,8 +42,8 @@ def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 
 
 def _divided(values: Tensor, divisor: float) -> Tensor:
-    """Rounded once, on every device. By a number torch does not divide on a GPU, but multiplies by its reciprocal, which
-    is rounded as well unless the number is a power of two: otherwise the divisor is a tensor."""
+    """Rounded once, on every device. By a number torch does not divide on a GPU: it multiplies by its reciprocal, which
+    is rounded as well unless the number is a power of two. So the divisor is a tensor otherwise."""
     is_power_of_two = math.frexp(divisor)[0] == 0.5
     return values / (divisor if is_power_of_two else values.new_full((), divisor))
 
