@@ -192,8 +192,9 @@ def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, steps: in
 def test_code_does_not_grow_with_the_steps(pool: bool) -> None:
     """Of more steps than are written out."""
     few, many = (compiled(90, torch.bfloat16, steps, tau=2.0, pool=pool) for steps in (MANY_STEPS, ENDLESS))
+    assert [code.kernel for code in few] == [code.kernel for code in many]
     for code, other in zip(few, many, strict=True):
-        assert other.kernel == code.kernel and len(other.ptx) < 1.1 * len(code.ptx)
+        assert len(other.ptx) < 1.1 * len(code.ptx) or code.kernel not in ("fire_kernel", *BACKWARD), code.kernel
 
 
 @pytest.mark.parametrize(("capability", "steps", "pool"), ALL_COMPILED)
