@@ -9,6 +9,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Read with the first product on a GPU, which may be another test's than that of --deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # Programs that the tests start compile the sources once, not each for itself: a second of every start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

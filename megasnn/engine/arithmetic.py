@@ -49,11 +49,17 @@ class Arithmetic:
             CUDNN.benchmark = False
             # torch would fill all new memory, for programs that read what they have not written.
             _DETERMINISTIC.fill_uninitialized_memory = False
-            os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # read when cuBLAS is first used
 
 
 def arithmetic_of(training: TrainingConfig) -> Arithmetic:
     return Arithmetic(PRECISIONS[training.precision].rounds, training.deterministic)
+
+
+def prepare_cublas(training: TrainingConfig) -> None:
+    """Sets the environment of `--deterministic`. It is read with the first product on a GPU: so this comes before
+    anything else of a run, and in a process that has used a GPU before it changes nothing."""
+    if training.deterministic and not torch.cuda.is_initialized():
+        os.environ.setdefault(WORKSPACE, WORKSPACES[0])
 
 
 def require_possible(training: TrainingConfig, device: torch.device) -> None:
@@ -69,8 +75,18 @@ def require_possible(training: TrainingConfig, device: torch.device) -> None:
                 f"{flag} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
                 f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use {instead}"
             )
-    workspace = os.environ.get(WORKSPACE, WORKSPACES[0])
-    if wanted.deterministic and device.type == "cuda" and workspace not in WORKSPACES:
+    if wanted.deterministic and device.type == "cuda":
+        _require_workspace()
+
+
+def _require_workspace() -> None:
+    workspace = os.environ.get(WORKSPACE)
+    if workspace is None and torch.cuda.is_initialized():
+        raise ValueError(
+            f"--deterministic in a process that has used a GPU before: cuBLAS may have read its environment already, "
+            f"and it has no {WORKSPACE}; set {WORKSPACE}={WORKSPACES[0]} before the process starts"
+        )
+    if workspace is not None and workspace not in WORKSPACES:
         raise ValueError(
             f"--deterministic with {WORKSPACE}={workspace} in the environment: cuBLAS gives the same bits in every run "
             f"with {' or '.join(WORKSPACES)} only; set one of them, or unset it"

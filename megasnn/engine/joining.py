@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.engine.arithmetic import tell_torch, with_sums_in_rank_order
+from megasnn.engine.arithmetic import prepare_cublas, tell_torch, with_sums_in_rank_order
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -68,6 +68,7 @@ def joined(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
         ValueError: the grid that is there has other sizes; the arithmetic is not that of this device, or of an Engine
             that is open.
     """
+    prepare_cublas(config.training)
     state, leave = _on_grid(config.parallel)
     with ExitStack() as undo:
         undo.callback(leave)

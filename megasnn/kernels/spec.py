@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +36,16 @@ def _integrate(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 
 
 def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
-    return v + (x - (v - spec.rest)) / spec.tau if spec.decay_input else v - (v - spec.rest) / spec.tau + x
+    if spec.decay_input:
+        return v + _divided(x - (v - spec.rest), spec.tau)
+    return v - _divided(v - spec.rest, spec.tau) + x
+
+
+def _divided(values: Tensor, divisor: float) -> Tensor:
+    """Rounded once, on every device. By a number torch does not divide on a GPU: it multiplies by its reciprocal, which
+    is rounded as well unless the number is a power of two. So the divisor is a tensor otherwise."""
+    is_power_of_two = math.frexp(divisor)[0] == 0.5
+    return values / (divisor if is_power_of_two else values.new_full((), divisor))
 
 
 def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:

@@ -13,6 +13,7 @@ from megasnn import checkpoint
 from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.data_parallel import ReplicaError
+from megasnn.engine.arithmetic import prepare_cublas
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -66,6 +67,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
     parallel = config.parallel
     stop = StopSignals(int(os.environ.get("RANK", "0")))
     stop.listen()
+    prepare_cublas(config.training)
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
     with FaultWatch() as watch:

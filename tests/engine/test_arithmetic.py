@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasnn import Engine
 from megasnn.config import ConfigError, TrainingConfig
 from megasnn.engine import arithmetic, product_choice
-from megasnn.engine.arithmetic import WORKSPACE, require_possible, told_torch
+from megasnn.engine.arithmetic import WORKSPACE, prepare_cublas, require_possible, told_torch
+from megasnn.engine.configuration import configuration
+from megasnn.engine.joining import joined
 from megasnn.kernels.compared_products import Comparison, Comparisons, Measured
 from megasnn.kernels.products import KINDS, Kind, LayerShape
 from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
@@ -27,6 +29,7 @@ from megasnn.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from megasnn.training.program import _train
 from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import Outcome, train, whole
 
@@ -46,10 +49,11 @@ def settings() -> tuple[Any, ...]:
 
 @pytest.fixture(autouse=True)
 def before() -> Iterator[tuple[Any, ...]]:
-    """The settings, which a test leaves as they were; and no word of cuBLAS in the environment."""
+    """The settings, which a test leaves as they were; and no word of cuBLAS in the environment, if there is no GPU."""
     found = settings()
     with mock.patch.dict(os.environ):
-        os.environ.pop(WORKSPACE, None)
+        if not torch.cuda.is_available():
+            os.environ.pop(WORKSPACE, None)
         yield found
     assert settings() == found
 
@@ -146,6 +150,39 @@ def test_refused_on_a_gpu() -> None:
         os.environ[WORKSPACE] = ":0:0"
         with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 in the environment"):
             require_possible(training, CUDA)
+
+
+def test_deterministic_too_late() -> None:
+    """cuBLAS reads its environment with the first product; nobody knows whether one was formed before."""
+    training = TrainingConfig(deterministic=True)
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch("torch.cuda.is_initialized", return_value=True),
+    ):
+        prepare_cublas(training)
+        assert WORKSPACE not in os.environ
+        with pytest.raises(ValueError, match=f"has used a GPU before: .*set {WORKSPACE}=:4096:8 before the process"):
+            require_possible(training, CUDA)
+        require_possible(TrainingConfig(), CUDA)
+        os.environ[WORKSPACE] = ":16:8"
+        require_possible(training, CUDA)
+    prepare_cublas(training)
+    assert os.environ[WORKSPACE] == ":16:8"
+
+
+@pytest.mark.parametrize("program", [True, False], ids=["pretrain", "engine"])
+def test_cublas_is_told_before_a_run_touches_a_gpu(program: bool) -> None:
+    class Touched(Exception):
+        pass
+
+    def touch(*args: Any) -> None:
+        assert os.environ[WORKSPACE] == ":4096:8"
+        raise Touched
+
+    start = "megasnn.training.program.start_process_group" if program else "megasnn.engine.joining.start_process_group"
+    config = configuration(MODEL, {**SIZES, "deterministic": True})
+    with mock.patch(start, touch), mock.patch("megasnn.training.program.StopSignals"), pytest.raises(Touched):
+        _train(config, ()) if program else joined(config)
 
 
 def test_the_log_says_what_products_are() -> None:
@@ -263,6 +300,25 @@ def test_steps_on_a_gpu_have_the_same_bits(precision: str) -> None:
     flags = {"device": "cuda", "deterministic": True, "precision": precision}
     (loss, weights), (expected, others) = _step(**flags), _step(**flags)
     assert loss == expected and all(torch.equal(weights[name], value) for name, value in others.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_the_gradient_of_max_pooling_on_a_gpu(order: torch.memory_format) -> None:
+    """The CPU's bits: where windows overlap, what they give is added in their order."""
+    x = torch.randint(0, 4, (64, 32, 33, 34), generator=torch.Generator().manual_seed(0)).float()
+    gradients = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for device in ("cpu", "cuda", "cuda"):
+            leaf = x.to(device).contiguous(memory_format=order).requires_grad_()
+            y = nn.functional.max_pool2d(leaf, 3, 2, 1)
+            grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+            gradients.append(torch.autograd.grad(y, leaf, grad.to(device))[0].cpu())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(gradients[1], gradients[2]) and torch.equal(gradients[1], gradients[0])
 
 
 @pytest.mark.gpu

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from spikingjelly.activation_based import surrogate
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasnn.kernels import SURROGATES, NeuronSpec
+from megasnn.kernels import SURROGATES, NeuronSpec, reference
 from megasnn.kernels.backends import backend_told
+from megasnn.kernels.spec import _divided
 from megasnn.kernels.unit import neuron_multi_step
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron
 from tests.pairwise import pairwise
@@ -34,6 +36,36 @@ def gradients(spikes, v, inputs):
 
 NEURONS = list(product(CHARGES, (0.0, -0.3, None), (True, False), ("sigmoid", "atan")))
 FEW = pairwise([case for case in NEURONS if case[1] != 0.0])  # 0.0, the default, has the machine code of -0.3
+
+
+class _Divisions(TorchDispatchMode):
+    """What was divided by, of tensors that were divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisors: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.div:
+            self.divisors.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("charge", ["lif-3", "lif-3-leak"])
+def test_a_gpu_divides_by_a_tensor(charge: str) -> None:
+    """On the device of what it divides, as which another one stands here: by a number it multiplies by a reciprocal."""
+    x = torch.empty(2, 3, 4, device="meta", requires_grad=True)
+    with _Divisions() as divided:
+        spikes, _ = reference.neuron_multi_step(x, NeuronSpec(**CHARGES[charge]), None, None)
+        spikes.sum().backward()
+    assert len(divided.divisors) >= 3
+    assert all(isinstance(each, torch.Tensor) and each.device == x.device for each in divided.divisors)
+
+
+def test_dividing_by_a_tensor_changes_no_bit_on_a_cpu() -> None:
+    x = channels_last(4096, 3, 7, dtype=torch.float32)
+    assert torch.equal(_divided(x, 3.0), x / 3.0) and torch.equal(_divided(x, 4.0), x / 4.0)
+    assert not torch.equal(_divided(x, 3.0), x * (1 / torch.tensor(3.0)))  # what a GPU would make of the number
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property
-from tempfile import NamedTemporaryFile
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -18,106 +16,29 @@ import torch
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
 from megasnn.kernels.convolution import Geometry
-from megasnn.kernels.norm_neuron import Norm, Unit, norm_pool_neuron_by
+from megasnn.kernels.norm_neuron import Unit, norm_pool_neuron_by
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.test_neuron import CHARGES
+from tests.kernels.triton_code import compiled, compiling_for
 
-triton = pytest.importorskip("triton", reason="triton is made for Linux on x86-64")
+pytest.importorskip("triton", reason="triton is made for Linux on x86-64")
 
 MATRIX = pytest.mark.matrix  # compiling takes seconds
-CAPABILITIES = (*(pytest.param(each, marks=MATRIX) for each in (80, 86, 89)), 90)
+CAPABILITIES = (80, 86, 89, 90)
 BACKWARD = ("backward_sums_kernel", "gradient_kernel")
 LANES = 8  # values of bfloat16 in 128 bits
-MANY_STEPS = 16  # as many as take most registers
+MANY_STEPS = 16  # as many as are written out, and take most registers
+ENDLESS = 1000  # steps in loops
 
 
-@dataclass(frozen=True)
-class Code:
-    """A kernel's code: intermediate as text, and of the machine."""
-
-    kernel: str
-    ptx: str
-    cubin: bytes
-
-    @cached_property
-    def sass(self) -> str:
-        """The machine's as text, with the registers that it takes."""
-        with NamedTemporaryFile() as file:
-            file.write(self.cubin)
-            file.flush()
-            told = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
-            return subprocess.run(told, capture_output=True, text=True, check=True).stdout
-
-    def count(self, start: str) -> int:
-        """Instructions of the intermediate code that start so."""
-        return len(re.findall(rf"\b{re.escape(start)}", self.ptx))
-
-
-class AbsentGpu:
-    """What Triton asks its driver for when it compiles."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@contextmanager
-def compiling_for(capability: int) -> Iterator[list[Code]]:
-    """In it kernels are compiled where they would be started, and nothing is computed."""
-    from triton.runtime import driver
-
-    from megasnn.kernels.triton import alone, calls, codec, launch, philox, split
-
-    found: list[Code] = []
-
-    def compile_only(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        code = kernel.warmup(*args, **{**launch.OPTIONS, **constants}, grid=(programs,))
-        found.append(Code(kernel.fn.__name__, code.asm["ptx"], code.asm["cubin"]))
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(driver, "_active", AbsentGpu(capability)))
-        for module in (alone, calls, codec, philox, split):
-            stack.enter_context(mock.patch.object(module, "launch", compile_only))
-        yield found
-
-
-@cache
-def compiled(
-    capability: int, dtype: torch.dtype, steps: int, tau: float, pool: bool, decay_input: bool = True
-) -> list[Code]:
-    """All kernels that forward and backward of a unit start, and without pooling those of neurons alone.
-
-    Several tests look at the same ones: compiling takes seconds.
-    """
-    from megasnn.kernels.triton import alone, calls
-
-    spec, channels = NeuronSpec(kind="lif", tau=tau, decay_input=decay_input), torch.ones(48)
-    unit, norm = Unit(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
-    x = channels_last(steps, 2, 48, 16, 16, dtype=torch.float32).to(dtype).requires_grad_()
-    g = channels_last(steps, 2, 48, *((8, 8) if pool else (16, 16)), dtype=torch.float32).to(dtype)
-    with compiling_for(capability) as found:
-        calls.statistics(x.detach())
-        calls.fire(x.detach(), norm, None, unit, packed=True)
-        sums, carried = calls.backward_sums(x.detach(), g, norm, None, unit, False)
-        calls.input_gradient(x.detach(), g, norm, None, unit, sums, 7, carried)
-        if not pool:
-            alone.neuron_multi_step(x, spec, None, None)[0].backward(g)
-    return found
-
-
-@pytest.mark.parametrize("decay_input", [True, False])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("capability", "decay_input"),
+    [
+        pytest.param(*case, marks=() if case[0] == 90 or case in ((80, True), (86, False), (89, True)) else MATRIX)
+        for case in product(CAPABILITIES, (True, False))
+    ],
+)
 def test_a_charge_that_divides_is_exact(capability: int, decay_input: bool) -> None:
     """Nothing is fused, and only the surrogate is divided approximately."""
     codes = compiled(capability, torch.bfloat16, 4, tau=3.0, pool=False, decay_input=decay_input)
@@ -133,45 +54,105 @@ def test_a_charge_that_divides_is_exact(capability: int, decay_input: bool) -> N
             assert code.count("div.full.f32") == 4 * LANES and not code.count("div.approx")
 
 
-@pytest.mark.parametrize(
-    ("capability", "steps"),
-    [(90, MANY_STEPS), *(pytest.param(each, 4, marks=MATRIX) for each in (80, 86, 89, 90))],
-    ids=str,
-)
-def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, steps: int) -> None:
+# All on the oldest and on the newest capability; between them what is not pooled.
+COMPILED = [
+    *product((80, 90), (MANY_STEPS,), (False, True)),
+    *product((86, 89), (MANY_STEPS,), (False,)),
+    *product((90,), (ENDLESS,), (False, True)),
+]
+ALL_COMPILED = [
+    pytest.param(*each, marks=() if each in COMPILED else MATRIX)
+    for each in product(CAPABILITIES, (4, MANY_STEPS, ENDLESS), (False, True))
+]
+
+
+@pytest.mark.parametrize(("capability", "steps", "pool"), ALL_COMPILED)
+def test_loads_are_wide_and_the_machine_fuses_nothing(capability: int, steps: int, pool: bool) -> None:
     """With a tau that is a power of two there is no division, which the machine would do with fused operations."""
-    for pool in (False, True):
-        for code in compiled(capability, torch.bfloat16, steps, tau=2.0, pool=pool):
-            wide = code.count("ld.global.v4.b32")
-            if code.kernel == "fire_kernel":
-                assert "FFMA" not in code.sass and "FMUL" in code.sass
-                assert wide == code.count("ld.global.") >= (9 if pool else steps)
-            if code.kernel == "pooled_gradient_kernel":
-                assert wide >= 9
-            if code.kernel in BACKWARD:
-                of_channels = 3 if code.kernel == "backward_sums_kernel" else 0
-                assert wide == code.count("ld.global.") - of_channels >= 2 * steps + (9 if pool else 0)
-            if code.kernel == "statistics_kernel":
-                assert wide == code.count("ld.global.") >= 1
+    from megasnn.kernels.triton.launch import at_once, chunk
+
+    for code in compiled(capability, torch.bfloat16, steps, tau=2.0, pool=pool):
+        wide, all_loads = code.count("ld.global.v4.b32"), code.count("ld.global.")
+        if code.kernel == "fire_kernel":
+            assert "FFMA" not in code.sass and "FMUL" in code.sass
+            assert wide == all_loads >= (9 if pool else at_once(steps))
+        if code.kernel == "pooled_gradient_kernel":
+            assert wide >= 9
+        if code.kernel in BACKWARD:
+            of_channels = 3 if code.kernel == "backward_sums_kernel" else 0
+            written_out = steps if steps <= MANY_STEPS else chunk(torch.bfloat16, steps)
+            assert wide == all_loads - of_channels >= 2 * written_out + (9 if pool else 0)
+        if code.kernel == "statistics_kernel":
+            assert wide == all_loads >= 1
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["plain", "pool"])
+def test_code_does_not_grow_with_the_steps(pool: bool) -> None:
+    """Of more steps than are written out."""
+    few, many = (compiled(90, torch.bfloat16, steps, tau=2.0, pool=pool) for steps in (MANY_STEPS, ENDLESS))
+    assert [code.kernel for code in few] == [code.kernel for code in many]
+    for code, other in zip(few, many, strict=True):
+        assert len(other.ptx) < 1.1 * len(code.ptx) or code.kernel not in ("fire_kernel", *BACKWARD), code.kernel
+
+
+@pytest.mark.parametrize(("capability", "steps", "pool"), ALL_COMPILED)
+def test_registers_suffice(capability: int, steps: int, pool: bool) -> None:
+    for code in compiled(capability, torch.bfloat16, steps, tau=2.0, pool=pool):
+        assert code.stack == 0, code.kernel
+
+
+OF_TYPES = [(torch.float32, 16), (torch.float64, 16), (torch.bfloat16, 10), (torch.bfloat16, 13), (torch.float32, 40)]
+FEW_OF_TYPES = [(86, (torch.float32, 16), False), (89, (torch.float64, 16), True), (80, (torch.bfloat16, 13), True)]
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "steps", "pool"),
+    ("capability", "of", "pool"),
     [
-        *((90, torch.bfloat16, MANY_STEPS, pool) for pool in (False, True)),
-        *(pytest.param(capability, torch.bfloat16, 16, False, marks=MATRIX) for capability in (80, 86, 89)),
-        *(pytest.param(90, torch.bfloat16, steps, True, marks=MATRIX) for steps in (9, 13)),
-        pytest.param(90, torch.float32, 16, False, marks=MATRIX),
-        pytest.param(90, torch.bfloat16, 10, False, marks=MATRIX),
-        pytest.param(80, torch.bfloat16, 16, True, marks=MATRIX),
-        pytest.param(90, torch.float64, 16, False, marks=MATRIX),
+        pytest.param(*case, marks=() if case in FEW_OF_TYPES else MATRIX)
+        for case in product(CAPABILITIES, OF_TYPES, (False, True))
     ],
     ids=str,
 )
-def test_registers_suffice(capability: int, dtype: torch.dtype, steps: int, pool: bool) -> None:
-    for code in compiled(capability, dtype, steps, tau=2.0, pool=pool):
-        (stack,) = re.findall(r"STACK:(\d+)", code.sass)
-        assert int(stack) == 0 and not re.search(r"\b(STL|LDL)\b", code.sass), code.kernel
+def test_so_they_do_for_other_types_and_steps(capability: int, of: tuple[torch.dtype, int], pool: bool) -> None:
+    for code in compiled(capability, *of, tau=2.0, pool=pool):
+        assert code.stack == 0, code.kernel
+
+
+def test_threads_wait_before_they_read_what_others_have_written() -> None:
+    """And before they write where others have still to read."""
+    (pooled,) = (code for code in compiled(90, torch.bfloat16, 4, 2.0, pool=True) if code.kernel == BACKWARD[0])
+    found_again, summed = pooled.memory.split("LSS", 1)  # the values and places that have won a window
+    assert found_again.endswith(8 * "L") and summed.startswith("BL")
+    assert summed.count("LBS") == 4 and "LS" not in summed  # gradients, each in the place of what has won
+    in_loops = [code for code in compiled(90, torch.bfloat16, ENDLESS, 2.0, pool=False) if code.kernel in BACKWARD]
+    assert len(in_loops) == 3
+    for code in in_loops:  # potentials before each chunk, of five steps
+        assert re.fullmatch("[LB]*SSL{5}B.*", code.memory), code.kernel
+
+
+class _OnAnotherGpu(torch.Tensor):
+    is_cuda, device = True, torch.device("cuda", 1)
+
+
+def test_a_kernel_starts_on_the_device_of_its_tensors() -> None:
+    """Which need not be the one that torch has chosen for the process."""
+    from megasnn.kernels.triton import launch
+
+    told: list[Any] = []
+
+    @contextmanager
+    def chosen(device: torch.device) -> Iterator[None]:
+        told.append(device)
+        yield
+        told.append("back")
+
+    class Kernel:
+        def __getitem__(self, programs: tuple[int]) -> Any:
+            return lambda *args, **options: told.append(programs)
+
+    with mock.patch("torch.cuda.device", chosen):
+        launch._start(Kernel(), 3, (None, 5, torch.zeros(1).as_subclass(_OnAnotherGpu)), {})
+    assert told == [torch.device("cuda", 1), (3,), "back"]
 
 
 @pytest.mark.parametrize(
@@ -202,8 +183,11 @@ def test_every_neuron_compiles(charge: str) -> None:
 @pytest.mark.parametrize(
     ("capability", "some"),
     [
+        (80, (torch.float32,)),
+        (86, (torch.bfloat16,)),
+        (89, (torch.float16,)),
         (90, (torch.float32, torch.bfloat16, torch.bool)),
-        *(pytest.param(each, (), marks=MATRIX, id=f"{each}-all") for each in (80, 90)),
+        *(pytest.param(each, (), marks=MATRIX, id=f"{each}-all") for each in CAPABILITIES),
     ],
 )
 def test_codec_and_generator_compile(capability: int, some: tuple[torch.dtype, ...]) -> None:
@@ -224,8 +208,8 @@ def test_codec_and_generator_compile(capability: int, some: tuple[torch.dtype, .
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0
 
 
-@pytest.mark.parametrize(("capability", "multiply"), [(90, "wgmma."), pytest.param(80, "mma.sync.", marks=MATRIX)])
-def test_split_convolutions_take_tensor_cores(capability: int, multiply: str) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_split_convolutions_take_tensor_cores(capability: int) -> None:
     """And operands come into shared memory while others are multiplied."""
     from megasnn.kernels.triton import split
 
@@ -233,6 +217,7 @@ def test_split_convolutions_take_tensor_cores(capability: int, multiply: str) ->
     with compiling_for(capability) as found:
         split.split_convolution(torch.zeros(2, 48, 16, 16), weight, geometry, exact=True)
         split.split_input_gradient(torch.zeros(2, 96, 16, 16), weight, geometry)
+    multiply = "wgmma." if capability == 90 else "mma.sync."
     for code in (each for each in found if each.kernel == "split_convolution_kernel"):
         assert re.search(rf"{re.escape(multiply)}.*\.tf32\.tf32", code.ptx)
         assert code.count("cp.async.cg.shared.global") > 0 and not code.count("ld.global.")
@@ -260,6 +245,25 @@ def test_so_is_a_triton_that_does_not_work() -> None:
     ):
         why = _unusable.__wrapped__(torch.device("cuda", 0))
     assert why == "triton is not usable here (RuntimeError: Failed to find C compiler. Set CC)"
+
+
+@pytest.mark.parametrize(
+    "full", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory")], ids=str
+)
+def test_a_full_memory_is_not_remembered(full: Exception) -> None:
+    """Unlike all other reasons, and that there is none: these are looked for once."""
+    from megasnn.kernels.triton import available
+
+    tried, device = mock.Mock(side_effect=[full, None]), torch.device("cuda", 7)
+    with (
+        mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
+        mock.patch("megasnn.kernels.triton.launch.try_out", tried),
+        mock.patch.object(available, "_unusable", cache(available._unusable.__wrapped__)),
+    ):
+        with pytest.raises(type(full), match="out of memory"):
+            available.usable_on(device)
+        assert available.usable_on(device) and available.usable_on(device)
+    assert tried.call_count == 2
 
 
 def test_tensors_on_the_cpu_are_not_for_it() -> None:

@@ -146,6 +146,29 @@ def test_any_unit(interpreted) -> None:
     interpreted(any_unit_in_there)
 
 
+def many_steps_in_there() -> None:
+    """More than are written out: in loops, whose last chunk of steps is whole or not."""
+    from megasnn.kernels.triton.launch import MOST_UNROLLED, chunk
+
+    for dtype, steps, charge in ((torch.float64, MOST_UNROLLED + 1, "lif-3-leak"), (torch.float32, 40, "plif")):
+        assert steps > MOST_UNROLLED and (steps % chunk(dtype, steps) == 0) == (steps == 40)
+        spec = NeuronSpec(**CHARGES[charge], v_threshold=0.6, detach_reset=False)
+        x = (channels_last(steps, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
+        assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
+    steps, spec = MOST_UNROLLED + 2, NeuronSpec(kind="plif", v_reset=None)
+    for static, pool in itertools.product((False, True), (False, True)):
+        x = channels_last(1 if static else steps, 2, 24, 5, 4) * 2 + 0.3
+        options = {"training": True, "pool": pool, "steps": steps}
+        wanted, found = (unit_on(each, x.detach().requires_grad_(), spec, **options) for each in ("torch", "triton"))
+        assert torch.equal(found[0], wanted[0])
+        for actual, expected in zip(found[1:], wanted[1:], strict=True):
+            assert_close(actual, expected, 1e-9)
+
+
+def test_many_steps(interpreted) -> None:
+    interpreted(many_steps_in_there)
+
+
 def sums_of_many_programs_in_there() -> None:
     """More values than a program takes, and than there are programs before one takes several tiles."""
     from megasnn.kernels.triton import calls

@@ -13,7 +13,7 @@ from megasnn.kernels.layout import memory_order
 from megasnn.kernels.norm_neuron import gradient_of_w
 from megasnn.kernels.spec import NeuronSpec
 from megasnn.kernels.triton.calls import factor
-from megasnn.kernels.triton.launch import NUMBERS, THREADS, chunk, compute_type, lanes, launch
+from megasnn.kernels.triton.launch import NUMBERS, THREADS, at_once, chunk, chunk_memory, compute_type, lanes, launch
 from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
 
@@ -33,7 +33,7 @@ class _Neuron(torch.autograd.Function):
             fire_kernel, -(-size // block),
             data, None, first, factor(w, number), spikes, None, last, size, size, size, 0, 0, 0,
             T=len(x), REPEATED=False, POOL=False, N=numbers(spec), D=NUMBERS[number],
-            AT_ONCE=len(x), BLOCK=block,
+            AT_ONCE=at_once(len(x)), BLOCK=block,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.spec = spec
@@ -56,7 +56,8 @@ class _Neuron(torch.autograd.Function):
         totals = data.new_empty(programs, dtype=torch.float64) if need_w else None
         launch(
             gradient_kernel, programs,
-            data, g, g_x, None, first, g_after, g_before, factor(w, number), totals, size, size,
+            data, g, g_x, None, first, g_after, g_before, factor(w, number), totals, chunk_memory(x, len(x), size),
+            size, size,
             T=len(x), CHUNK=chunk(x.dtype, len(x)), REPEATED=False, BATCH=False, N=numbers(ctx.spec),
             D=NUMBERS[number], BLOCK=block,
         )  # fmt: skip

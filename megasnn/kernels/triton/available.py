@@ -39,7 +39,11 @@ def usable_on(device: torch.device) -> bool:
 
 @cache
 def _unusable(device: torch.device) -> str | None:
-    """Why no kernel runs there: the card is too old, triton is missing, or it cannot compile and start one."""
+    """Why no kernel runs there: the card is too old, triton is missing, or it cannot compile and start one.
+
+    Raises:
+        torch.OutOfMemoryError, or what triton raises, when the card's memory is full: that passes, and is not kept.
+    """
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST:
@@ -50,5 +54,7 @@ def _unusable(device: torch.device) -> str | None:
 
         try_out(device)
     except Exception as error:  # whatever a missing library, compiler or driver raises
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            raise
         return f"triton is not usable here ({type(error).__name__}: {error})".replace("\n", " ")
     return None

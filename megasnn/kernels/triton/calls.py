@@ -12,7 +12,18 @@ from torch import Tensor
 from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.norm_neuron import Norm, Unit
-from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, THREADS, TILES, chunk, compute_type, lanes, launch
+from megasnn.kernels.triton.launch import (
+    COLUMNS,
+    NUMBERS,
+    THREADS,
+    TILES,
+    at_once,
+    chunk,
+    chunk_memory,
+    compute_type,
+    lanes,
+    launch,
+)
 from megasnn.kernels.triton.pool import pooled_gradient_kernel
 from megasnn.kernels.triton.sums import (
     backward_sums_kernel,
@@ -55,7 +66,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
         x, _coefficients(x, norm, unit.eps), None, factor(w, number), spikes, bits, None,
         sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, unit.above,
         T=unit.time_steps, REPEATED=repeated, POOL=unit.pool, N=numbers(unit.spec), D=NUMBERS[number],
-        AT_ONCE=1 if unit.pool and not repeated else unit.time_steps, BLOCK=block,
+        AT_ONCE=1 if unit.pool and not repeated else at_once(unit.time_steps), BLOCK=block,
     )  # fmt: skip
     spikes = spikes.movedim(-1, 2)
     return spikes, pack_bits(spikes) if packed and bits is None else bits
@@ -73,6 +84,7 @@ def backward_sums(
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
         x, g_spikes, coefficients, factor(w, number), g_pooled, taps, partial,
+        chunk_memory(x, unit.time_steps, sizes.size),
         sizes.size, sizes.in_size, sizes.channels, sizes.height, sizes.width, unit.above,
         cut.row, cut.programs, cut.tiles,
         T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps, POOL=unit.pool,
@@ -108,7 +120,8 @@ def input_gradient(
     block = THREADS * lanes(x.dtype, unit.time_steps)
     launch(
         gradient_kernel, -(-sizes.size // block),
-        x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None, sizes.size, sizes.channels,
+        x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None,
+        chunk_memory(x, unit.time_steps, sizes.size), sizes.size, sizes.channels,
         T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps,
         BATCH=sums is not None, N=numbers(unit.spec), D=NUMBERS[number], BLOCK=block,
     )  # fmt: skip

@@ -25,7 +25,11 @@ THREADS = 32 * WARPS
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 16  # that one program sums: few partial sums to fold, and enough programs for a large GPU
+MOST_UNROLLED = 16
+"""Time steps that are written out one after the other; of more there are loops. For sm_90 and bfloat16 the kernels of a
+unit are compiled within 4 seconds at 16, 20 at 32 (and one runs out of registers), and 127 at 64."""
 _REGISTERS = 48  # of a thread, for the potentials that a backward keeps: with more, compilers run out of them
+_IN_A_LOOP = 40  # the same where chunks are gone through in a loop, which takes a few for itself
 _LOAD = 16  # bytes, the widest
 
 NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -40,16 +44,32 @@ def lanes(dtype: torch.dtype, time_steps: int = 1) -> int:
     """Elements of a thread, a power of two: as many as one load brings.
 
     Args:
-        time_steps: of a backward. Of many, the potentials at which its chunks begin leave room for fewer elements.
+        time_steps: of a backward. The potentials at which its chunks begin may leave room for fewer elements.
     """
-    held = max(1, _REGISTERS // (_words(dtype) * -(-time_steps // chunk(dtype, time_steps))))
+    chunks = -(-time_steps // chunk(dtype, time_steps)) if time_steps <= MOST_UNROLLED else 1
+    held = max(1, _REGISTERS // (_words(dtype) * chunks))
     return min(_widest(dtype), 1 << held.bit_length() - 1)
 
 
 def chunk(dtype: torch.dtype, time_steps: int) -> int:
     """Time steps of which a backward keeps the potentials at once; it computes them again, chunk after chunk."""
-    most = _REGISTERS // (_widest(dtype) * _words(dtype))
+    number = _widest(dtype) * _words(dtype)
+    if time_steps > MOST_UNROLLED:
+        return _IN_A_LOOP // number
+    most = _REGISTERS // number
     return -(-time_steps // -(-time_steps // most))
+
+
+def at_once(time_steps: int) -> int:
+    """How many steps a forward writes out, in a loop over all: a divisor of their number."""
+    return next(steps for steps in range(MOST_UNROLLED, 0, -1) if time_steps % steps == 0)
+
+
+def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
+    """Where a backward of many time steps keeps the potentials before each chunk but the last; None for few."""
+    if time_steps <= MOST_UNROLLED:
+        return None
+    return x.new_empty(((time_steps - 1) // chunk(x.dtype, time_steps), size), dtype=compute_type(x.dtype))
 
 
 def _widest(dtype: torch.dtype) -> int:

@@ -14,7 +14,15 @@ import triton.language as tl
 from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charging_factor, factor_backward, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
-from megasnn.kernels.triton.steps import at_step, chunk_starts, first_potential, known_after, of_channel, recomputed
+from megasnn.kernels.triton.steps import (
+    at_step,
+    chunk_starts,
+    first_potential,
+    keep_chunk_starts,
+    known_after,
+    of_channel,
+    recomputed,
+)
 
 
 @operator("x", "partial")
@@ -126,9 +134,42 @@ def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels
         tl.store(out + 4 * channels + channel, (gx * inverse * inverse).to(number), mask=inside)
 
 
-@operator("x g_spikes norm q", "g_pooled taps partial")
 @triton.jit
-def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
+def sums_of_chunk(given, g_spikes, place, inside, scale, shift, mean, start, g_v, summed, total, sum_g, sum_gx, q, size,
+                  STEPS: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, LEARN: tl.constexpr,
+                  N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Adds up the STEPS time steps that `given` and g_spikes point to; with POOL g takes the place of what was given.
+
+    Returns what goes on to the chunk before: the gradient of the potential, and the sums; `summed` is that of the
+    gradients with REPEATED, which the caller adds to the others.
+    """
+    h = recomputed(given, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
+    for i in tl.static_range(STEPS - 1, -1, -1):
+        g_spike = tl.load(at_step(g_spikes, i, size, False) + place, mask=inside, other=0)
+        g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
+        if LEARN:
+            before = reset(h[i - 1], N) if i > 0 else start
+            total += factor_backward(h[i], before, g, N)
+        if REPEATED:
+            summed += g
+        else:
+            sum_g, sum_gx = summed_up(at_step(given, i, size, False), g, place, inside, mean, sum_g, sum_gx, POOL, D)
+    return g_v, summed, total, sum_g, sum_gx
+
+
+@triton.jit
+def summed_up(given, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, D: tl.constexpr):
+    """The sums with one more gradient of a time step of the input."""
+    value = tl.load(given + place, mask=inside, other=0).to(D)
+    if POOL:
+        tl.debug_barrier()  # nobody still reads there
+        tl.store(given + place, g.to(given.dtype.element_ty), mask=inside)
+    return sum_g + g, sum_gx + g * (value - mean)  # g is exactly 0 for places outside
+
+
+@operator("x g_spikes norm q", "g_pooled taps partial kept")
+@triton.jit
+def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
                          size, in_size, channels, height, width, above, row, programs, tiles,
                          T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr,
                          LEARN: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
@@ -139,6 +180,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
     Args:
         g_pooled, taps: `[X, size]`, with POOL: where g goes, and the places in the windows that have won. A tile's
             place for g first holds the values that have won, which come back from a cache.
+        kept: for `keep_chunk_starts`; None where all steps are written out.
     """
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -163,32 +205,37 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial,
                 x_t, g_t, taps_t = x_t + in_size, g_t + size, taps_t + size
             tl.debug_barrier()  # another thread may read what one has written
         first = first_potential(None, place, inside, N, D)
-        starts = chunk_starts(given, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
         g_v = tl.zeros(place.shape, D)
         summed = tl.zeros(place.shape, D)
-        for c in tl.static_range((T - 1) // CHUNK, -1, -1):
-            if CHUNK < T:
-                inside = known_after(inside, sum_g + sum_gx + total + starts[c])
-            h = recomputed(given, place, inside, scale, shift, starts[c], q, size, c * CHUNK,
-                           T if T < c * CHUNK + CHUNK else c * CHUNK + CHUNK, REPEATED, N, D)  # fmt: skip
-            for i in tl.static_range(CHUNK - 1, -1, -1):
-                if c * CHUNK + i < T:
-                    g_spike = tl.load(at_step(g_tile, c * CHUNK + i, size, False) + place, mask=inside, other=0)
-                    g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
-                    if LEARN:
-                        before = reset(h[i - 1], N) if i > 0 else starts[c]
-                        total += factor_backward(h[i], before, g, N)
-                    if REPEATED:
-                        summed += g
-                    if c + i == 0 or not REPEATED:
-                        g = summed if REPEATED else g
-                        given_t = at_step(given, c * CHUNK + i, size, REPEATED) + place
-                        value = tl.load(given_t, mask=inside, other=0).to(D)
-                        sum_g += g  # exactly 0 for places outside
-                        sum_gx += g * (value - mean)
-                        if POOL:
-                            tl.debug_barrier()  # nobody still reads there
-                            tl.store(given_t, g.to(g_pooled.dtype.element_ty), mask=inside)
+        if kept is None:
+            starts = chunk_starts(given, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
+            for c in tl.static_range((T - 1) // CHUNK, -1, -1):
+                if CHUNK < T:
+                    inside = known_after(inside, sum_g + sum_gx + total + starts[c])
+                g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
+                    at_step(given, c * CHUNK, size, REPEATED), at_step(g_tile, c * CHUNK, size, False), place, inside,
+                    scale, shift, mean, starts[c], g_v, summed, total, sum_g, sum_gx, q, size,
+                    T - c * CHUNK if T < c * CHUNK + CHUNK else CHUNK, REPEATED, POOL, LEARN, N, D,
+                )  # fmt: skip
+        else:
+            last = keep_chunk_starts(given, place, inside, scale, shift, first, q, size, kept + done, T, CHUNK,
+                                     REPEATED, N, D)  # fmt: skip
+            BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
+            given_c, g_c = at_step(given, BEFORE * CHUNK, size, REPEATED), at_step(g_tile, BEFORE * CHUNK, size, False)
+            kept_c = at_step(kept + done, BEFORE, size, False)
+            g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
+                given_c, g_c, place, inside, scale, shift, mean, last, g_v, summed, total, sum_g, sum_gx, q, size,
+                T - BEFORE * CHUNK, REPEATED, POOL, LEARN, N, D,
+            )  # fmt: skip
+            for _c in range(BEFORE):
+                given_c, g_c = at_step(given_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
+                kept_c = at_step(kept_c, -1, size, False)
+                g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
+                    given_c, g_c, place, inside, scale, shift, mean, tl.load(kept_c + place, mask=inside, other=0),
+                    g_v, summed, total, sum_g, sum_gx, q, size, CHUNK, REPEATED, POOL, LEARN, N, D,
+                )  # fmt: skip
+        if REPEATED:
+            sum_g, sum_gx = summed_up(given, summed, place, inside, mean, sum_g, sum_gx, POOL, D)
         done += ROWS * row
     out = partial + program.to(tl.int64) * row + column
     step = tl.cast(programs, tl.int64) * row

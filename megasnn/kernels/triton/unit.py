@@ -17,6 +17,7 @@ from megasnn.kernels.triton.steps import (
     chunk_starts,
     fed,
     first_potential,
+    keep_chunk_starts,
     norm_backward,
     of_channel,
     recomputed,
@@ -30,7 +31,7 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.codec` does it, or None.
 
-    AT_ONCE: how many steps, a divisor of T, are written out one after the other; all where the input is repeated.
+    AT_ONCE: how many steps, a divisor of T, are written out one after the other.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -47,7 +48,8 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
                     y, _, _ = pooled(x, place, inside, scale, shift, channels, height, width, above, D)
                 else:
                     y = fed(x, place, inside, scale, shift, D)
-                x += in_size
+                if not REPEATED:
+                    x += in_size
             h = charge(y, v, q, N)
             fired = fires(h, N)
             tl.store(spikes + place, fired.to(D).to(spikes.dtype.element_ty), mask=inside)
@@ -61,9 +63,42 @@ def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channe
         tl.store(v_last + place, v, mask=inside)
 
 
-@operator("x g_spikes norm v_first g_last q", "g_x g_first totals")
 @triton.jit
-def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, size, channels,
+def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_g, mean_gx, start, g_v, summed, total,
+                      q, size, STEPS: tl.constexpr, REPEATED: tl.constexpr, LEARN: tl.constexpr, N: tl.constexpr,
+                      D: tl.constexpr):  # fmt: skip
+    """Writes the gradients of the STEPS time steps that x, g_spikes and g_x point to.
+
+    Returns what goes on to the chunk before: the gradient of the potential, and with REPEATED and LEARN the sums of
+    the gradients and of what the learned factor adds up.
+    """
+    h = recomputed(x, place, inside, scale, shift, start, q, size, 0, STEPS, REPEATED, N, D)
+    for i in tl.static_range(STEPS - 1, -1, -1):
+        g_spike = tl.load(at_step(g_spikes, i, size, False) + place, mask=inside, other=0)
+        g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
+        if LEARN:
+            before = reset(h[i - 1], N) if i > 0 else start
+            total += factor_backward(h[i], before, g, N)
+        if REPEATED:
+            summed += g
+        else:
+            store_gradient(at_step(x, i, size, False), at_step(g_x, i, size, False), g, place, inside, scale, mean,
+                           mean_g, mean_gx, D)  # fmt: skip
+    return g_v, summed, total
+
+
+@triton.jit
+def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl.constexpr):
+    """That of the input of one time step, through the norm if there is one."""
+    if scale is not None:
+        value = tl.load(x + place, mask=inside, other=0)
+        g = norm_backward(g, value.to(D), scale, mean, mean_g, mean_gx)
+    tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
+
+
+@operator("x g_spikes norm v_first g_last q", "g_x g_first totals kept")
+@triton.jit
+def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, kept, size, channels,
                     T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr,
                     N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The gradient of the input, through the norm or of the neurons alone, without pooling.
@@ -72,6 +107,7 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
         norm: rows for each channel; the fourth and fifth are what `norm_backward` subtracts.
         g_last, g_first: gradients of the potentials after and before all steps, or None.
         totals: what each program's learned factor adds up, or None.
+        kept: for `keep_chunk_starts`; None where all steps are written out.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -80,7 +116,11 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     scale, shift, mean, mean_g, mean_gx = None, None, None, None, None
     if norm is not None:
         scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
-    starts = chunk_starts(x, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
+    starts, last = (), first
+    if kept is None:
+        starts = chunk_starts(x, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
+    else:
+        last = keep_chunk_starts(x, place, inside, scale, shift, first, q, size, kept, T, CHUNK, REPEATED, N, D)
     if BATCH:
         mean = of_channel(norm, 2, place, inside, channels)
         mean_g, mean_gx = of_channel(norm, 3, place, inside, channels), of_channel(norm, 4, place, inside, channels)
@@ -89,25 +129,33 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
         g_v = tl.load(g_last + place, mask=inside, other=0).to(D)
     summed = tl.zeros(place.shape, D)
     total = tl.zeros(place.shape, D)
-    for c in tl.static_range((T - 1) // CHUNK, -1, -1):
-        h = recomputed(x, place, inside, scale, shift, starts[c], q, size, c * CHUNK,
-                       T if T < c * CHUNK + CHUNK else c * CHUNK + CHUNK, REPEATED, N, D)  # fmt: skip
-        for i in tl.static_range(CHUNK - 1, -1, -1):
-            if c * CHUNK + i < T:
-                g_spike = tl.load(at_step(g_spikes, c * CHUNK + i, size, False) + place, mask=inside, other=0)
-                g, g_v = step_backward(h[i], g_spike.to(D), g_v, q, N)
-                if totals is not None:
-                    before = reset(h[i - 1], N) if i > 0 else starts[c]
-                    total += factor_backward(h[i], before, g, N)
-                if REPEATED:
-                    summed += g
-                if c + i == 0 or not REPEATED:
-                    g = summed if REPEATED else g
-                    if norm is not None:
-                        value = tl.load(at_step(x, c * CHUNK + i, size, REPEATED) + place, mask=inside, other=0)
-                        g = norm_backward(g, value.to(D), scale, mean, mean_g, mean_gx)
-                    target = at_step(g_x, c * CHUNK + i, size, REPEATED) + place
-                    tl.store(target, g.to(g_x.dtype.element_ty), mask=inside)
+    LEARN: tl.constexpr = totals is not None
+    if kept is None:
+        for c in tl.static_range((T - 1) // CHUNK, -1, -1):
+            g_v, summed, total = gradient_of_chunk(
+                at_step(x, c * CHUNK, size, REPEATED), at_step(g_spikes, c * CHUNK, size, False),
+                at_step(g_x, c * CHUNK, size, REPEATED), place, inside, scale, shift, mean, mean_g, mean_gx,
+                starts[c], g_v, summed, total, q, size, T - c * CHUNK if T < c * CHUNK + CHUNK else CHUNK,
+                REPEATED, LEARN, N, D,
+            )  # fmt: skip
+    else:
+        BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
+        x_c, g_c = at_step(x, BEFORE * CHUNK, size, REPEATED), at_step(g_spikes, BEFORE * CHUNK, size, False)
+        out_c, kept_c = at_step(g_x, BEFORE * CHUNK, size, REPEATED), at_step(kept, BEFORE, size, False)
+        g_v, summed, total = gradient_of_chunk(
+            x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx, last, g_v, summed, total, q, size,
+            T - BEFORE * CHUNK, REPEATED, LEARN, N, D,
+        )  # fmt: skip
+        for _ in range(BEFORE):
+            x_c, g_c = at_step(x_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
+            out_c, kept_c = at_step(out_c, -CHUNK, size, REPEATED), at_step(kept_c, -1, size, False)
+            g_v, summed, total = gradient_of_chunk(
+                x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx,
+                tl.load(kept_c + place, mask=inside, other=0), g_v, summed, total, q, size,
+                CHUNK, REPEATED, LEARN, N, D,
+            )  # fmt: skip
+    if REPEATED:
+        store_gradient(x, g_x, summed, place, inside, scale, mean, mean_g, mean_gx, D)
     if g_first is not None:
         tl.store(g_first + place, g_v, mask=inside)
     if totals is not None:

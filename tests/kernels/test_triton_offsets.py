@@ -1,0 +1,158 @@
+"""Triton kernels far into memory: offsets of more than 31 bits, in address space of which only a few pages are used."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megasnn.kernels.fused_constants import numbers
+from megasnn.kernels.spec import NeuronSpec
+from tests.kernels.triton_process import interpreted as interpreted
+from tests.kernels.triton_process import without_triton
+
+pytestmark = without_triton
+
+FAR = 3 * 2**29  # values of a time step: the third one begins beyond 2^31
+BLOCK, CHANNELS = 256, 16
+MAP_NORESERVE = 0x4000  # on Linux; mmap has the name from Python 3.13 on
+
+
+class Far:
+    """Room for float32, of which memory is taken only where something is written.
+
+    Attributes:
+        start: the first value alone, which tells a kernel where the others are: the interpreter copies what it gets.
+    """
+
+    def __init__(self, length: int) -> None:
+        before = 2**31  # for offsets that have become negative: a wrong result, and no crash
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._values = np.frombuffer(mmap.mmap(-1, 4 * (before + length), flags), np.float32)[before:]
+        self.start = torch.from_numpy(self._values[:1])
+
+    def write(self, place: int, values: Tensor) -> None:
+        self._values[place : place + len(values)] = values
+
+    def read(self, place: int, count: int) -> Tensor:
+        return torch.from_numpy(self._values[place : place + count].copy())
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def far(steps: Tensor, size: int) -> Far:
+    """Time steps of which each has `size` values, the first ones of them given."""
+    room = Far(len(steps) * size)
+    for t, values in enumerate(steps):
+        room.write(t * size, values)
+    return room
+
+
+def near(room: Far, steps: int, size: int) -> Tensor:
+    return torch.stack([room.read(t * size, BLOCK) for t in range(steps)])
+
+
+def _fire(x: Far, g: Far, norm: Tensor, size: int, steps: int) -> Tensor:
+    from megasnn.kernels.triton.launch import NUMBERS, at_once, launch
+    from megasnn.kernels.triton.unit import fire_kernel
+
+    spikes = Far(steps * size)
+    launch(
+        fire_kernel, 1, x.start, norm, None, None, spikes.start, None, None, size, size, CHANNELS, 0, 0, 0,
+        T=steps, REPEATED=False, POOL=False, N=numbers(NeuronSpec()), D=NUMBERS[torch.float32], AT_ONCE=at_once(steps),
+        BLOCK=BLOCK,
+    )  # fmt: skip
+    return near(spikes, steps, size)
+
+
+def _gradient(x: Far, g: Far, norm: Tensor, size: int, steps: int) -> Tensor:
+    from megasnn.kernels.triton.launch import MOST_UNROLLED, NUMBERS, launch
+    from megasnn.kernels.triton.unit import gradient_kernel
+
+    g_x, kept = Far(steps * size), Far(steps * size)
+    launch(
+        gradient_kernel, 1, x.start, g.start, g_x.start, norm, None, None, None, None, None,
+        kept.start if steps > MOST_UNROLLED else None, size, CHANNELS, T=steps, CHUNK=2, REPEATED=False, BATCH=True,
+        N=numbers(NeuronSpec()), D=NUMBERS[torch.float32], BLOCK=BLOCK,
+    )  # fmt: skip
+    return near(g_x, steps, size)
+
+
+def _sums(x: Far, g: Far, norm: Tensor, size: int, steps: int) -> Tensor:
+    from megasnn.kernels.triton.launch import COLUMNS, MOST_UNROLLED, NUMBERS, launch
+    from megasnn.kernels.triton.sums import backward_sums_kernel
+
+    partial, kept = torch.zeros(2, 1, COLUMNS), Far(steps * size)
+    launch(
+        backward_sums_kernel, 1, x.start, g.start, norm, None, None, None, partial,
+        kept.start if steps > MOST_UNROLLED else None, size, size, CHANNELS, 0, 0, 0, COLUMNS, 1, 1,
+        T=steps, CHUNK=2, REPEATED=False, POOL=False, LEARN=False, N=numbers(NeuronSpec()), D=NUMBERS[torch.float32],
+        ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS,
+    )  # fmt: skip
+    return partial
+
+
+def steps_in_there() -> None:
+    """The same as of steps that lie side by side, written out and in loops."""
+    from megasnn.kernels.triton import launch
+
+    norm = normal(5, CHANNELS, seed=1)
+    for kernel, steps, most in product((_fire, _gradient, _sums), (5,), (16, 4)):
+        x, g = (2 * normal(steps, BLOCK, seed=seed) for seed in (2, 3))
+        with mock.patch.object(launch, "MOST_UNROLLED", most):
+            expected, found = (kernel(far(x, size), far(g, size), norm, size, steps) for size in (BLOCK, FAR))
+        assert expected[-1].any() and torch.equal(found, expected), (kernel.__name__, most)
+
+
+def test_time_steps_beyond_31_bits(interpreted) -> None:
+    interpreted(steps_in_there)
+
+
+@contextmanager
+def _programs_from(first: int) -> Iterator[None]:
+    """In it the programs that are started have numbers from this one on."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    def place(*numbers: int) -> None:
+        interpreter_builder.grid_idx = (first + numbers[0], *numbers[1:])
+
+    with mock.patch.object(interpreter_builder, "set_grid_idx", place):
+        yield
+
+
+def _pieces_and_statistics(values: Tensor, program: int) -> list[Tensor]:
+    """As that program computes them, which has these values."""
+    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, launch
+    from megasnn.kernels.triton.split import pieces_kernel
+    from megasnn.kernels.triton.sums import statistics_kernel
+
+    start, size, row = program * BLOCK, (program + 1) * BLOCK, BLOCK // 2
+    x, large, small, partial = Far(size), Far(size), Far(size), Far(size)
+    x.write(start, values)
+    with _programs_from(program):
+        launch(pieces_kernel, 1, x.start, large.start, small.start, size, BLOCK=BLOCK)
+        launch(
+            statistics_kernel, 1, x.start, partial.start, size, row, program + 1, 1,
+            D=NUMBERS[torch.float32], ROWS=BLOCK // row, COLUMNS=COLUMNS,
+        )  # fmt: skip
+    places = program * row, (2 * program + 1) * row
+    return [large.read(start, BLOCK), small.read(start, BLOCK), *(partial.read(place, row) for place in places)]
+
+
+def programs_in_there() -> None:
+    values = normal(BLOCK)
+    expected, found = (_pieces_and_statistics(values, program) for program in (0, 2 * FAR // BLOCK))
+    for actual, wanted in zip(found, expected, strict=True):
+        assert wanted.any() and torch.equal(actual, wanted)
+
+
+def test_programs_beyond_31_bits(interpreted) -> None:
+    interpreted(programs_in_there)
