@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megasnn.comm.codec import Content
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
+from megasnn.models.description import Carried
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.transfers import Transfers, linked
 from megasnn.schedule import Action, Schedule, generate, plan_schedule
@@ -20,6 +22,7 @@ from tests.distributed.test_random_schedules import random_schedule
 from tests.parity.test_schedules import SCHEDULES
 
 CPU = torch.device("cpu")
+ONE = (Carried(0, None, Content.DENSE, "what every message brings"),)
 
 
 class _Link:
@@ -35,11 +38,11 @@ class _Link:
     def is_posted(self) -> bool:
         return self._posted is not None
 
-    def post(self, key: Hashable) -> None:
+    def post(self, key: Hashable, planned: None) -> None:
         assert self._posted is None
         self._posted = key, self.computed
 
-    def receive(self, key: Hashable, here: Callable[[], None]) -> torch.Tensor:
+    def receive(self, key: Hashable, here: Callable[[], None], planned: None) -> torch.Tensor:
         here()
         posted, self._posted = self._posted or (key, self.computed), None
         assert posted[0] == key
@@ -56,7 +59,7 @@ def _links(schedule: Schedule, rank: int, wholes: list[int] | None = None) -> di
     links = {peer: _Link() for peer in transfers._receivers}
     transfers._receivers = links  # type: ignore[assignment]
     # Every micro-batch has a size of its own, so that it can be told in a key.
-    transfers.begin(schedule, range(schedule.micro_batches), lambda action: 1)
+    transfers.begin(schedule, range(schedule.micro_batches), lambda action: ONE)
     for position, action in enumerate(schedule.actions[rank]):
         if action.kind in COMPUTE:
             transfers.announce(schedule.actions[rank], position)
@@ -131,7 +134,7 @@ def test_a_schedule_is_read_once_for_all_steps() -> None:
     transfers = Transfers(first.placement, state, WireOptions())  # type: ignore[arg-type]
     coming = []
     for schedule in (first, other, other, other, first):
-        transfers.begin(schedule, range(4), lambda action: 1)
+        transfers.begin(schedule, range(4), lambda action: ONE)
         coming.append({peer: [*actions] for peer, actions in transfers._coming.items()})
         transfers._coming[0].clear()  # as a step does
     assert coming == [coming[0]] * 5 and coming[0][0] and coming[0][2]
