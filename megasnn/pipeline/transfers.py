@@ -19,6 +19,7 @@ from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
 from megasnn.schedule.arrivals import known_arrivals
+from megasnn.schedule.needed import needed_by_senders
 
 
 class Transfers:
@@ -59,8 +60,9 @@ class Transfers:
                 self._receivers[low] = Receiver(up.ranks[low], up, wire, state.device)
         self._coming: dict[int, deque[Action]] = {}  # the receives of each link, in the order of the sends
         self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
-        self._schedule: Schedule | None = None  # the last one, of which `_arrivals` and `_sent` are
+        self._schedule: Schedule | None = None  # the last one, of which the next three are
         self._arrivals: Mapping[Action, int] = {}
+        self._needed: Mapping[Action, int] = {}
         self._sent: Mapping[int, list[Action]] = {}  # all receives of each link
         self._sizes: Sequence[int] = ()
         self._expected: Callable[[Action], Sequence[Carried]] = _nothing_yet
@@ -78,6 +80,7 @@ class Transfers:
         self._sizes, self._expected, self._early = sizes, expected, {}
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
+            self._needed = needed_by_senders(schedule, self._rank)
             self._sent = {peer: self._sent_by(schedule.actions[peer]) for peer in self._receivers}
         self._coming = {peer: deque(sent) for peer, sent in self._sent.items()}
 
@@ -125,7 +128,9 @@ class Transfers:
 
     def announce(self, actions: Sequence[Action], position: int) -> None:
         """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
-        meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come."""
+        meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come. And not what can be
+        sent only after that computation: whatever waits for the whole GPU in it (an allocator that frees memory, a
+        module that is loaded) would wait for ever."""
         for index in range(position + 1, len(actions)):
             action = actions[index]
             if action.kind in COMPUTE:
@@ -136,7 +141,7 @@ class Transfers:
                 peer = self._peer(action)
                 first = self._coming[peer][0]
                 expected = self._expected(first)
-                if not self._receivers[peer].is_posted and expected:
+                if not self._receivers[peer].is_posted and expected and self._needed[first] <= position:
                     forward = first.kind is Kind.RECV_FORWARD
                     self._receivers[peer].post(self._key(first, 0), self._planned(first, expected[0], forward))
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import megasnn
 from megasnn import Engine
 from megasnn.comm.codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
@@ -33,8 +32,8 @@ SMALL = {
 }
 LAYOUTS = {
     "bf16": (2, {"precision": "bf16"}),
-    "plain-neurons": (2, {"neuron_backend": "torch", "grad_wire_dtype": "bf16"}),
-    "frozen": (2, {"freeze": "*"}),
+    "plain-neurons": (2, {"neuron_backend": "torch", "pipeline_gradient_dtype": "bf16"}),
+    "frozen": (2, {}),  # the first layers
     "tensor": (4, {"tensor_model_parallel_size": 2}),
     "rows": (4, {"context_parallel_size": 2, "context_parallel_cut": "rows"}),
     "samples": (4, {"context_parallel_size": 2}),
@@ -60,3 +59,63 @@ def _headers(name: str, flags: dict[str, object]) -> int:
             engine.train_step(images, torch.arange(samples) % 5)
         engine.evaluate(images[:1], torch.zeros(1, dtype=torch.long))
     return len(sent)
+
+
+ALL = [(name, layout) for name in SMALL for layout in LAYOUTS if (name, layout) != ("sew_resnet-add", "rows")]
+SOME = [(name, "bf16") for name in SMALL] + [("spikformer", layout) for layout in list(LAYOUTS)[1:]]
+SOME += [("spike_driven", "plain-neurons"), ("qkformer", "rows"), ("vgg_dvs", "samples")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*SOME, *(pytest.param(*each, marks=pytest.mark.matrix) for each in ALL if each not in SOME)]
+)
+def test_no_rank_has_to_be_told(ranks, name: str, layout: str) -> None:
+    size, flags = LAYOUTS[layout]
+    if layout == "frozen":
+        layers = describe(SMALL[name]).layers
+        flags = {"freeze": ",".join(f"{each.name}.*" for each in layers[: len(layers) // 2 + 1])}
+    assert ranks(size, _headers, name, flags) == [0] * size
+
+
+class CutOff(nn.Module):
+    """Its second half has no history; what it gives is neither channels-last in memory nor contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.unit(x)
+        return (0.5 * y).transpose(3, 4).contiguous().transpose(3, 4), y.detach()
+
+
+class Joined(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] + both[1]
+
+
+def _carried(model: Model, stop: int) -> list[TensorDescriptor | None]:
+    described = describe(model)
+    boundaries = Boundaries(described, BuildContext())
+    return [boundaries.planned(each, 3) for each in described.carried(stop)]
+
+
+def test_what_is_planned_is_what_layers_give() -> None:
+    dense, cut_off = _carried(between(lambda: [layer("two", CutOff()), layer("one", Joined())]), 2)
+    assert dense == TensorDescriptor((2, 3, 4, 4, 4), (0, 1, 3, 4, 2), torch.float32, Content.DENSE, torch.float32, True)
+    assert cut_off is None, "the dry run does not show whether a layer that is trained is cut off"
+    with torch.no_grad():
+        (dense, _) = _carried(between(lambda: [layer("two", CutOff()), layer("one", Joined())]), 2)
+        assert dense is not None and not dense.learns
+
+
+def test_the_order_of_plain_modules_is_not_planned() -> None:
+    plain = lambda: [layer("plain", nn.Conv2d(4, 4, 1)), layer("own", ConvNormNeuron(4, 4))]  # noqa: E731
+    assert _carried(between(plain), 2) == [None]
+    (own,) = _carried(between(plain), 3)
+    assert own is not None and own.shape == (2, 3, 4, 4, 4)
+
+
+def test_what_has_no_dry_run_is_not_planned() -> None:
+    described = replace(describe(SMALL["vgg_dvs"]), dry_run=None)
+    assert Boundaries(described, BuildContext()).planned(Carried(0, None, Content.DENSE, ""), 3) is None
