@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def handed_on(y: Tensor) -> Tensor:
-    """What a layer made of MegaSNN's layers has given, with its channels last in memory; so is the gradient that it gets.
+    """What a layer made of MegaSNN's layers has given, with its channels last in memory, and so the gradient that it gets.
 
-    Both are as a rule, and then nothing is copied. A repeated value (stride 0) has no place in memory, and stays.
+    As a rule they are, and nothing is copied. A repeated value (stride 0) has no place in memory, and stays.
     """
     y = channels_last(y)
     if y.requires_grad and y.grad_fn is not None:

@@ -73,7 +73,9 @@ class Boundaries:
         rows = self._context.context
         if entry.ndim < 4:
             return entry
-        return entry.new_empty((*entry.shape[:3], len(own_rows(entry.shape[3], rows.size, rows.rank)), *entry.shape[4:]))
+        return entry.new_empty(
+            (*entry.shape[:3], len(own_rows(entry.shape[3], rows.size, rows.rank)), *entry.shape[4:])
+        )
 
 
 def _is_trained(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.kernels.codec import empty_values
+from megasnn.kernels.packed import bits_of
 from megasnn.pinned import without_waiting
 
 MAX_DIMS = 8
@@ -132,12 +133,17 @@ HEADER_LENGTH = 5 + 2 * MAX_DIMS
 TRAFFIC = {"forward": "pipeline", "backward": "backward"}  # under which names traffic is counted
 
 
-def message_of(flat: Tensor, descriptor: TensorDescriptor) -> Tensor:
-    """What is sent for a tensor's values in memory order.
+def message_of(tensor: Tensor, descriptor: TensorDescriptor) -> Tensor:
+    """What is sent for a tensor: its values in the order of the descriptor, packed as that says. Spikes that know their
+    bits in this order are not looked at.
 
     Raises ValueError for values that a packed message cannot hold; inside of a step they are noted, and what is sent
     then has the same size, and is of no use.
     """
+    bits = bits_of(tensor) if descriptor.content is Content.SPIKES else None
+    if bits is not None and tensor.permute(descriptor.order).is_contiguous():
+        return bits
+    flat = descriptor.flatten(tensor.detach())
     if descriptor.content is Content.DENSE:
         return flat.to(descriptor.sent_as)
     return encode(flat, descriptor.content, check=True)
@@ -202,13 +208,12 @@ class Sender:
                 "are to give the same: let the layer return one shape, type and memory order (`.contiguous()` makes it "
                 "one), and need a gradient always or never"
                 if planned is None
-                else f"a tensor between stages differs from the dry run of its layer, which changes "
+                else f"a tensor between stages is not what the dry run of its layer has shown; it changed "
                 f"{planned.differences(descriptor)}: let the layer give shapes and types that follow from those of its "
                 "inputs alone"
             )
         header = None if planned is not None or key in self._known else descriptor.to_header()
-        flat = descriptor.flatten(tensor.detach())
-        message = message_of(flat, descriptor)
+        message = message_of(tensor, descriptor)
         if header is not None:
             self._known[key] = descriptor
             self._start(header)

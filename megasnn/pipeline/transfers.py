@@ -68,9 +68,7 @@ class Transfers:
         self._expected: Callable[[Action], Sequence[Carried]] = _nothing_yet
         self._dense: set[str] = set()  # what did not fit its format
 
-    def begin(
-        self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], Sequence[Carried]]
-    ) -> None:
+    def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], Sequence[Carried]]) -> None:
         """Before a step.
 
         Args:
@@ -151,7 +149,10 @@ class Transfers:
         coming, receiver = self._coming[peer], self._receivers[peer]
         while action not in self._early:
             first = coming.popleft()
-            let_go, forward = partial(self._senders[peer].arrived, self._arrivals[first]), first.kind is Kind.RECV_FORWARD
+            let_go, forward = (
+                partial(self._senders[peer].arrived, self._arrivals[first]),
+                first.kind is Kind.RECV_FORWARD,
+            )
             self._early[first] = [
                 receiver.receive(self._key(first, index), let_go, self._planned(first, each, forward))
                 for index, each in enumerate(self._expected(first))

@@ -1,4 +1,4 @@
-"""What a boundary carries is known before it is there: models of MegaSNN's layers send no descriptors, on any layout."""
+"""What a boundary carries is known before it is there: models of MegaSNN's layers send no descriptors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megasnn import Engine
 from megasnn.comm.codec import Content
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.models.building import describe
 from megasnn.models.description import Carried
 from megasnn.models.layer import layer
@@ -102,7 +102,9 @@ def _carried(model: Model, stop: int) -> list[TensorDescriptor | None]:
 
 def test_what_is_planned_is_what_layers_give() -> None:
     dense, cut_off = _carried(between(lambda: [layer("two", CutOff()), layer("one", Joined())]), 2)
-    assert dense == TensorDescriptor((2, 3, 4, 4, 4), (0, 1, 3, 4, 2), torch.float32, Content.DENSE, torch.float32, True)
+    assert dense == TensorDescriptor(
+        (2, 3, 4, 4, 4), (0, 1, 3, 4, 2), torch.float32, Content.DENSE, torch.float32, True
+    )
     assert cut_off is None, "the dry run does not show whether a layer that is trained is cut off"
     with torch.no_grad():
         (dense, _) = _carried(between(lambda: [layer("two", CutOff()), layer("one", Joined())]), 2)

@@ -129,7 +129,9 @@ def _sent(schedule: Schedule, peer: int, rank: int) -> list[Action]:
 def _check(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         for peer, link in _links(schedule, rank).items():
-            assert link.order == [_key(each) for each in _sent(schedule, peer, rank)], "in the order of the sends, all of them"
+            assert link.order == [_key(each) for each in _sent(schedule, peer, rank)], (
+                "in the order of the sends, all of them"
+            )
             assert max(link.ahead, default=0) <= 1, "one computation ahead at most"
 
 
