@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def handed_on(y: Tensor) -> Tensor:
-    """What a layer made of MegaSNN's layers has given, with its channels last in memory, and so the gradient that it gets.
+    """What a layer made of MegaSNN's layers has given, with its channels last in memory; its gradient will be so, too.
 
     As a rule they are, and nothing is copied. A repeated value (stride 0) has no place in memory, and stays.
     """
