@@ -54,29 +54,30 @@ class Boundaries:
         except ValueError:  # as a norm of a single value, which has something else to say in a step
             return {}
         found: dict[Place, TensorDescriptor] = {}
-        may_learn, by_rows = {INPUT: False}, {INPUT: self._context.cut == "rows"}
+        may_learn, is_by_rows = {INPUT: False}, {INPUT: True}
         for number, (layer, output) in enumerate(ran):
             takes = self._model.inputs[number]
-            may_learn[number] = any(map(_is_trained, tensors_of(layer))) or any(may_learn[each] for each in takes)
+            may_learn[number] = any(each.requires_grad for each in tensors_of(layer)) or any(
+                may_learn[each] for each in takes
+            )
             joins = any(isinstance(each, WholeImages) for each in layer.modules())
-            by_rows[number] = not joins and all(by_rows[each] for each in takes)
+            is_by_rows[number] = not joins and all(is_by_rows[each] for each in takes)
             if hands_on_channels_last(layer):
                 for key, entry in entries_of(output).items():
-                    learns = entry.requires_grad
-                    if learns or not may_learn[number] or not entry.is_floating_point():
-                        own = channels_last(self._own_rows(entry) if by_rows[number] else entry).detach()
-                        found[number, key] = TensorDescriptor.of(own.requires_grad_(learns), Content.DENSE)
+                    own, learns = self._own(entry, is_by_rows[number]), entry.requires_grad
+                    is_clear = learns or not may_learn[number] or not entry.is_floating_point()
+                    if own is not None and is_clear:
+                        own = channels_last(own.detach()).requires_grad_(learns)
+                        found[number, key] = TensorDescriptor.of(own, Content.DENSE)
         return found
 
-    def _own_rows(self, entry: Tensor) -> Tensor:
-        """This rank's rows of whole images."""
-        rows = self._context.context
-        if entry.ndim < 4:
+    def _own(self, entry: Tensor, is_by_rows: bool) -> Tensor | None:
+        """What this rank has of a tensor, where ranks share out the rows of images, which the dry run sees whole; None
+        where that is not certain."""
+        rows, frames = self._context.context, 2 + len(self._model.input_shape[-3:])
+        if self._context.cut != "rows" or rows.size == 1 or entry.ndim < 4:
             return entry
-        return entry.new_empty(
-            (*entry.shape[:3], len(own_rows(entry.shape[3], rows.size, rows.rank)), *entry.shape[4:])
-        )
-
-
-def _is_trained(tensor: Tensor) -> bool:
-    return tensor.requires_grad
+        if not is_by_rows or entry.ndim != frames:
+            return None
+        height = len(own_rows(entry.shape[3], rows.size, rows.rank))
+        return entry.new_empty((*entry.shape[:3], height, *entry.shape[4:]))
