@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megasnn import Engine
 from megasnn.comm.codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.layers.handed_on import handed_on
 from megasnn.models.building import describe
 from megasnn.models.description import Carried
 from megasnn.models.layer import layer
@@ -121,3 +122,17 @@ def test_the_order_of_plain_modules_is_not_planned() -> None:
 def test_what_has_no_dry_run_is_not_planned() -> None:
     described = replace(describe(SMALL["vgg_dvs"]), dry_run=None)
     assert Boundaries(described, BuildContext()).planned(Carried(0, None, Content.DENSE, ""), 3) is None
+
+
+def test_layers_hand_on_tensors_and_get_gradients_with_their_channels_last() -> None:
+    x, seen = torch.rand(2, 3, 4, 5, 6, requires_grad=True), list[Tensor]()
+    y = 2 * x
+    y.register_hook(lambda gradient: seen.append(gradient))
+    given = handed_on(y)
+    assert torch.equal(given, y) and given.movedim(2, -1).is_contiguous() and not y.movedim(2, -1).is_contiguous()
+    assert handed_on(given) is given
+    z = given * 1
+    handed_on(z).backward(gradient := torch.rand(2, 3, 4, 5, 6))
+    assert torch.equal(seen[0], gradient) and seen[0].movedim(2, -1).is_contiguous()
+    repeated = torch.ones(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)
+    assert handed_on(repeated) is repeated, "takes no memory"
