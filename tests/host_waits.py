@@ -1,7 +1,7 @@
 """What would make the host wait for a GPU: found on the CPU, by watching what is done with tensors.
 
-`python -m tests.host_waits` prints what waits in a step of both models, on one rank and in a pipeline of two, and when
-a log line is written.
+`python -m tests.host_waits` prints what waits in steps and evaluations of both models, on one rank and in a pipeline of
+two, and when a log line is written.
 
 The compiled loops of the CPU and the sockets of its ranks are put aside, so that the operations are those of a device.
 Tensors that a GPU's step keeps on the host, as the numbers of steps that torch's optimizers count, are named by `host`.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -131,10 +131,21 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
         yield found
 
 
-def waits_of_a_step(model: str, flags: str = "") -> tuple[list[str], list[str]]:
-    """Of the second step of a model, on this rank, and of what is measured for its log line.
+class Waits(NamedTuple):
+    """What waits on this rank in the first step of a model and in the second one, in a step of another number of
+    samples and in an evaluation of that, and where a log line is measured."""
 
-    In the first step, hosts tell each other what boundaries carry.
+    first: list[str]
+    second: list[str]
+    smaller: list[str]
+    evaluation: list[str]
+    log: list[str]
+
+
+def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
+    """
+    Args:
+        fewer: samples of the step that has not as many as the others.
     """
     given = f"{MODEL_FLAGS[model]} {TRAINING_FLAGS} --neuron-backend torch {flags}".split()
     config = parse(run_config(MODELS[model]), given)
@@ -148,19 +159,25 @@ def waits_of_a_step(model: str, flags: str = "") -> tuple[list[str], list[str]]:
         images = torch.rand(size, *config.model.input_shape, generator=random)
         labels = torch.arange(size) % config.model.num_classes
         first, second = (engine.batches.share(images, labels, size, start) for start in (0, size))
-        engine.train_on(first)
+        smaller = engine.batches.share(images[:fewer], labels[:fewer], fewer, 2 * size)
+        evaluated = engine.batches.share(images[:fewer], labels[:fewer], fewer, 0, evaluates=True)
 
         def host() -> set[int]:
             states = engine.steps.optimizer.state.values()
             return {state["step"].untyped_storage().data_ptr() for state in states if "step" in state}
 
-        watch.spikes.enabled = watch.rasters.enabled = True
-        with host_waits(host) as in_step:
-            result = engine.train_on(second)
-        assert math.isfinite(result.loss) and not result.skipped
+        found = []
+        for batch in (first, second, smaller):
+            watch.spikes.enabled = watch.rasters.enabled = batch is not first
+            with host_waits(host) as in_step:
+                result = engine.train_on(batch)
+            assert math.isfinite(result.loss) and not result.skipped
+            found.append(in_step)
+        with host_waits() as in_evaluation:
+            engine.evaluate_on([evaluated])
         with host_waits() as in_log:
-            watch.since_last(2)
-    return in_step, in_log
+            watch.since_last(3)
+    return Waits(*found, in_evaluation, in_log)
 
 
 def main() -> None:
@@ -170,9 +187,9 @@ def main() -> None:
     for model in MODEL_FLAGS:
         for ranks in (1, 2):
             flags = "" if ranks == 1 else "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b"
-            for rank, found in enumerate(pool.run(ranks, waits_of_a_step, model, flags)):
-                for title, lines in zip(("a step", "its log line"), found, strict=True):
-                    print(f"{model}, rank {rank} of {ranks}, {title} of 4 micro-batches: {len(lines)} waits")
+            for rank, found in enumerate(pool.run(ranks, waits_of_steps, model, flags)):
+                for title, lines in zip(Waits._fields, found, strict=True):
+                    print(f"{model}, rank {rank} of {ranks}, {title}, 4 micro-batches: {len(lines)} waits")
                     for line, count in sorted(Counter(lines).items()):
                         print(f"  {count:3d}  {line}")
     pool.close()

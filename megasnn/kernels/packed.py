@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+
+def wants_bits(x: Tensor) -> bool:
+    """Whether what fires on an input `[T, N, C, ...]` is to give its spikes as bits as well: they cost next to nothing
+    while the spikes are at hand, a backward needs them, and layers take them of tensors with their channels last."""
+    return torch.is_grad_enabled() and x.ndim > 2 and x[0].movedim(1, -1).is_contiguous()
 
 
 def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.kernels.codec import pack_bits
+from megasnn.kernels.layout import memory_order
 from megasnn.kernels.norm_neuron import Norm, Unit, channels_last
+from megasnn.kernels.packed import remember_bits, wants_bits
 from megasnn.kernels.recompute import recomputed
 from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec
 
@@ -64,8 +66,9 @@ def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor 
     """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
     if x.dtype in REDUCED:
         spikes, v = recomputed(partial(_neuron_multi_step, spec=spec), x, v0, w)
-        return spikes, v
-    return _neuron_multi_step(x, v0, w, spec)
+    else:
+        spikes, v = _neuron_multi_step(x, v0, w, spec)
+    return remember_bits(spikes, pack_bits(spikes) if wants_bits(spikes) else None), v
 
 
 def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
@@ -76,7 +79,8 @@ def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: Neu
 
 
 def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
-    """Spikes and the last potential; q: what the charge multiplies by where it is learned."""
+    """Spikes, in the memory order of the inputs, and the last potential; q: what the charge multiplies by where it is
+    learned."""
     v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
     charge = NEURONS[spec.kind].charge
     fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
@@ -86,7 +90,9 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
         spike = fire(h - spec.v_threshold)
         v = reset(h, spike, spec)
         spikes.append(spike)
-    return torch.stack(spikes), v
+    order = memory_order(inputs[0])
+    stacked = torch.stack([each.permute(order) for each in spikes])
+    return stacked.permute([0, *(1 + order.index(dim) for dim in range(len(order)))]), v
 
 
 def batch_norm(

@@ -20,6 +20,7 @@ from megasnn.comm.collectives import (
     sum_and_scatter_columns,
 )
 from megasnn.comm.group import Group
+from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import MatrixProducts
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, count_call, joined
@@ -92,7 +93,8 @@ class ParallelLinear(nn.Module):
         if self.plan.whole and self.plan.style == "row":
             x = own_channels(x, self.plan.group)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
-        y = _Multiply.apply(x.to(self.compute_dtype), weight, *owed, self.plan)
+        bits = bits_of(x) if self.plan.content is Content.SPIKES and x.is_contiguous() else None
+        y = _Multiply.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         return gather_alike(y, self.plan.group) if self.gather_output else y
@@ -147,15 +149,24 @@ class _Plan:
 
 
 class _Multiply(torch.autograd.Function):
-    """Keeps the packed input for the gradient of the weight, which backward leaves as a task."""
+    """Keeps the packed input for the gradient of the weight, which backward leaves as a task. `bits`: the input, where
+    it is packed already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, anchor: Tensor | None, leave: Leave | None, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bits: Tensor | None,
+        weight: Tensor,
+        anchor: Tensor | None,
+        leave: Leave | None,
+        plan: _Plan,
+    ) -> Tensor:
         rows = x.flatten(0, -2)
         if plan.style == "column" and not plan.whole:
-            full, payloads = gather_columns(rows, plan.group, plan.content)
+            full, payloads = gather_columns(rows, plan.group, plan.content, bits=bits)
         else:
-            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True)]
+            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
 
         def sums() -> Tensor:
             return all_reduce_sum(plan.products.output(full, weight), plan.group, "forward")
@@ -166,7 +177,7 @@ class _Multiply(torch.autograd.Function):
         return y.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         weight, *payloads = ctx.saved_tensors
         plan: _Plan = ctx.plan
         rows = grad.flatten(0, -2)
@@ -180,7 +191,7 @@ class _Multiply(torch.autograd.Function):
             finish = sum_and_scatter_columns(product, plan.group, "backward") if scatter else lambda: product
         if ctx.leave is not None:
             ctx.leave(partial(_add_weight_gradient, plan, payloads, ctx.row_shape, rows))
-        return None if finish is None else finish().unflatten(0, grad.shape[:-1]), None, None, None, None
+        return None if finish is None else finish().unflatten(0, grad.shape[:-1]), None, None, None, None, None
 
 
 def _add_weight_gradient(

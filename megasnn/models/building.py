@@ -20,6 +20,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import of_signals
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
+from megasnn.layers.need_of_gradient import showing_need_of_gradient
 from megasnn.layers.own_values import tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import one_height, refuse_unshareable
@@ -68,9 +69,9 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
         LayerDescription(each.name, each.unit, _described(each, y), each.takes or ())
         for each, y in zip(layers, outputs, strict=True)
     ]
-    build = partial(_build, model, neuron)
+    build, run = partial(_build, model, neuron), partial(_built_and_run, model, neuron)
     ties = tuple(_ties(named))
-    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes, ties)
+    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes, ties, run)
 
 
 def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
@@ -93,12 +94,12 @@ def _sources(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
     return taken
 
 
-def _require_logits(model: ModelConfig, name: str, output: Bundle) -> None:
+def _require_logits(model: ModelConfig, name: str, output: Bundle, samples: int = DRY_SAMPLES) -> None:
     """Raises ValueError for a last layer that gives something else."""
-    wanted, logits = [model.time_steps, DRY_SAMPLES, model.num_classes], logits_of(output)
+    wanted, logits = [model.time_steps, samples, model.num_classes], logits_of(output)
     if list(logits.shape) != wanted:
         raise ValueError(
-            f"{name}: the last layer gives {list(logits.shape)} for {DRY_SAMPLES} samples, where logits are {wanted}: "
+            f"{name}: the last layer gives {list(logits.shape)} for {samples} samples, where logits are {wanted}: "
             "--time-steps, samples, --num-classes"
         )
 
@@ -213,13 +214,25 @@ def _refuse_unshareable(each: Layer, context: BuildContext) -> None:
 
 def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
     """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
+    return [module for module, _ in _built_and_run(model, neuron, context, DRY_SAMPLES, learns=False)]
+
+
+def _built_and_run(
+    model: ModelConfig, neuron: NeuronSpec, context: BuildContext, samples: int, learns: bool = True
+) -> Sequence[tuple[nn.Module, Bundle]]:
+    """All layers for a rank, and what each of them gives in a dry run of so many samples.
+
+    Args:
+        samples, learns: see dry_run.
+    """
     layers = built(model, context, neuron)
     named = [(each.name, each.module) for each in layers]
-    cut = context.tensor.size > 1
-    outputs = dry_run(named, _sources(layers), model.input_shape, context.compute_dtype, cut, model.time_steps)
-    _require_logits(model, layers[-1].name, outputs[-1])
     freeze(named, context.is_frozen)
-    return [each.module for each in layers]
+    cut, taken = context.tensor.size > 1, _sources(layers)
+    flags = context.compute_dtype, cut, model.time_steps, samples, learns
+    outputs = dry_run(named, taken, model.input_shape, *flags)
+    _require_logits(model, layers[-1].name, outputs[-1], samples)
+    return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
 
 
 def dry_run(
@@ -229,6 +242,8 @@ def dry_run(
     dtype: torch.dtype = torch.float32,
     cut: bool = False,
     time_steps: int = 1,
+    samples: int = DRY_SAMPLES,
+    learns: bool = False,
 ) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
 
@@ -236,22 +251,24 @@ def dry_run(
         taken: for each layer, the numbers of the layers whose outputs it takes.
         cut: whether channels are shared out over tensor parallel ranks.
         time_steps: of the model.
+        samples: how many there are.
+        learns: whether the outputs show what needs a gradient.
     Raises:
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
     uses = Counter(chain.from_iterable(taken))
-    frames = say_input(frames_of(torch.empty((DRY_SAMPLES, *input_shape), dtype=dtype, device="meta"), input_shape))
+    frames = say_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
     outputs: list[Bundle] = []
     signals = time_steps if len(input_shape) == 2 else None
-    with torch.no_grad(), Holding(cut), of_signals(signals):
+    with showing_need_of_gradient() if learns else torch.no_grad(), Holding(cut), of_signals(signals):
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
             shared = [x for number, x in zip(numbers, inputs, strict=True) if uses[number] > 1]
             before = _versions(shared)
             try:
                 with one_height(layer):
-                    output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
+                    output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
                 entries_of(output)
                 if _versions(shared) != before:
                     raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")

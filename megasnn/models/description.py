@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from megasnn.bundle import Key
+from megasnn.bundle import Bundle, Key
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
 
@@ -86,6 +86,8 @@ class ModelDescription:
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.
         ties: copies of tensors, in the order of the layers that have them.
+        dry_run: gives a rank's layers, built anew, and what each of them gives for a micro-batch of so many samples,
+            all without values; None where that is not known before it is computed.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -94,6 +96,7 @@ class ModelDescription:
     input_shape: tuple[int, ...]
     num_classes: int
     ties: tuple[Tie, ...] = ()
+    dry_run: Callable[[BuildContext, int], Sequence[tuple[nn.Module, Bundle]]] | None = None
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""

@@ -18,11 +18,12 @@ from megasnn.comm.group import alone
 from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
+from megasnn.layers.handed_on import handed_on
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.only_graph import only_graph
 from megasnn.layers.rows import own_rows_of
 from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.layers.whole import apply_layer
+from megasnn.layers.whole import apply_layer, hands_on_channels_last
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
@@ -31,6 +32,7 @@ from megasnn.models.description import (
     ModelDescription,
     frames_of,
 )
+from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.sharded_tensors import ShardedTensor, copied_tensors, materialise, sharded_tensors
@@ -70,6 +72,7 @@ class PipelineChunk(nn.Module):
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
         receives, hands_on: the tensors at its beginning and at its end, in their order.
+        boundaries: what tensors between stages are like.
         graphs: as which layers run in training; None without.
     """
 
@@ -95,6 +98,7 @@ class PipelineChunk(nn.Module):
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._context = model.input_shape, context
+        self.boundaries = Boundaries(model, context)
         self.graphs: ChunkGraphs | None = None
         taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
         self._sharing = {each.description.name for each in self._steps if any(taken[n] > 1 for n in each.takes)}
@@ -138,6 +142,7 @@ class PipelineChunk(nn.Module):
                 else:
                     y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             self._require_described(step.description, y, samples)
+            y = map_entries(handed_on, y) if hands_on_channels_last(layer) else y
             if is_traced():
                 self._name_backward(name, inputs, y)
             outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)

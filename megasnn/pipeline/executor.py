@@ -13,6 +13,7 @@ from torch import Tensor
 from megasnn.again import first_forward, second_forward
 from megasnn.bundle import map_entries
 from megasnn.device_checks import at
+from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.host_memory import HostMemory
@@ -83,7 +84,8 @@ class PipelineExecutor:
         self._current: Action | None = None
         self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
         self.host_memory = HostMemory(state.device)
-        self._transfers = Transfers(self._placement, state, wires, wholes)
+        boundaries = next((chunk.boundaries for chunk in chunks.values()), None)
+        self._transfers = Transfers(self._placement, state, wires, wholes, boundaries)
         methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._whole_backward,
@@ -318,7 +320,8 @@ class PipelineExecutor:
         self._transfers.send(action, run.outputs.pop(_key(action)), self._chunks[action.chunk].hands_on)
 
     def _send_backward(self, run: StepState, action: Action) -> None:
-        self._transfers.send(action, run.gradients.pop((action.chunk - 1, _key(action)[1])))
+        key, receives = (action.chunk - 1, _key(action)[1]), self._chunks[action.chunk].receives
+        self._transfers.send(action, run.gradients.pop(key), [receives[index] for index in run.learning.pop(key)])
 
     def _receive_forward(self, run: StepState, action: Action) -> None:
         run.inputs[_key(action)] = self._transfers.receive(action)
@@ -326,11 +329,12 @@ class PipelineExecutor:
     def _receive_backward(self, run: StepState, action: Action) -> None:
         run.gradients[_key(action)] = self._transfers.receive(action)
 
-    def _expected(self, run: StepState, receive: Action) -> int:
+    def _expected(self, run: StepState, receive: Action) -> Sequence[Carried]:
         """The tensors that a receive brings: gradients of what was handed on, once it was."""
+        chunk = self._chunks[receive.chunk]
         if receive.kind is Kind.RECV_FORWARD:
-            return len(self._chunks[receive.chunk].receives)
-        return run.learning.get(_key(receive), 0)
+            return chunk.receives
+        return [chunk.hands_on[index] for index in run.learning.get(_key(receive), ())]
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -11,8 +11,7 @@ from torch import Tensor
 from megasnn.again import Findings
 from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
-from megasnn.kernels.layout import is_dense
-from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.kernels.packed import remember_bits
 from megasnn.models.description import Carried
 from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.p2p import TensorDescriptor, message_of
@@ -56,10 +55,8 @@ class KeptInput:
 
 def _packed(tensor: Tensor, name: str, content: Content) -> tuple[TensorDescriptor, Tensor]:
     descriptor = TensorDescriptor.of(tensor, content)
-    bits = bits_of(tensor) if content is Content.SPIKES and is_dense(tensor) else None
-    if bits is None:
-        with explained(partial("{}: {}".format, name), boundary=name):
-            bits = message_of(descriptor.flatten(tensor.detach()), descriptor)
+    with explained(partial("{}: {}".format, name), boundary=name):
+        bits = message_of(tensor, descriptor)
     _with_bits(tensor, bits, descriptor)
     return descriptor, bits
 

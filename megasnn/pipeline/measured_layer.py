@@ -207,7 +207,7 @@ def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescriptio
         for _ in range(ROUNDS):
             # Whether values fit is a question of training: here they are made up.
             with clock("pack"), DeviceChecks(y.device).collecting():
-                message = message_of(descriptor.flatten(y.detach()), descriptor)
+                message = message_of(y, descriptor)
             with clock("unpack"):
                 descriptor.restore(message)
         width = (wires.gradient_dtype or y.dtype).itemsize if y.requires_grad else 0

@@ -1,9 +1,11 @@
 """Tensors from one pipeline rank to another: any shape, packed where their content allows it.
 
-The receiver learns a tensor's shape, memory order, type and format from a descriptor that travels before the first
-tensor of its kind, from host to host: no device is asked for it. Boundaries differ only by the number of samples, which
-both ends know, so that later tensors of the same key need no descriptor. The memory order is restored as it was: a
-convolution may sum in another order on another memory format, and the pipeline must not change a bit.
+Both ends know a tensor's shape, memory order, type and format from the plan (megasnn/pipeline/boundaries.py), so that
+every receive can be posted, and no host waits for another one. Only what plain modules give has an order that is not
+known before it is computed: there, a descriptor travels before the first tensor of its kind, from host to host, and no
+device is asked for it. Boundaries differ only by the number of samples, which both ends know, so that later tensors of
+the same key need none. The memory order is restored as it was: a convolution may sum in another order on another memory
+format, and the pipeline must not change a bit.
 
 A message has the size that was planned, whatever the values: a packed one that cannot hold them is noted by its sender
 (megasnn/device_checks.py), and whoever reads that with the loss does the step again. No host looks at what travels.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from megasnn.comm.codec import Content, decode_into, encode, encoded_like
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 from megasnn.kernels.codec import empty_values
+from megasnn.kernels.packed import bits_of
 from megasnn.pinned import without_waiting
 
 MAX_DIMS = 8
@@ -130,12 +133,17 @@ HEADER_LENGTH = 5 + 2 * MAX_DIMS
 TRAFFIC = {"forward": "pipeline", "backward": "backward"}  # under which names traffic is counted
 
 
-def message_of(flat: Tensor, descriptor: TensorDescriptor) -> Tensor:
-    """What is sent for a tensor's values in memory order.
+def message_of(tensor: Tensor, descriptor: TensorDescriptor) -> Tensor:
+    """What is sent for a tensor: its values in the order of the descriptor, packed as that says. Spikes that know their
+    bits in this order are not looked at.
 
     Raises ValueError for values that a packed message cannot hold; inside of a step they are noted, and what is sent
     then has the same size, and is of no use.
     """
+    bits = bits_of(tensor) if descriptor.content is Content.SPIKES else None
+    if bits is not None and tensor.permute(descriptor.order).is_contiguous():
+        return bits
+    flat = descriptor.flatten(tensor.detach())
     if descriptor.content is Content.DENSE:
         return flat.to(descriptor.sent_as)
     return encode(flat, descriptor.content, check=True)
@@ -171,27 +179,41 @@ class Sender:
         """Before the tensors of each transfer of a step."""
         self._transfers += 1
 
-    def send(self, key: Hashable, tensor: Tensor, content: Content, direction: str) -> None:
+    def send(
+        self,
+        key: Hashable,
+        tensor: Tensor,
+        content: Content,
+        direction: str,
+        planned: TensorDescriptor | None = None,
+    ) -> None:
         """Starts sending.
 
         Args:
             direction: "forward", or of a gradient "backward".
+            planned: as the receiver expects it, in the memory order that it travels in; None: it is told.
         Raises:
-            ValueError: before anything is sent, for a tensor that changed its shape, order or type under its key, one
-                that a descriptor cannot describe, and outside of a step, one whose values do not fit.
+            ValueError: before anything is sent, for a tensor that is not as it was planned, or changed its shape, order
+                or type under its key, one that a descriptor cannot describe, and outside of a step, one whose values do
+                not fit.
         """
         sent_as = self._options.gradient_dtype if direction == "backward" else None
         descriptor = TensorDescriptor.of(tensor, content, sent_as)
-        known = self._known.get(key, descriptor)
+        if planned is not None:
+            descriptor = replace(descriptor, order=planned.order)
+        known = planned or self._known.get(key, descriptor)
         if known != descriptor:
             raise ValueError(
                 f"a tensor between stages changed {known.differences(descriptor)}; micro-batches of as many samples "
                 "are to give the same: let the layer return one shape, type and memory order (`.contiguous()` makes it "
                 "one), and need a gradient always or never"
+                if planned is None
+                else f"a tensor between stages is not what the dry run of its layer has shown; it changed "
+                f"{planned.differences(descriptor)}: let the layer give shapes and types that follow from those of its "
+                "inputs alone"
             )
-        header = None if key in self._known else descriptor.to_header()
-        flat = descriptor.flatten(tensor.detach())
-        message = message_of(flat, descriptor)
+        header = None if planned is not None or key in self._known else descriptor.to_header()
+        message = message_of(tensor, descriptor)
         if header is not None:
             self._known[key] = descriptor
             self._start(header)
@@ -236,31 +258,40 @@ class Receiver:
         """Whether a tensor is announced that was not received."""
         return self._posted is not None
 
-    def post(self, key: Hashable) -> None:
-        """Does nothing for the first tensor of its kind: its size is known when its descriptor is there."""
+    def post(self, key: Hashable, planned: TensorDescriptor | None = None) -> None:
+        """Does nothing for the first tensor of a kind that is not planned: its size is known when its descriptor is
+        there.
+
+        Args:
+            planned: see Sender.send.
+        """
         assert self._posted is None, f"{key} is posted before the tensor announced last was received"
-        if key in self._known:
-            buffer = self._known[key].buffer(self._wire, self._pins)
+        expected = planned or self._known.get(key)
+        if expected is not None:
+            buffer = expected.buffer(self._wire, self._pins)
             self._posted = key, self._start(buffer), buffer
 
-    def receive(self, key: Hashable, here: Callable[[], None] = lambda: None) -> Tensor:
+    def receive(
+        self, key: Hashable, here: Callable[[], None] = lambda: None, planned: TensorDescriptor | None = None
+    ) -> Tensor:
         """Waits for the tensor. Of a kind that is known, it is posted now where it was not before.
 
         Args:
+            planned: see Sender.send.
             here: called when the message has come, before there is a tensor of it: what may go now goes before that
                 takes memory.
         """
-        if key not in self._known:
+        if planned is None and key not in self._known:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
             self._start(header).wait()
             self._known[key] = TensorDescriptor.from_header(header)
         if self._posted is None:
-            self.post(key)
+            self.post(key, planned)
         assert self._posted is not None and self._posted[0] == key, f"receive {key} while {self._posted} is announced"
         (_, work, buffer), self._posted = self._posted, None
         work.wait()
         here()
-        return self._known[key].restore(without_waiting(buffer, self._device))
+        return (planned or self._known[key]).restore(without_waiting(buffer, self._device))
 
     def _start(self, buffer: Tensor) -> dist.Work:
         work = dist.irecv(buffer, self._peer, group=self._group.handle)

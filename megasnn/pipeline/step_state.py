@@ -48,7 +48,7 @@ class StepState:
         micro_batches: images and labels. anchor: makes a chunk's input part of a graph.
         repeated: the forwards that are computed again. kept: what these are computed from.
         inputs: of chunks whose forward is to come. outputs: what is to be sent to the next chunk.
-        learning: how many of the tensors that a chunk hands on require a gradient.
+        learning: which of the tensors that a chunk hands on require a gradient, by their places.
         backwards: of chunks whose forward is done; None where there is nothing to learn.
         gradients: of those tensors of a chunk's output, for its backward.
         awaited: of the inputs that require a gradient, without values, until that is there.
@@ -60,7 +60,7 @@ class StepState:
     anchor: Tensor
     repeated: frozenset[Key] = frozenset()
     kept: dict[Key, KeptInput] = field(default_factory=dict)
-    learning: dict[Key, int] = field(default_factory=dict)
+    learning: dict[Key, list[int]] = field(default_factory=dict)
     inputs: dict[Key, list[Tensor]] = field(default_factory=dict)
     outputs: dict[Key, list[Tensor]] = field(default_factory=dict)
     backwards: dict[Key, Callable[[], None] | None] = field(default_factory=dict)
@@ -84,6 +84,7 @@ class StepState:
         chunk, micro_batch = key
         xs = self.inputs.pop(key)
         learning = [index for index, x in enumerate(xs) if x.requires_grad]
+        self.learning[chunk - 1, micro_batch] = learning
         if not torch.is_grad_enabled() or not learning:
             self.gradients[chunk - 1, micro_batch] = ()
             return xs
@@ -100,7 +101,7 @@ class StepState:
     def await_gradients(self, key: Key, y: Sequence[Tensor]) -> None:
         """Backward starts from the edges of the graph; the values are needed by the next chunk only."""
         learning = [each for each in y if each.requires_grad]
-        self.learning[key] = len(learning)
+        self.learning[key] = [index for index, each in enumerate(y) if each.requires_grad]
         self.backwards[key] = backward_of(learning, partial(self.gradients.pop, key)) if learning else None
 
     def backward(self, key: Key) -> None:

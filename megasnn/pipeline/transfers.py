@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,10 +14,12 @@ from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
 from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
+from megasnn.pipeline.boundaries import Boundaries
+from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
 from megasnn.schedule.arrivals import known_arrivals
+from megasnn.schedule.needed import needed_by_senders
 
 
 class Transfers:
@@ -29,6 +32,7 @@ class Transfers:
     Args:
         placement: the pipeline rank of every chunk.
         wholes: of every chunk, the number of the one that it is a unit of; None where each is one by itself.
+        boundaries: what is known of the tensors before they are there; None: nothing.
     """
 
     def __init__(
@@ -37,7 +41,9 @@ class Transfers:
         state: ParallelState,
         options: WireOptions,
         wholes: Sequence[int] | None = None,
+        boundaries: Boundaries | None = None,
     ) -> None:
+        self._boundaries, self._gradient_dtype = boundaries, options.gradient_dtype
         self._wholes = range(len(placement)) if wholes is None else wholes
         self._placement, self._rank = placement, state.pipeline.rank
         self._senders: dict[int, Sender] = {}  # by the peer's pipeline rank
@@ -54,23 +60,25 @@ class Transfers:
                 self._receivers[low] = Receiver(up.ranks[low], up, wire, state.device)
         self._coming: dict[int, deque[Action]] = {}  # the receives of each link, in the order of the sends
         self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
-        self._schedule: Schedule | None = None  # the last one, of which `_arrivals` and `_sent` are
+        self._schedule: Schedule | None = None  # the last one, of which the next three are
         self._arrivals: Mapping[Action, int] = {}
+        self._needed: Mapping[Action, int] = {}
         self._sent: Mapping[int, list[Action]] = {}  # all receives of each link
         self._sizes: Sequence[int] = ()
-        self._expected: Callable[[Action], int] = _nothing_yet
+        self._expected: Callable[[Action], Sequence[Carried]] = _nothing_yet
         self._dense: set[str] = set()  # what did not fit its format
 
-    def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], int]) -> None:
+    def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], Sequence[Carried]]) -> None:
         """Before a step.
 
         Args:
             sizes: samples of each micro-batch.
-            expected: how many tensors a receive brings; 0 as long as that is not known.
+            expected: what a receive brings, or the gradients of what; nothing as long as that is not known.
         """
         self._sizes, self._expected, self._early = sizes, expected, {}
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
+            self._needed = needed_by_senders(schedule, self._rank)
             self._sent = {peer: self._sent_by(schedule.actions[peer]) for peer in self._receivers}
         self._coming = {peer: deque(sent) for peer, sent in self._sent.items()}
 
@@ -79,20 +87,34 @@ class Transfers:
         sent = (action.peer for action in actions if action.kind in SENDS)
         return [receive for receive in sent if self._placement[receive.chunk] == self._rank]
 
-    def send(self, action: Action, tensors: Sequence[Tensor], carried: Sequence[Carried] = ()) -> None:
+    def send(self, action: Action, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
         """Does not wait for the peer. Raises ValueError as `Sender.send` does, or notes it, and names the tensor.
 
         Args:
-            carried: what the tensors of a forward are; gradients are dense.
+            carried: what the tensors are, or what they are the gradients of, which are dense.
         """
         sender = self._senders[self._peer(action)]
         sender.begin()
-        direction = "forward" if action.kind is Kind.SEND_FORWARD else "backward"
-        for index, tensor in enumerate(tensors):
-            name = carried[index].name if carried else f"gradient {index}"
-            content = self.content_of(carried[index]) if carried else Content.DENSE
+        forward = action.kind is Kind.SEND_FORWARD
+        direction = "forward" if forward else "backward"
+        for index, (tensor, each) in enumerate(zip(tensors, carried, strict=True)):
+            name = each.name if forward else f"gradient of {each.name}"
+            content = self.content_of(each) if forward else Content.DENSE
+            key, planned = self._key(action, index), self._planned(action, each, forward)
             with explained(partial("{1}: {0}".format, name), boundary=name):
-                sender.send(self._key(action, index), tensor, content, direction)
+                sender.send(key, tensor, content, direction, planned)
+
+    def _planned(self, action: Action, carried: Carried, forward: bool) -> TensorDescriptor | None:
+        """What is known of a tensor, or of its gradient, before it is there, in the format in which it travels."""
+        assert action.micro_batch is not None
+        if self._boundaries is None:
+            return None
+        planned = self._boundaries.planned(carried, self._sizes[action.micro_batch])
+        if planned is None:
+            return None
+        if forward:
+            return replace(planned, content=self.content_of(carried))
+        return replace(planned, sent_as=self._gradient_dtype or planned.dtype, learns=False)
 
     def content_of(self, carried: Carried) -> Content:
         """The format of a tensor at a boundary."""
@@ -104,7 +126,9 @@ class Transfers:
 
     def announce(self, actions: Sequence[Action], position: int) -> None:
         """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
-        meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come."""
+        meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come. And not what can be
+        sent only after that computation: whatever waits for the whole GPU in it (an allocator that frees memory, a
+        module that is loaded) would wait for ever."""
         for index in range(position + 1, len(actions)):
             action = actions[index]
             if action.kind in COMPUTE:
@@ -114,8 +138,10 @@ class Transfers:
             if action.kind.is_receive and action not in self._early:
                 peer = self._peer(action)
                 first = self._coming[peer][0]
-                if not self._receivers[peer].is_posted and self._expected(first):
-                    self._receivers[peer].post(self._key(first, 0))
+                expected = self._expected(first)
+                if not self._receivers[peer].is_posted and expected and self._needed[first] <= position:
+                    forward = first.kind is Kind.RECV_FORWARD
+                    self._receivers[peer].post(self._key(first, 0), self._planned(first, expected[0], forward))
 
     def receive(self, action: Action) -> list[Tensor]:
         """Waits for the tensors, and for those that their sender sends before them."""
@@ -123,9 +149,14 @@ class Transfers:
         coming, receiver = self._coming[peer], self._receivers[peer]
         while action not in self._early:
             first = coming.popleft()
-            keys = [self._key(first, index) for index in range(self._expected(first))]
-            let_go = partial(self._senders[peer].arrived, self._arrivals[first])
-            self._early[first] = [receiver.receive(key, let_go) for key in keys]
+            let_go, forward = (
+                partial(self._senders[peer].arrived, self._arrivals[first]),
+                first.kind is Kind.RECV_FORWARD,
+            )
+            self._early[first] = [
+                receiver.receive(self._key(first, index), let_go, self._planned(first, each, forward))
+                for index, each in enumerate(self._expected(first))
+            ]
             let_go()
         return self._early.pop(action)
 
@@ -154,8 +185,8 @@ class Transfers:
         return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled(), len(self._dense)
 
 
-def _nothing_yet(receive: Action) -> int:
-    return 0
+def _nothing_yet(receive: Action) -> Sequence[Carried]:
+    return ()
 
 
 def linked(placement: Sequence[int]) -> list[tuple[int, int]]:

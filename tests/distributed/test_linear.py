@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group
+from megasnn.kernels import codec
+from megasnn.kernels.packed import remember_bits
 from megasnn.layers import ParallelLinear
 from tests.distributed.whole import assemble, build, context, everybody, mine, nothing, parts, random, spikes
 
@@ -90,3 +92,21 @@ def test_refusals(arguments, message) -> None:
         ParallelLinear(*sizes, context(Group("tensor", (0, 1, 2, 3), 1)), initialise=nothing, **options)
     # A row layer's outputs are whole on every rank: any number of classes will do.
     ParallelLinear(8, 5, context(Group("tensor", (0, 1, 2, 3), 1)), initialise=nothing)
+
+
+def test_spikes_that_know_their_bits_are_not_packed_again(monkeypatch) -> None:
+    layer = ParallelLinear(INPUTS, OUTPUTS, content=Content.SPIKES, initialise=nothing)
+    build({"layer": layer}, {"layer.weight": WEIGHTS["second.weight"][:, :INPUTS], "layer.bias": random(OUTPUTS)})
+    x = spikes(T, N, INPUTS)
+
+    def gradient_of(x: torch.Tensor) -> torch.Tensor:
+        layer.weight.grad = None
+        layer(x).sum().backward()
+        return layer.weight.grad
+
+    expected, packed = gradient_of(x), codec.pack_bits(x)
+    monkeypatch.setattr(codec, "pack_bits", None)
+    assert torch.equal(gradient_of(remember_bits(x, packed)), expected)
+    turned = remember_bits(x.transpose(0, 1).contiguous().transpose(0, 1), packed)  # bits of another order
+    with pytest.raises(TypeError):
+        layer(turned)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch._lazy.ts_backend
@@ -11,6 +13,8 @@ from torch import Tensor
 from megasnn.comm.codec import Content
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
+from megasnn.kernels import codec
+from megasnn.kernels.packed import remember_bits
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor
 from tests.distributed.whole import everybody, random, spikes
 
@@ -173,3 +177,49 @@ def test_what_a_gpu_reads_from_the_host_is_received_into_pinned_memory(content, 
         receiver._known["key"] = descriptor
         receiver.post("key")
     assert asked == [False, True]
+
+
+def _with_bits() -> None:
+    group = everybody("pipeline")
+    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
+    values = spikes(2, 3, 5, 4, 4).movedim(2, -1).contiguous().movedim(-1, 2)
+    remember_bits(values, codec.pack_bits(values))
+    with mock.patch.object(codec, "pack_bits", None):
+        sender.send("key", values, Content.SPIKES, "forward")
+        assert torch.equal(receiver.receive("key"), values)
+        with pytest.raises(TypeError):
+            sender.send("key", values + 0, Content.SPIKES, "forward")
+    sender.wait()
+
+
+def test_spikes_that_know_their_bits_travel_as_these(ranks) -> None:
+    ranks(2, _with_bits)
+
+
+def _planned() -> tuple[str, str]:
+    """Without a descriptor; the tensor is brought into the order that is planned."""
+    group = everybody("pipeline")
+    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
+    pixels = random(2, 3, 4, 5, 6)
+    plan = TensorDescriptor.of(pixels.movedim(2, -1).contiguous().movedim(-1, 2), Content.DENSE)
+    with mock.patch.object(TensorDescriptor, "to_header", None):
+        for early in (True, False):
+            sender.send("key", pixels, Content.DENSE, "forward", plan)
+            if early:
+                receiver.post("key", plan)
+                assert receiver.is_posted
+            got = receiver.receive("key", planned=plan)
+            assert torch.equal(got, pixels) and got.movedim(2, -1).is_contiguous()
+        refused = []
+        for other in (pixels[:, 1:], pixels.float()):
+            with pytest.raises(ValueError) as raised:
+                sender.send("key", other, Content.DENSE, "forward", plan)
+            refused.append(str(raised.value))
+    sender.wait()
+    return refused[0], refused[1]
+
+
+def test_what_is_planned_travels_without_a_descriptor_and_is_refused_where_it_differs(ranks) -> None:
+    for shape, dtype in ranks(2, _planned):
+        assert "is not what the dry run of its layer has shown; it changed its shape from (2, 3, 4, 5, 6) to" in shape
+        assert "its type from torch.float64 to torch.float32" in dtype

@@ -5,27 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.host_waits import MODEL_FLAGS, host_waits, waits_of_a_step
+from tests.host_waits import MODEL_FLAGS, host_waits, waits_of_steps
 
 THE_READING = ["megasnn/engine/distributed_model.py, _read: tolist"]
+# Of the one batch that there is, and of the total over all batches, which comes from the host.
+OF_THE_EVALUATION = [
+    f"megasnn/engine/distributed_model.py, {each}" for each in ("evaluate: tolist", "total: tensor", "total: tolist")
+]
 OF_THE_LOG = ["megasnn/telemetry/spikes.py, _merge_parts: tolist"]
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 
 
 @pytest.mark.parametrize(
-    ("ranks_wanted", "flags"),
+    ("ranks_wanted", "flags", "fewer"),
     [
-        (1, ""),
-        (1, "--loss mse --optimizer lamb"),
-        (1, "--bptt-steps 1"),
-        (2, f"{PIPELINE} 1f1b"),
-        (2, f"{PIPELINE} zbv"),
-        (2, "--tensor-model-parallel-size 2"),
-        (2, ""),
-        (2, "--use-distributed-optimizer"),
-        (2, "--context-parallel-size 2"),
-        (2, "--context-parallel-size 2 --context-parallel-cut rows"),
-        (2, "--weight-parallel-size 2 --weight-gradients scattered"),
+        (1, "", 7),
+        (1, "--loss mse --optimizer lamb", 7),
+        (1, "--bptt-steps 1", 7),
+        (2, f"{PIPELINE} 1f1b", 7),
+        (2, f"{PIPELINE} zbv", 7),
+        (2, "--tensor-model-parallel-size 2", 7),
+        (2, "", 7),
+        (2, "--use-distributed-optimizer", 7),
+        (2, "--context-parallel-size 2", 6),  # each has a sample of every micro-batch
+        (2, "--context-parallel-size 2 --context-parallel-cut rows", 7),
+        (2, "--weight-parallel-size 2 --weight-gradients scattered", 4),
     ],
     ids=[
         "one-rank",
@@ -42,10 +46,12 @@ PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
     ],
 )
 @pytest.mark.parametrize("model", MODEL_FLAGS)
-def test_a_step_is_read_once(ranks, model: str, ranks_wanted: int, flags: str) -> None:
-    for in_step, in_log in ranks(ranks_wanted, waits_of_a_step, model, flags):
-        assert in_step == THE_READING
-        assert in_log == OF_THE_LOG
+def test_a_step_is_read_once(ranks, model: str, ranks_wanted: int, flags: str, fewer: int) -> None:
+    """The first one, too: no rank is told by another what a boundary carries."""
+    for found in ranks(ranks_wanted, waits_of_steps, model, flags, fewer):
+        assert found.first == found.second == found.smaller == THE_READING
+        assert found.evaluation == OF_THE_EVALUATION
+        assert found.log == OF_THE_LOG
 
 
 WAITING = {

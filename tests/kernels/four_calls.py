@@ -9,7 +9,8 @@ from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.norm_neuron import Norm, Unit
 from megasnn.kernels.norm_neuron import channels_last as in_order
-from megasnn.kernels.unit import norm_pool_neuron
+from megasnn.kernels.packed import bits_of
+from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
 from tests.kernels.models import assert_close, channels_last, plif_weight
 
 
@@ -48,3 +49,26 @@ def spikes_leave_packed_as_well(backend: str) -> None:
         norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
         spikes, bits = calls.fire(x, norm, None, Unit(NeuronSpec(), 1e-5, pool, 4), packed=True)
         assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
+
+
+def neurons_alone_leave_their_spikes_packed_as_well(backend: str) -> None:
+    """In training, where layers would pack them in the same order: with their channels last."""
+    cases = {
+        "frames": channels_last(4, 1, 24, 5, 5),
+        "odd frames": channels_last(4, 1, 3, 5, 5),
+        "features": torch.linspace(-1, 3, 4 * 2 * 20).view(4, 2, 20).roll(3, 2),
+        "odd features": torch.linspace(-1, 3, 4 * 3 * 5).view(4, 3, 5).roll(3, 2),
+        "repeated": channels_last(1, 2, 8, 3, 3).expand(4, 2, 8, 3, 3),
+        "bf16": channels_last(4, 2, 8, 3, 3).bfloat16(),
+    }
+    for name, x in cases.items():
+        spikes, v = neuron_multi_step((2 * x).requires_grad_(), NeuronSpec(), backend=backend)
+        bits = bits_of(spikes)
+        assert bits is not None and torch.equal(bits, pack_bits(spikes.contiguous())) == (x.ndim == 3), name
+        assert torch.equal(bits, pack_bits(spikes.movedim(2, -1))) and 0 < spikes.sum() < spikes.numel(), name
+        going_on, _ = neuron_multi_step(2 * x, NeuronSpec(), v.detach(), backend=backend)
+        assert torch.equal(bits_of(going_on), pack_bits(going_on)), name
+        with torch.no_grad():
+            assert bits_of(neuron_multi_step(x, NeuronSpec(), backend=backend)[0]) is None
+    rows = neuron_multi_step(torch.ones(4, 2, 8, 3, 3), NeuronSpec(), backend=backend)[0]
+    assert bits_of(rows) is None, "in another order than layers take them in"

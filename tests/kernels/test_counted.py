@@ -16,12 +16,18 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from tests.fake_gpu import OUTSIDE, Counted, fake_gpu
 from tests.fake_graphs import GRAPH, counted_graphs
 from tests.kernels.triton_process import without_triton
+from tests.parity.zoo import CASES
 
 pytestmark = without_triton
 
 MODELS = {"spikformer_ti": (Spikformer(variant="spikformer_ti", image_size=224), 8), "vgg_dvs": (VggDvs(), 128)}
 MOST_FORWARD, MOST_BACKWARD = 15, 25  # launches
 LAUNCHES = {"off": 554, "on": 144}  # of a step of the VGG, two micro-batches
+WITH_NEURONS_ALONE = {
+    "spikformer": Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2),
+    "spike_driven": CASES["spike_driven"].model,
+}
+LAUNCHES_OF_NEURONS_ALONE = {"spikformer": (156, 0), "spike_driven": (237, 3)}  # of a forward, and which pack bits
 MOST_BYTES = 20  # of norm and neuron, forward and backward together, for a value in bfloat16
 MOST_BYTES_POOLED = 53  # for a neuron, which pools from four values
 # `add_` adds to gradients of weights, `add` sums up the gradients of what several layers take.
@@ -104,3 +110,16 @@ def test_launches_of_a_step_with_graphs_and_without(asked: str) -> None:
         assert launches == LAUNCHES["off"] and given[0] == given[1]
     else:
         assert launches == LAUNCHES["on"] and found.forward[GRAPH].count == 3 * 2 * layers
+
+
+@pytest.mark.parametrize("name", LAUNCHES_OF_NEURONS_ALONE)
+def test_what_neurons_alone_give_is_not_packed_again(name: str) -> None:
+    """Of one micro-batch. What is packed are products of spikes with spikes."""
+    model, samples = WITH_NEURONS_ALONE[name], 4
+    flags = {"micro_batch_size": samples, "global_batch_size": samples, "train_iters": 1, "precision": "bf16"}
+    with Engine(model, **flags) as engine, fake_gpu() as found:
+        images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
+        engine.distributed.forward_backward([MicroBatchInput(images, labels, samples, range(samples))], samples)
+    packs = sum(work.launches["pack_bits_kernel"] for work in found.forward.values())
+    launches = sum(work.count for work in found.forward.values())
+    assert (launches, packs) == LAUNCHES_OF_NEURONS_ALONE[name]

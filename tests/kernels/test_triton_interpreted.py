@@ -21,7 +21,11 @@ from megasnn.kernels.pooling import average_pool, average_pool_of_bits
 from megasnn.kernels.split import pieces
 from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
 from megasnn.random import philox_key
-from tests.kernels.four_calls import spikes_leave_packed_as_well, two_ranks_equal_one
+from tests.kernels.four_calls import (
+    neurons_alone_leave_their_spikes_packed_as_well,
+    spikes_leave_packed_as_well,
+    two_ranks_equal_one,
+)
 from tests.kernels.models import assert_close, channels_last, plif_weight
 from tests.kernels.test_neuron import CHARGES
 from tests.kernels.triton_process import interpreted as interpreted
@@ -266,6 +270,7 @@ def test_what_two_ranks_exchange_makes_them_one(interpreted) -> None:
 
 def packed_in_there() -> None:
     spikes_leave_packed_as_well("triton")
+    neurons_alone_leave_their_spikes_packed_as_well("triton")
 
 
 def test_spikes_leave_packed_as_well(interpreted) -> None:

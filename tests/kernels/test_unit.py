@@ -11,7 +11,11 @@ from megasnn.kernels.norm_neuron import Norm, Unit
 from megasnn.kernels.norm_neuron import channels_last as in_order
 from megasnn.kernels.reference import batch_norm
 from megasnn.kernels.unit import norm_pool_neuron
-from tests.kernels.four_calls import spikes_leave_packed_as_well, two_ranks_equal_one
+from tests.kernels.four_calls import (
+    neurons_alone_leave_their_spikes_packed_as_well,
+    spikes_leave_packed_as_well,
+    two_ranks_equal_one,
+)
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron, spikingjelly_unit
 from tests.kernels.threads import torch_threads
 
@@ -284,6 +288,7 @@ def test_large_results_equal_those_of_their_samples(channels):
 @pytest.mark.parametrize("backend", ["torch", "fused"])
 def test_the_four_calls(backend):
     two_ranks_equal_one(backend)
+    neurons_alone_leave_their_spikes_packed_as_well(backend)
     spikes_leave_packed_as_well(backend)
 
 

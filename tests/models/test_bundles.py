@@ -250,7 +250,7 @@ def test_what_does_not_fit_its_boundary_names_the_entry_and_is_dense_once_that_i
     pair = Group("pipeline", (0, 1))
     state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, communicators=Communicators(CPU))
     transfers = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
-    transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2], lambda action: 0)
+    transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2], lambda action: ())
     carried = describe(Bundles()).carried(2)
     values = [torch.full((2, 2), 0.5), torch.full((2, 2), 2.0), torch.ones(2, 2)]
     checks = DeviceChecks(CPU)

@@ -9,8 +9,9 @@ carries them. `pytest -m matrix` takes all.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from itertools import product
 from typing import NamedTuple
 from unittest import mock
@@ -22,7 +23,8 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineExecutor
-from megasnn.schedule import plan_schedule
+from megasnn.pipeline.transfers import Transfers
+from megasnn.schedule import Action, plan_schedule
 from megasnn.telemetry.timers import DeviceClock
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
@@ -35,6 +37,7 @@ from tools.benchmark.queued_device import Device
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
 EVEN_SAMPLES = 8  # replicas that share weights have equally many micro-batches
 MOST_RANKS = 8
+STAGES, LIMIT = 3, 5.0  # where one rank waits for its device; seconds after which it waits for ever
 ON_EIGHT_STAGES = (("1f1b", 1), ("interleaved", 3), ("zb1p", 1), ("zbv", 2))
 
 
@@ -212,6 +215,30 @@ def test_ranks_that_share_micro_batches_end_too(ranks, layout: Layout) -> None:
     loss = ranks(1, one_step, Layout(), None, *reference.data(EVEN_SAMPLES), MICRO_BATCH)[0].loss
     for losses, told in ranks(layout.world_size, _finer, layout):
         assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[0] == "context"
+
+
+def _waiting_for_its_device(schedules: list[tuple[str, int]]) -> list[list[float]]:
+    """The losses of each schedule, when a rank waits for its whole device in all its computations, as an allocator does
+    that frees memory; one rank after another."""
+    with nccl_like(LIMIT) as device:
+        announce, losses = Transfers.announce, []
+        for (name, chunks), waiting in product(schedules, range(STAGES)):
+
+            def announced(self: Transfers, actions: Sequence[Action], position: int, waits: bool) -> None:
+                announce(self, actions, position)
+                if waits:
+                    device.synchronize()
+
+            replaced = partialmethod(announced, waits=waiting == device.rank)
+            with mock.patch.object(Transfers, "announce", replaced):
+                losses.append(_steps(device, Case(1, STAGES, 1, (name, chunks), False)))
+        return losses
+
+
+def test_a_rank_may_wait_for_its_device_while_it_computes(ranks, loss) -> None:
+    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2)]
+    for losses in ranks(STAGES, _waiting_for_its_device, schedules):
+        assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * STAGES * len(schedules)
 
 
 def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:

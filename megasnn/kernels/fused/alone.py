@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.fused.calls import constants_of, no_bits, pieces
 from megasnn.kernels.fused.row import LANES, back, fire
 from megasnn.kernels.jit import kernel, part
 from megasnn.kernels.layout import empty_array, memory_order
 from megasnn.kernels.norm_neuron import gradient_of_w
+from megasnn.kernels.packed import remember_bits, wants_bits
 from megasnn.kernels.reference import REDUCED
 from megasnn.kernels.runtime import run
 from megasnn.kernels.spec import NeuronSpec
@@ -24,7 +26,8 @@ _BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in the
 
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
-    return _Neuron.apply(x, v0, w, spec)
+    spikes, last, bits = _Neuron.apply(x, v0, w, spec, wants_bits(x))
+    return remember_bits(spikes, bits), last
 
 
 @kernel
@@ -56,7 +59,9 @@ def sum_all(values):
 
 class _Neuron(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec, packed: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.save_for_backward(x, v0, w)
@@ -65,14 +70,20 @@ class _Neuron(torch.autograd.Function):
         first = rows.first(v0, spec)
         spikes, last = empty_array(data.shape, data.dtype), np.empty_like(first)
         p = constants_of(spec, data.dtype, w, learn=False)
-        run(fire_steps, pieces(data.shape[1], _BLOCK), data, first, spikes, last, no_bits(), p, _BLOCK)
-        return rows.give(spikes).to(x.dtype), rows.give_step(last)
+        whole_bytes = packed and data.shape[1] % 8 == 0
+        bits = empty_array((data.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
+        run(fire_steps, pieces(data.shape[1], _BLOCK), data, first, spikes, last, bits, p, _BLOCK)
+        given, as_bits = rows.give(spikes), None
+        if packed:
+            as_bits = torch.from_numpy(bits) if whole_bytes else pack_bits(given)
+            ctx.mark_non_differentiable(as_bits)
+        return given.to(x.dtype), rows.give_step(last), as_bits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         x, v0, w = ctx.saved_tensors
-        need_x, need_v, need_w, _ = ctx.needs_input_grad
+        need_x, need_v, need_w, *_ = ctx.needs_input_grad
         rows = _TimeRows(x)
         data = rows.take(x)
         first = rows.first(v0, ctx.spec)
@@ -85,6 +96,7 @@ class _Neuron(torch.autograd.Function):
             rows.give(g_x).to(x.dtype) if need_x else None,
             rows.give_step(g_v).to(v0.dtype) if need_v else None,
             gradient_of_w(torch.from_numpy(totals).sum(), w, ctx.spec) if need_w else None,
+            None,
             None,
         )
 

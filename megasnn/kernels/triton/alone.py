@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.layout import memory_order
 from megasnn.kernels.norm_neuron import gradient_of_w
+from megasnn.kernels.packed import remember_bits, wants_bits
 from megasnn.kernels.spec import NeuronSpec
 from megasnn.kernels.triton.calls import factor
 from megasnn.kernels.triton.launch import NUMBERS, THREADS, at_once, chunk, chunk_memory, compute_type, lanes, launch
@@ -19,32 +21,40 @@ from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
-    return _Neuron.apply(x, v0, w, spec)
+    spikes, last, bits = _Neuron.apply(x, v0, w, spec, wants_bits(x))
+    return remember_bits(spikes, bits), last
 
 
 class _Neuron(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec, packed: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         order, number = _Order(x), compute_type(x.dtype)
         data, first = order.take(x), None if v0 is None else order.take_step(v0)
         spikes, last = torch.empty_like(data), torch.empty_like(data[0], dtype=number)
         block, size = THREADS * lanes(x.dtype), data[0].numel()
+        bits = data.new_empty(spikes.numel() // 8, dtype=torch.uint8) if packed and size % 8 == 0 else None
         launch(
             fire_kernel, -(-size // block),
-            data, None, first, factor(w, number), spikes, None, last, size, size, size, 0, 0, 0,
+            data, None, first, factor(w, number), spikes, bits, last, size, size, size, 0, 0, 0,
             T=len(x), REPEATED=False, POOL=False, N=numbers(spec), D=NUMBERS[number],
             AT_ONCE=at_once(len(x)), BLOCK=block,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.save_for_backward(x, v0, w)
-        return order.give(spikes), order.give_step(last)
+        if packed and bits is None:
+            bits = pack_bits(spikes)
+        if bits is not None:
+            ctx.mark_non_differentiable(bits)
+        return order.give(spikes), order.give_step(last), bits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         x, v0, w = ctx.saved_tensors
-        need_x, need_v, need_w, _ = ctx.needs_input_grad
+        need_x, need_v, need_w, *_ = ctx.needs_input_grad
         order, number = _Order(x), compute_type(x.dtype)
         data, first = order.take(x), None if v0 is None else order.take_step(v0)
         g = torch.zeros_like(data) if g_spikes is None else order.take(g_spikes)
@@ -65,6 +75,7 @@ class _Neuron(torch.autograd.Function):
             order.give(g_x) if need_x else None,
             None if g_before is None else order.give_step(g_before).to(v0.dtype),
             None if totals is None else gradient_of_w(totals.sum(), w, ctx.spec),
+            None,
             None,
         )
 

@@ -1,0 +1,34 @@
+"""What needs a gradient, found out by a dry run: layers of ours give shapes there, which have no history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from megasnn.layers.plain import SHARDED
+
+
+@contextmanager
+def showing_need_of_gradient() -> Iterator[None]:
+    """Inside, tensors of a dry run need a gradient where those of a step would."""
+    hook = register_module_forward_hook(_needing)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+
+
+def _needing(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """The output of a layer of ours, which a gradient leads through; None for what tells by itself."""
+    is_ours = isinstance(module, SHARDED) or type(module).__module__.startswith("megasnn.")
+    if not is_ours or not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
+        return None
+    sources = [*module.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
+    # A product, since what is no leaf may be changed in place.
+    return output.requires_grad_() * 1 if any(each.requires_grad for each in sources) else None

@@ -1,0 +1,83 @@
+"""What the boundaries between stages carry, found by every rank before a step: it follows from the model.
+
+A dry run of the whole model on as many samples as a micro-batch has shows the shape and type of every tensor on this
+rank, and a boundary is between ranks that have the same part of it. Layers made of MegaSNN's layers give it with its
+channels last (megasnn/layers/handed_on.py), and get its gradient so. Only plain modules (`nn.Module`s of one's own,
+networks given to `megasnn.shard`) may give any memory order, which another stage has to be told; and so is whether a
+tensor needs a gradient, where a layer may have cut it off from what is trained before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megasnn.bundle import Key, entries_of
+from megasnn.comm.codec import Content
+from megasnn.layers.context import BuildContext
+from megasnn.layers.handed_on import channels_last
+from megasnn.layers.own_values import tensors_of
+from megasnn.layers.whole import hands_on_channels_last
+from megasnn.layers.whole_images import WholeImages
+from megasnn.models.description import INPUT, Carried, ModelDescription
+from megasnn.pipeline.p2p import TensorDescriptor
+from megasnn.sharding import own_rows
+
+Place = tuple[int, Key]
+"""The number of a layer, and which entry of its output."""
+
+
+class Boundaries:
+    """
+    Args:
+        context: what this rank's layers were built with.
+    """
+
+    def __init__(self, model: ModelDescription, context: BuildContext) -> None:
+        self._model, self._context = model, context
+        self._known: dict[int, dict[Place, TensorDescriptor]] = {}
+
+    def planned(self, carried: Carried, samples: int) -> TensorDescriptor | None:
+        """A tensor of a micro-batch of so many samples, as dense values; None where its sender has to tell."""
+        if samples not in self._known:
+            self._known[samples] = self._of(samples)
+        found = self._known[samples].get((carried.layer, carried.key))
+        return None if found is None else replace(found, learns=found.learns and torch.is_grad_enabled())
+
+    def _of(self, samples: int) -> dict[Place, TensorDescriptor]:
+        if self._model.dry_run is None:
+            return {}
+        try:
+            ran = self._model.dry_run(self._context, samples)
+        except ValueError:  # as a norm of a single value, which has something else to say in a step
+            return {}
+        found: dict[Place, TensorDescriptor] = {}
+        may_learn, is_by_rows = {INPUT: False}, {INPUT: True}
+        for number, (layer, output) in enumerate(ran):
+            takes = self._model.inputs[number]
+            may_learn[number] = any(each.requires_grad for each in tensors_of(layer)) or any(
+                may_learn[each] for each in takes
+            )
+            joins = any(isinstance(each, WholeImages) for each in layer.modules())
+            is_by_rows[number] = not joins and all(is_by_rows[each] for each in takes)
+            if hands_on_channels_last(layer):
+                for key, entry in entries_of(output).items():
+                    own, learns = self._own(entry, is_by_rows[number]), entry.requires_grad
+                    is_clear = learns or not may_learn[number] or not entry.is_floating_point()
+                    if own is not None and is_clear:
+                        own = channels_last(own.detach()).requires_grad_(learns)
+                        found[number, key] = TensorDescriptor.of(own, Content.DENSE)
+        return found
+
+    def _own(self, entry: Tensor, is_by_rows: bool) -> Tensor | None:
+        """What this rank has of a tensor, where ranks share out the rows of images, which the dry run sees whole; None
+        where that is not certain."""
+        rows, frames = self._context.context, 2 + len(self._model.input_shape[-3:])
+        if self._context.cut != "rows" or rows.size == 1 or entry.ndim < 4:
+            return entry
+        if not is_by_rows or entry.ndim != frames:
+            return None
+        height = len(own_rows(entry.shape[3], rows.size, rows.rank))
+        return entry.new_empty((*entry.shape[:3], height, *entry.shape[4:]))

@@ -1,0 +1,138 @@
+"""What a boundary carries is known before it is there: models of MegaSNN's layers send no descriptors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn import Engine
+from megasnn.comm.codec import Content
+from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.layers.handed_on import handed_on
+from megasnn.models.building import describe
+from megasnn.models.description import Carried
+from megasnn.models.layer import layer
+from megasnn.models.model import Model
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.pipeline.boundaries import Boundaries
+from megasnn.pipeline.p2p import TensorDescriptor
+from tests.models.networks import between
+from tests.parity.zoo import CASES
+
+SMALL = {
+    "spikformer": Spikformer(
+        image_size=16, num_classes=10, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2, mlp_ratio=2.0
+    ),
+    "vgg_dvs": VggDvs(channels="4,P,8,8,P", image_size=16, time_steps=3, num_classes=10, dropout=0.4),
+    **{name: CASES[name].model for name in ("sew_resnet-add", "qkformer", "spike_driven")},
+}
+LAYOUTS = {
+    "bf16": (2, {"precision": "bf16"}),
+    "plain-neurons": (2, {"neuron_backend": "torch", "pipeline_gradient_dtype": "bf16"}),
+    "frozen": (2, {}),  # the first layers
+    "tensor": (4, {"tensor_model_parallel_size": 2}),
+    "rows": (4, {"context_parallel_size": 2, "context_parallel_cut": "rows"}),
+    "samples": (4, {"context_parallel_size": 2}),
+}
+
+
+def _headers(name: str, flags: dict[str, object]) -> int:
+    """How many descriptors this rank has sent in a step, one of fewer samples, and an evaluation of a single one."""
+    sent, to_header = [], TensorDescriptor.to_header
+
+    def told(descriptor: TensorDescriptor) -> Tensor:
+        sent.append(descriptor)
+        return to_header(descriptor)
+
+    model, layout = SMALL[name], {"pipeline_model_parallel_size": 2, **flags}
+    with (
+        mock.patch.object(TensorDescriptor, "to_header", told),
+        Engine(model, micro_batch_size=4, global_batch_size=10, train_iters=2, **layout) as engine,
+    ):
+        shape = engine.distributed.model.input_shape
+        for samples in (10, 7):
+            images = torch.rand(samples, *shape, generator=torch.Generator().manual_seed(0))
+            engine.train_step(images, torch.arange(samples) % 5)
+        engine.evaluate(images[:1], torch.zeros(1, dtype=torch.long))
+    return len(sent)
+
+
+ALL = [(name, layout) for name in SMALL for layout in LAYOUTS if (name, layout) != ("sew_resnet-add", "rows")]
+SOME = [(name, "bf16") for name in SMALL] + [("spikformer", layout) for layout in list(LAYOUTS)[1:]]
+SOME += [("spike_driven", "plain-neurons"), ("qkformer", "rows"), ("vgg_dvs", "samples")]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*SOME, *(pytest.param(*each, marks=pytest.mark.matrix) for each in ALL if each not in SOME)]
+)
+def test_no_rank_has_to_be_told(ranks, name: str, layout: str) -> None:
+    size, flags = LAYOUTS[layout]
+    if layout == "frozen":
+        layers = describe(SMALL[name]).layers
+        flags = {"freeze": ",".join(f"{each.name}.*" for each in layers[: len(layers) // 2 + 1])}
+    assert ranks(size, _headers, name, flags) == [0] * size
+
+
+class CutOff(nn.Module):
+    """Its second half has no history; what it gives is neither channels-last in memory nor contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.unit(x)
+        return (0.5 * y).transpose(3, 4).contiguous().transpose(3, 4), y.detach()
+
+
+class Joined(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] + both[1]
+
+
+def _carried(model: Model, stop: int) -> list[TensorDescriptor | None]:
+    described = describe(model)
+    boundaries = Boundaries(described, BuildContext())
+    return [boundaries.planned(each, 3) for each in described.carried(stop)]
+
+
+def test_what_is_planned_is_what_layers_give() -> None:
+    dense, cut_off = _carried(between(lambda: [layer("two", CutOff()), layer("one", Joined())]), 2)
+    assert dense == TensorDescriptor(
+        (2, 3, 4, 4, 4), (0, 1, 3, 4, 2), torch.float32, Content.DENSE, torch.float32, True
+    )
+    assert cut_off is None, "the dry run does not show whether a layer that is trained is cut off"
+    with torch.no_grad():
+        (dense, _) = _carried(between(lambda: [layer("two", CutOff()), layer("one", Joined())]), 2)
+        assert dense is not None and not dense.learns
+
+
+def test_the_order_of_plain_modules_is_not_planned() -> None:
+    plain = lambda: [layer("plain", nn.Conv2d(4, 4, 1)), layer("own", ConvNormNeuron(4, 4))]  # noqa: E731
+    assert _carried(between(plain), 2) == [None]
+    (own,) = _carried(between(plain), 3)
+    assert own is not None and own.shape == (2, 3, 4, 4, 4)
+
+
+def test_what_has_no_dry_run_is_not_planned() -> None:
+    described = replace(describe(SMALL["vgg_dvs"]), dry_run=None)
+    assert Boundaries(described, BuildContext()).planned(Carried(0, None, Content.DENSE, ""), 3) is None
+
+
+def test_layers_hand_on_tensors_and_get_gradients_with_their_channels_last() -> None:
+    x, seen = torch.rand(2, 3, 4, 5, 6, requires_grad=True), list[Tensor]()
+    y = 2 * x
+    y.register_hook(lambda gradient: seen.append(gradient))
+    given = handed_on(y)
+    assert torch.equal(given, y) and given.movedim(2, -1).is_contiguous() and not y.movedim(2, -1).is_contiguous()
+    assert handed_on(given) is given
+    z = given * 1
+    handed_on(z).backward(gradient := torch.rand(2, 3, 4, 5, 6))
+    assert torch.equal(seen[0], gradient) and seen[0].movedim(2, -1).is_contiguous()
+    repeated = torch.ones(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)
+    assert handed_on(repeated) is repeated, "takes no memory"
