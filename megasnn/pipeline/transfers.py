@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -67,6 +67,8 @@ class Transfers:
         self._sizes: Sequence[int] = ()
         self._expected: Callable[[Action], Sequence[Carried]] = _nothing_yet
         self._dense: set[str] = set()  # what did not fit its format
+        self._kind: Hashable = None  # of the step
+        self._known_kinds: set[Hashable] = set()  # of which one was done
 
     def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], Sequence[Carried]]) -> None:
         """Before a step.
@@ -76,6 +78,7 @@ class Transfers:
             expected: what a receive brings, or the gradients of what; nothing as long as that is not known.
         """
         self._sizes, self._expected, self._early = sizes, expected, {}
+        self._kind = torch.is_grad_enabled(), frozenset(sizes)
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
             self._needed = needed_by_senders(schedule, self._rank)
@@ -128,7 +131,10 @@ class Transfers:
         """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
         meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come. And not what can be
         sent only after that computation: whatever waits for the whole GPU in it (an allocator that frees memory, a
-        module that is loaded) would wait for ever."""
+        module that is loaded) would wait for ever. Nothing in the first step of a kind, training or evaluation with as
+        many samples: in that, kernels are compiled and loaded, and memory is taken."""
+        if self._kind not in self._known_kinds:
+            return
         for index in range(position + 1, len(actions)):
             action = actions[index]
             if action.kind in COMPUTE:
@@ -164,6 +170,7 @@ class Transfers:
         """Until everything sent has left. What only the step knew is let go, and its tensors with it."""
         for sender in self._senders.values():
             sender.wait()
+        self._known_kinds.add(self._kind)
         self._sizes, self._expected = (), _nothing_yet
 
     def _belong_together(self, first: Action, second: Action) -> bool:
