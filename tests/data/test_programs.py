@@ -180,7 +180,9 @@ def test_what_a_program_has_started_ends_with_it(tmp_path, install):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path, number):
     command = f"pipe:sleep 600 & echo $! $$ >> {tmp_path}/processes; wait"
-    code = f"from tests.data.test_remote import dataset; dataset({command!r})"
+    # Behind `&` a shell starts programs that ignore SIGINT, and these tests may be one.
+    listens = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{listens}; from tests.data.test_remote import dataset; dataset({command!r})"
     waiting = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     while not (tmp_path / "processes").exists() or not (tmp_path / "processes").read_text():
         assert waiting.poll() is None

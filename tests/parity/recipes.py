@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -25,9 +25,12 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
 from megasnn.config import PretrainConfig, validate
+from megasnn.data import GlobalBatch
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pretraining import configuration
+from megasnn.telemetry.logline import StepResult
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
 from tests.data.shard_files import write_shard
@@ -217,20 +220,23 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
     try:
         with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
             run = TrainingRun(config, state)
-        step = run.engine.distributed.forward_backward
-
-        def watched(micro_batches, global_batch_size):
-            seen.batches.append([(micro.images, micro.labels) for micro in micro_batches])
-            seen.losses.append(step(micro_batches, global_batch_size))
-            return seen.losses[-1]
-
-        run.engine.distributed.forward_backward = watched  # type: ignore[method-assign]
+        run.engine.steps.train = _watched(run.engine.steps.train, seen)  # type: ignore[method-assign]
         run.train()
         run.close()
         seen.pieces = pieces_of(run)
         return seen
     finally:
         destroy_model_parallel()
+
+
+def _watched(train: Callable[..., StepResult], seen: RecipeRun) -> Callable[..., StepResult]:
+    def watched(micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+        seen.batches.append([(micro.images, micro.labels) for micro in micro_batches])
+        result = train(micro_batches, batch)
+        seen.losses.append(result.loss)
+        return result
+
+    return watched
 
 
 def train_published(published: Published, model: nn.Module, seen: RecipeRun) -> list[float]:
