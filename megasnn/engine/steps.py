@@ -15,7 +15,7 @@ from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.distributed_model import DistributedModel, StepSums
 from megasnn.engine.not_finite import first_place
 from megasnn.engine.setup import window_count
 from megasnn.engine.without_gradient import names_without_gradient
@@ -76,21 +76,35 @@ class Steps:
                 sums = distributed.start_step(micro_batches, samples)
             if self.without_gradient is None:
                 self.without_gradient = names_without_gradient(distributed)
-        with self._guarded(), self.timers("optimizer"):
-            updates_unread = self._masks and device_checks.runs_ahead(self._state.device)
-            if updates_unread:
-                self._is_updating = True  # until it is read that the step is void
-                self._change_weights(sums.norm, sums.is_void)
-            loss = distributed.finish_step(sums)
-            if loss is None:
-                return None
-            self._is_updating = True
-            norm, rate, finite = self.update(loss, samples, has_changed_weights=updates_unread)
-        with self._changing_weights():
-            where = None if finite else first_place(distributed, micro_batches)
-            self.iteration += 1
-            self.consumed_samples = batch.consumed_samples
-        return StepResult(loss, distributed.correct, samples, norm, rate, not finite, where)
+            with self.timers("optimizer"):
+                updates_unread = self._masks and device_checks.runs_ahead(self._state.device)
+                if updates_unread:
+                    self._is_updating = True  # until it is read that the step is void
+                    self._change_weights(sums.norm, sums.is_void)
+                loss, interrupt = self._read(sums, updates_unread)
+                if loss is not None:
+                    self._is_updating = True
+                    norm, rate, finite = self.update(loss, samples, has_changed_weights=updates_unread)
+            result = None
+            if loss is not None:
+                where = None if finite else first_place(distributed, micro_batches)
+                result = StepResult(loss, distributed.correct, samples, norm, rate, not finite, where)
+                self.iteration += 1
+                self.consumed_samples = batch.consumed_samples
+                self._is_updating = False
+            if interrupt is not None:
+                raise interrupt
+            return result
+
+    def _read(self, sums: StepSums, has_changed_weights: bool) -> tuple[float | None, KeyboardInterrupt | None]:
+        """The loss, or None where the step is void. The host waits here, so that an interrupt by the user comes here as
+        a rule: with weights that have changed the step is finished before that is raised, and handed back for it."""
+        try:
+            return self.distributed.finish_step(sums), None
+        except KeyboardInterrupt as interrupt:
+            if not has_changed_weights:
+                raise
+            return self.distributed.finish_step(sums), interrupt
 
     def update(self, loss: float, samples: int, has_changed_weights: bool = False) -> tuple[float, float, bool]:
         """After forward and backward of so many samples: running statistics, clipping, weights, average of weights.

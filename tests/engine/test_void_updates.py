@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,12 +13,17 @@ import torch
 from torch import Tensor
 
 from megasnn import device_checks
+from megasnn.config import OptimizerConfig
+from megasnn.data import GlobalBatch
 from megasnn.device_checks import explained, refuse
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.distributed_model import DistributedModel, StepSums
 from megasnn.layers import ConvNormNeuron, ParallelConv
 from megasnn.models.layer import Layer, layer
+from megasnn.optim import build_optimizer, takes_found_inf
 from megasnn.pipeline.executor import PipelineError
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Shard
 from megasnn.telemetry.logline import StepResult
 from tests.models.networks import CLASSES, between
 
@@ -120,14 +126,14 @@ def test_a_void_step_is_done_again_as_if_it_had_not_been(ranks, layout: str) -> 
 
 
 class Wild(ParallelConv):
-    """Has a gradient that is not finite, in its second forward."""
+    """Has a gradient that is not finite, in the third forward."""
 
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         type(self).calls += 1
         y = super().forward(x)
-        if self.calls == 3 and y.requires_grad:  # each step has two micro-batches
+        if self.calls == 3 and y.requires_grad:  # the first of the second step: each has two micro-batches
             y.register_hook(lambda gradient: gradient / 0.0)
         return y
 
@@ -145,9 +151,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_where(runs_ahead: bo
         mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead),
         Engine(between(_wild), **FLAGS) as engine,
     ):
-        images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
-        batch = engine.batches.share(images, torch.arange(4) % CLASSES, 4, 0)
-        Wild.calls = 0
+        batch, Wild.calls = _batch(engine), 0
         assert not engine.train_on(batch).skipped
         before = _state(engine)
         result = engine.train_on(batch)
@@ -156,14 +160,83 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_where(runs_ahead: bo
         assert result.not_finite is not None and "first in the gradient of wild.weight" in result.not_finite
 
 
+@pytest.fixture
+def ahead() -> Iterator[Engine]:
+    """Of one rank, on a device that the host runs ahead of."""
+    with (
+        mock.patch.object(device_checks, "runs_ahead", lambda device: True),
+        Engine(between(_layers), **FLAGS) as engine,
+    ):
+        yield engine
+
+
+def _batch(engine: Engine) -> GlobalBatch:
+    images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+    return engine.batches.share(images, torch.arange(4) % CLASSES, 4, 0)
+
+
+@contextmanager
+def _raising(error: BaseException) -> Iterator[None]:
+    """The next reading of what a step came to ends in an error."""
+    original, errors = DistributedModel._read, [error]
+
+    def read(self: DistributedModel, sums: StepSums) -> tuple[float, float]:
+        if errors:
+            raise errors.pop()
+        return original(self, sums)
+
+    with mock.patch.object(DistributedModel, "_read", read):
+        yield
+
+
+def test_a_step_that_is_interrupted_while_it_is_waited_for_is_finished(ahead: Engine) -> None:
+    batch = _batch(ahead)
+    with _raising(KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        ahead.train_on(batch)
+    ahead.train_on(batch)
+    with Engine(between(_layers), **FLAGS) as other:
+        for _ in range(2):
+            other.train_on(batch)
+        assert _differences(_state(ahead), _state(other)) == [] and ahead.iteration == other.iteration == 2
+
+
+def test_after_an_error_while_a_step_is_waited_for_there_are_no_weights(ahead: Engine) -> None:
+    """They may be those of a step that nobody has counted."""
+    with _raising(RuntimeError("the device is gone")), pytest.raises(RuntimeError, match="is gone"):
+        ahead.train_on(_batch(ahead))
+    with pytest.raises(RuntimeError, match=r"after an error \(RuntimeError: the device is gone\): make another one$"):
+        ahead.state_dict()
+
+
+def test_a_loss_alone_that_is_not_finite_changes_nothing(ahead: Engine) -> None:
+    batch, original = _batch(ahead), DistributedModel._run_step
+    ahead.train_on(batch)
+    before = _state(ahead)
+    with mock.patch.object(DistributedModel, "_run_step", lambda self, given: original(self, given) + torch.inf):
+        result = ahead.train_on(batch)
+    assert result.skipped and math.isfinite(result.grad_norm)
+    assert _differences(before, _state(ahead)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "takes"), [("adamw", True, True), ("adamw", False, False), ("sgd", None, False)]
+)
+def test_only_fused_steps_are_told_by_the_device(name: str, fused: bool | None, takes: bool) -> None:
+    config = OptimizerConfig(optimizer=name)
+    entry = ShardedTensor("weight", torch.nn.Parameter(torch.ones(2)), Shard((2,)), is_parameter=True)
+    optimizer = build_optimizer([entry], config)
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+    assert takes_found_inf(optimizer, config) == takes
+
+
 def test_after_a_finding_the_weights_can_still_be_had() -> None:
     with (
         mock.patch.object(device_checks, "runs_ahead", lambda device: True),
         _finding({1}, WRONG, on_rank=0),
         Engine(between(_layers), **FLAGS) as engine,
     ):
-        images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
-        batch = engine.batches.share(images, torch.arange(4) % CLASSES, 4, 0)
+        batch = _batch(engine)
         engine.train_on(batch)
         before = engine.state_dict()
         with pytest.raises(PipelineError, match="planted: a finding"):

@@ -57,8 +57,7 @@ def trained(setting: Setting, name: str, cuda_graphs: CudaGraphs = "off") -> Ite
         step = megasnn_step(model, samples, samples, "bf16", "auto", cuda_graphs=cuda_graphs)
         with closing(step.engine):
             for _ in range(WARM_UP):
-                step.forward_backward()
-                step.update()
+                step.whole()
             setting.wait()
             yield step
     finally:
@@ -106,8 +105,7 @@ def waits(step: MegaSNNStep, name: str) -> Figure:
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            step.forward_backward()
-            step.update()
+            step.whole()
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.set_warn_always(False)
@@ -131,8 +129,7 @@ def graphs(setting: Setting, name: str) -> Iterator[Figure]:
 
 def _step_ms(step: MegaSNNStep, setting: Setting) -> float:
     start = time.perf_counter()
-    step.forward_backward()
-    step.update()
+    step.whole()
     setting.wait()
     return 1e3 * (time.perf_counter() - start)
 
@@ -156,8 +153,7 @@ def memory(setting: Setting, name: str) -> Iterator[Figure]:
         if not forecasts:
             raise RuntimeError(f"the layers' memory is not found out within {TRIAL_SECONDS:g} seconds")
         reset_peak_memory(setting.device)
-        step.forward_backward()
-        step.update()
+        step.whole()
         setting.wait()
         peak = peak_memory_mb(setting.device)
         yield Figure(f"{name}: peak of a step", peak, "MB", note=f"bf16, {samples} samples")

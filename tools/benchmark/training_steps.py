@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.training import Length
+from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.kernels.tensor_cores import let_products_round
 from megasnn.models.building import describe
@@ -118,6 +119,9 @@ class SpikingJellyStep:
 class MegaSNNStep:
     """As the training loop does it, gradient norm and clipping included, on this rank of a layout.
 
+    Between its two parts the host reads what came out; in a `whole` step, as training takes it, a GPU does not wait for
+    that.
+
     Args:
         plan: of the pipeline; None: as training plans it.
         watches: whether `phases_ms` is asked for: then each action of a step is timed.
@@ -139,6 +143,7 @@ class MegaSNNStep:
             replace(micro, images=_copied(micro.images), labels=_copied(micro.labels))
             for micro in batches.inputs(batches.share(images, labels, self._samples, 0))
         ]
+        self._batch = GlobalBatch([], self._samples, self._samples)
         self._loss = 0.0
 
     def forward_backward(self) -> float:
@@ -149,6 +154,11 @@ class MegaSNNStep:
 
     def update(self) -> None:
         self.engine.steps.update(self._loss, self._samples)
+
+    def whole(self) -> None:
+        """Both parts."""
+        self._marks.clear()
+        self.engine.steps.train(self._micro_batches, self._batch)
 
     def phases_ms(self) -> dict[str, float]:
         """Of computing: what is left of the step are messages, sums of gradients, and waiting for other ranks."""
