@@ -203,13 +203,10 @@ def test_rates_are_the_device_s_and_not_the_host_s(monkeypatch, of_host: float) 
 class Waiting:
     """A step as torch warns of one: each wait, in backward too, and in the update."""
 
-    def forward_backward(self) -> float:
+    def whole(self) -> None:
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
-        return 0.0
-
-    def update(self) -> None:
         warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
 
 
