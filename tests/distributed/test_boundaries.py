@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megasnn import Engine
 from megasnn.comm.codec import Content
-from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.layers import BuildContext, ConvNormNeuron, KeyedLayer, ParallelConv, SpikingNeuron
 from megasnn.layers.handed_on import handed_on
 from megasnn.models.building import describe
 from megasnn.models.description import Carried
@@ -88,6 +88,54 @@ class CutOff(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.unit(x)
         return (0.5 * y).transpose(3, 4).contiguous().transpose(3, 4), y.detach()
+
+
+class NoDerivative(SpikingNeuron):
+    """A threshold, without a surrogate."""
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return state["v"] + x
+
+    def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return (h > 1).to(h.dtype)
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"v": h * (1 - spikes)}
+
+
+class Stop(KeyedLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+        return self.unit(x).detach()
+
+
+class StopConv(ParallelConv):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+WITHOUT_DERIVATIVE = {
+    "neuron": lambda: nn.Sequential(ParallelConv(4, 4, 1), NoDerivative(4)),
+    "neuron of a unit": lambda: ConvNormNeuron(4, 4, neuron=NoDerivative(4)),
+    "keyed layer": Stop,
+    "convolution": lambda: StopConv(4, 4, 1),
+}
+
+
+def _losses(kind: str, flags: dict[str, object]) -> list[float]:
+    layers = lambda: [layer("cut", WITHOUT_DERIVATIVE[kind]()), layer("behind", ConvNormNeuron(4, 4))]  # noqa: E731
+    with Engine(between(layers), micro_batch_size=2, global_batch_size=4, train_iters=2, **flags) as engine:
+        images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        return [float(engine.train_step(images, torch.arange(4)).loss) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_DERIVATIVE)
+def test_layers_without_a_derivative_may_end_a_stage(ranks, kind: str) -> None:
+    cut = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "2|2"}
+    assert ranks(2, _losses, kind, cut)[0] == ranks(1, _losses, kind, {})[0]
 
 
 class Joined(nn.Module):
