@@ -71,7 +71,7 @@ class Transfers:
         self._known_kinds: set[Hashable] = set()  # of which one was done
 
     def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], Sequence[Carried]]) -> None:
-        """Before a step.
+        """Before a step. Raises ValueError for layers that cannot take as many samples.
 
         Args:
             sizes: samples of each micro-batch.
@@ -79,6 +79,8 @@ class Transfers:
         """
         self._sizes, self._expected, self._early = sizes, expected, {}
         self._kind = torch.is_grad_enabled(), frozenset(sizes)
+        if self._boundaries is not None and self._senders:
+            self._boundaries.find(sizes)
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
             self._needed = needed_by_senders(schedule, self._rank)
