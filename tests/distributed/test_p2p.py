@@ -196,6 +196,21 @@ def test_spikes_that_know_their_bits_travel_as_these(ranks) -> None:
     ranks(2, _with_bits)
 
 
+def _with_bits_of_another_order() -> None:
+    group = everybody("pipeline")
+    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
+    values = spikes(2, 3, 5, 4, 4)
+    plan = TensorDescriptor.of(values.movedim(2, -1).contiguous().movedim(-1, 2), Content.SPIKES)
+    remember_bits(values, codec.pack_bits(values))
+    sender.send("key", values, Content.SPIKES, "forward", plan)
+    assert torch.equal(receiver.receive("key", planned=plan), values)
+    sender.wait()
+
+
+def test_spikes_that_know_their_bits_in_another_order_than_is_planned_are_packed_anew(ranks) -> None:
+    ranks(2, _with_bits_of_another_order)
+
+
 def _planned() -> tuple[str, str]:
     """Without a descriptor; the tensor is brought into the order that is planned."""
     group = everybody("pipeline")
