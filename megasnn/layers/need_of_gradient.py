@@ -26,8 +26,8 @@ def showing_need_of_gradient() -> Iterator[None]:
 
 
 def _needing(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """The output of a layer of ours, which a gradient leads through; None for what tells by itself, and where a class of
-    someone else's has a part in it, which may have cut it off."""
+    """The output of a layer of ours, which a gradient leads through; None for what tells by itself, and where someone
+    else's class has a part in it, which may have cut it off."""
     if not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
         return None
     if not _is_from(module, OURS) or not all(_is_from(each, OURS, "torch.") for each in module.modules()):
