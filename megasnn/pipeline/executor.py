@@ -133,15 +133,16 @@ class PipelineExecutor:
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
                 f"{len(micro_batches)} on {self._placement}"
             )
-        for chunk in self._chunks.values():
-            if chunk.graphs is not None and not forward_only:
-                chunk.graphs.begin()
+        recorded = [] if forward_only else [chunk.graphs for chunk in self._chunks.values() if chunk.graphs is not None]
+        for graphs in recorded:
+            graphs.begin()
         actions = schedule.actions[self._state.pipeline.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.SCATTER_GRADIENTS)
         run = StepState(micro_batches, self._anchor, repeated)
         with torch.no_grad() if forward_only else nullcontext():
-            self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
+            sizes, expected = [micro.size for micro in micro_batches], partial(self._expected, run)
+            self._transfers.begin(schedule, sizes, expected, makes_graphs=bool(recorded))
             for position, action in enumerate(actions):
                 self._current = action
                 start = None if self.observer is None else self.clock.mark()
