@@ -18,9 +18,8 @@ from torch import Tensor
 from megasnn.bundle import Key, entries_of
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
-from megasnn.layers.handed_on import channels_last
+from megasnn.layers.handed_on import channels_last, hands_on_channels_last
 from megasnn.layers.own_values import tensors_of
-from megasnn.layers.whole import hands_on_channels_last
 from megasnn.layers.whole_images import WholeImages
 from megasnn.models.description import INPUT, Carried, ModelDescription
 from megasnn.pipeline.p2p import TensorDescriptor

@@ -18,8 +18,7 @@ from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
-from megasnn.schedule.arrivals import known_arrivals
-from megasnn.schedule.needed import needed_by_senders
+from megasnn.schedule.arrivals import known_arrivals, needed_by_senders
 
 
 class Transfers:
@@ -113,10 +112,10 @@ class Transfers:
         direction = "forward" if forward else "backward"
         for index, (tensor, each) in enumerate(zip(tensors, carried, strict=True)):
             name = each.name if forward else f"gradient of {each.name}"
-            content = self.content_of(each) if forward else Content.DENSE
-            key, planned = self._key(action, index), self._planned(action, each, forward)
+            format = self.content_of(each) if forward else Content.DENSE
+            expected = self._planned(action, each, forward) or format
             with explained(partial("{1}: {0}".format, name), boundary=name):
-                sender.send(key, tensor, content, direction, planned)
+                sender.send(self._key(action, index), tensor, expected, direction)
 
     def _planned(self, action: Action, carried: Carried, forward: bool) -> TensorDescriptor | None:
         """What is known of a tensor, or of its gradient, before it is there, in the format in which it travels."""
@@ -168,10 +167,8 @@ class Transfers:
         coming, receiver = self._coming[peer], self._receivers[peer]
         while action not in self._early:
             first = coming.popleft()
-            let_go, forward = (
-                partial(self._senders[peer].arrived, self._arrivals[first]),
-                first.kind is Kind.RECV_FORWARD,
-            )
+            forward = first.kind is Kind.RECV_FORWARD
+            let_go = partial(self._senders[peer].arrived, self._arrivals[first])
             self._early[first] = [
                 receiver.receive(self._key(first, index), let_go, self._planned(first, each, forward))
                 for index, each in enumerate(self._expected(first))

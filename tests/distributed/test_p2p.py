@@ -202,7 +202,7 @@ def _with_bits_of_another_order() -> None:
     values = spikes(2, 3, 5, 4, 4)
     plan = TensorDescriptor.of(values.movedim(2, -1).contiguous().movedim(-1, 2), Content.SPIKES)
     remember_bits(values, codec.pack_bits(values))
-    sender.send("key", values, Content.SPIKES, "forward", plan)
+    sender.send("key", values, plan, "forward")
     assert torch.equal(receiver.receive("key", planned=plan), values)
     sender.wait()
 
@@ -219,7 +219,7 @@ def _planned() -> tuple[str, str]:
     plan = TensorDescriptor.of(pixels.movedim(2, -1).contiguous().movedim(-1, 2), Content.DENSE)
     with mock.patch.object(TensorDescriptor, "to_header", None):
         for early in (True, False):
-            sender.send("key", pixels, Content.DENSE, "forward", plan)
+            sender.send("key", pixels, plan, "forward")
             if early:
                 receiver.post("key", plan)
                 assert receiver.is_posted
@@ -228,7 +228,7 @@ def _planned() -> tuple[str, str]:
         refused = []
         for other in (pixels[:, 1:], pixels.float()):
             with pytest.raises(ValueError) as raised:
-                sender.send("key", other, Content.DENSE, "forward", plan)
+                sender.send("key", other, plan, "forward")
             refused.append(str(raised.value))
     sender.wait()
     return refused[0], refused[1]
