@@ -27,9 +27,8 @@ a model and the world they meet between steps; along data, buckets are reduced i
 nothing waits for that before the end of the step, when this rank owes nobody a message.
 
 What else could wait for a posted receive: whatever waits for the whole device. Nothing does inside a step; profiles
-take events (DeviceClock). A kernel that is loaded or memory that is fetched may wait too: a receive is posted one
-computation before it is needed, not as early as possible; and when it is needed in a first step, where sizes are not
-known yet.
+take events (DeviceClock). A kernel that is loaded or memory that is fetched may wait too: `Transfers.announce` says
+when receives are posted, and why then.
 """
 
 from __future__ import annotations

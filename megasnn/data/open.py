@@ -18,7 +18,7 @@ from megasnn.data.formats import SampleFormat
 from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat
 from megasnn.data.paths import Address, expand_shards
 from megasnn.data.remote.shard import FetchOptions
-from megasnn.data.shard_list import open_shards
+from megasnn.data.shard_list import Decide, by_itself, open_shards
 from megasnn.data.shards import Shard
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def open_datasets(
     input_shape: Sequence[int],
     num_classes: int,
     sample_shards: Callable[[bool], tuple[Path, Path]] | None = None,
+    decide: Decide = by_itself,
 ) -> Datasets:
     """Index the shards of ``--data-path`` and ``--valid-data-path`` and check all labels.
 
@@ -60,9 +61,8 @@ def open_datasets(
     """
     format = sample_format(config, input_shape)
     train, valid = _paths(config, partial(sample_shards, isinstance(format, EventFormat)) if sample_shards else None)
-    return Datasets(
-        _dataset(config, train, format, num_classes), _dataset(config, valid, format, num_classes) if valid else None
-    )
+    opened = partial(_dataset, config, format, num_classes, decide)
+    return Datasets(opened(train), opened(valid) if valid else None)
 
 
 def sample_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat | ImageFormat:
@@ -98,11 +98,11 @@ def _paths(
 
 
 def _dataset(
-    config: DataConfig, addresses: Sequence[Address], format: SampleFormat, num_classes: int
+    config: DataConfig, format: SampleFormat, num_classes: int, decide: Decide, addresses: Sequence[Address]
 ) -> ShardDataset[SampleFormat]:
     unpacked = None if config.max_unpacked_gb is None else int(config.max_unpacked_gb * 1e9)
     options = FetchOptions(config.fetch_ahead, config.fetch_timeout, unpacked)
-    shards = open_shards(addresses, tuple(_KINDS), format.limit, options)
+    shards = open_shards(addresses, tuple(_KINDS), format.limit, options, decide)
     for shard in shards:
         _check_kind(config, shard, format)
     return ShardDataset(shards, format, num_classes)

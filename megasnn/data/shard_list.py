@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from megasnn.cache.room import LIMIT, cache_limit
@@ -17,18 +18,31 @@ from megasnn.data.remote.shard import FetchOptions, RemoteShard, remote_index
 from megasnn.data.shards import Shard, index_of_remote, open_remote_shard, open_shard
 from megasnn.telemetry.progress import byte_bar
 
+Decide = Callable[[Callable[[], Index | None]], Index | None]
+"""Calls what reads an index.json, on one rank where there are several; all of them are given what that has found."""
+
+
+def by_itself(read: Callable[[], Index | None]) -> Index | None:
+    """Of a process that agrees with no other one."""
+    return read()
+
 
 def open_shards(
-    addresses: Sequence[Address], suffixes: tuple[str, ...], limit: int, options: FetchOptions
+    addresses: Sequence[Address],
+    suffixes: tuple[str, ...],
+    limit: int,
+    options: FetchOptions,
+    decide: Decide = by_itself,
 ) -> list[Shard]:
     """The shards of a data path with their indexes, in order.
 
     Args:
         suffixes, limit: as of `open_shard`.
+        decide: whether the shards behind URLs have an index.json, and which: a program may fail on one rank alone.
     Raises:
         ValueError: as `open_shard`; one cannot be fetched.
     """
-    remotes = _remote_shards([each for each in addresses if isinstance(each, str)], options)
+    remotes = _remote_shards([each for each in addresses if isinstance(each, str)], options, decide)
     missing = [each for each in remotes.values() if not index_of_remote(each, suffixes, limit).exists()]
     shards = []
     with _bar(missing) as bar, closing(ShardsAhead(options.ahead, bar.update)) as ahead:
@@ -50,14 +64,14 @@ def index_of(address: Address) -> Index | None:
     return read_index(address.parent) if isinstance(address, Path) else remote_index(address, FetchOptions())
 
 
-def _remote_shards(urls: Sequence[str], options: FetchOptions) -> dict[str, RemoteShard]:
+def _remote_shards(urls: Sequence[str], options: FetchOptions, decide: Decide) -> dict[str, RemoteShard]:
     """The shards behind URLs, with what index.json in their folder says of them: it is read once for a folder."""
     indexes: dict[str | None, Index | None] = {}
     found = {}
     for url in urls:
         folder = beside(url, "")
         if folder not in indexes:
-            indexes[folder] = remote_index(url, options)
+            indexes[folder] = decide(partial(remote_index, url, options))
         index = indexes[folder]
         records = {record.file: record for record in index.shards} if index else {}
         found[url] = RemoteShard(url, records.get(file_name(url)), options)

@@ -30,6 +30,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
+from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
 from megasnn.pipeline.executor import PipelineExecutor
@@ -179,6 +180,7 @@ class DistributedModel:
             waits=waits_after_actions,
             wholes=self.plan.wholes,
             weights=self._weights,
+            boundaries=Boundaries(model, context),
         )
         self.verdict = Verdict(self.executor, state.world, DeviceChecks(state.device), wires.strict)
         self.voided: list[Callable[[], None]] = []

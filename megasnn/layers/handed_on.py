@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def hands_on_channels_last(layer: nn.Module) -> bool:
+    """Whether what a layer gives is `handed_on`: that of a layer made of MegaSNN's layers is, and plain modules, those
+    of megasnn/layers/whole.py, give theirs as they please."""
+    return "_call" not in vars(layer)
 
 
 def handed_on(y: Tensor) -> Tensor:

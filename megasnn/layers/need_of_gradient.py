@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from megasnn.layers.plain import SHARDED
+OURS = "megasnn."
+"""Classes from there hand gradients on."""
 
 
 @contextmanager
@@ -25,10 +26,16 @@ def showing_need_of_gradient() -> Iterator[None]:
 
 
 def _needing(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """The output of a layer of ours, which a gradient leads through; None for what tells by itself."""
-    is_ours = isinstance(module, SHARDED) or type(module).__module__.startswith("megasnn.")
-    if not is_ours or not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
+    """The output of a layer of ours, which a gradient leads through; None for what tells by itself, and where someone
+    else's class has a part in it, which may have cut it off."""
+    if not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
+        return None
+    if not _is_from(module, OURS) or not all(_is_from(each, OURS, "torch.") for each in module.modules()):
         return None
     sources = [*module.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
     # A product, since what is no leaf may be changed in place.
     return output.requires_grad_() * 1 if any(each.requires_grad for each in sources) else None
+
+
+def _is_from(module: nn.Module, *packages: str) -> bool:
+    return type(module).__module__.startswith(packages)

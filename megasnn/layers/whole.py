@@ -110,12 +110,6 @@ def placed(module: nn.Module, name: str, *, first: bool, last: bool, classes: in
     return module
 
 
-def hands_on_channels_last(layer: nn.Module) -> bool:
-    """Whether what a layer gives has its channels last in memory (`megasnn.layers.handed_on`): that of a layer made of
-    MegaSNN's layers has, and plain modules give theirs as they please."""
-    return "_call" not in vars(layer)
-
-
 def is_called_as_sharded(module: nn.Module) -> bool:
     """Whether `call_as_sharded` made this layer."""
     return "_call" in vars(module) and vars(module)["_call"].sharded

@@ -9,6 +9,7 @@ tensor needs a gradient, where a layer may have cut it off from what is trained 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor
 from megasnn.bundle import Key, entries_of
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
-from megasnn.layers.handed_on import channels_last
+from megasnn.layers.handed_on import channels_last, hands_on_channels_last
 from megasnn.layers.own_values import tensors_of
-from megasnn.layers.whole import hands_on_channels_last
 from megasnn.layers.whole_images import WholeImages
 from megasnn.models.description import INPUT, Carried, ModelDescription
 from megasnn.pipeline.p2p import TensorDescriptor
@@ -39,10 +39,14 @@ class Boundaries:
         self._model, self._context = model, context
         self._known: dict[int, dict[Place, TensorDescriptor]] = {}
 
+    def find(self, sizes: Iterable[int]) -> None:
+        """Before a step with micro-batches of these sizes. Raises ValueError for layers that cannot take them."""
+        for samples in set(sizes) - self._known.keys():
+            with torch.inference_mode(False):  # of the caller: what is found serves training too
+                self._known[samples] = self._of(samples)
+
     def planned(self, carried: Carried, samples: int) -> TensorDescriptor | None:
         """A tensor of a micro-batch of so many samples, as dense values; None where its sender has to tell."""
-        if samples not in self._known:
-            self._known[samples] = self._of(samples)
         found = self._known[samples].get((carried.layer, carried.key))
         return None if found is None else replace(found, learns=found.learns and torch.is_grad_enabled())
 
@@ -51,8 +55,10 @@ class Boundaries:
             return {}
         try:
             ran = self._model.dry_run(self._context, samples)
-        except ValueError:  # as a norm of a single value, which has something else to say in a step
-            return {}
+        except ValueError as error:
+            if "value per channel" in str(error):  # of a norm in training, that a single one is too few
+                return {}
+            raise
         found: dict[Place, TensorDescriptor] = {}
         may_learn, is_by_rows = {INPUT: False}, {INPUT: True}
         for number, (layer, output) in enumerate(ran):

@@ -18,21 +18,13 @@ from megasnn.comm.group import alone
 from megasnn.device_checks import explained
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
-from megasnn.layers.handed_on import handed_on
+from megasnn.layers.handed_on import handed_on, hands_on_channels_last
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.only_graph import only_graph
 from megasnn.layers.rows import own_rows_of
 from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.layers.whole import apply_layer, hands_on_channels_last
-from megasnn.models.description import (
-    DRY_SAMPLES,
-    INPUT,
-    Carried,
-    LayerDescription,
-    ModelDescription,
-    frames_of,
-)
-from megasnn.pipeline.boundaries import Boundaries
+from megasnn.layers.whole import apply_layer
+from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.sharded_tensors import ShardedTensor, copied_tensors, materialise, sharded_tensors
@@ -72,7 +64,6 @@ class PipelineChunk(nn.Module):
         index: place among all chunks of the pipeline, from input to loss.
         is_first, is_last: whether it takes the images, and whether it gives the logits.
         receives, hands_on: the tensors at its beginning and at its end, in their order.
-        boundaries: what tensors between stages are like.
         graphs: as which layers run in training; None without.
     """
 
@@ -98,7 +89,6 @@ class PipelineChunk(nn.Module):
         self._steps = [_step(model, number) for number in span]
         self._is_chain = model.is_chain
         self._input_shape, self._context = model.input_shape, context
-        self.boundaries = Boundaries(model, context)
         self.graphs: ChunkGraphs | None = None
         taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
         self._sharing = {each.description.name for each in self._steps if any(taken[n] > 1 for n in each.takes)}

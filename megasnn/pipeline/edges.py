@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from megasnn.kernels.packed import bits_of, remember_bits
+
 
 class Entry(torch.autograd.Function):
     """The start of a chunk's graph: hands on its inputs and, in backward, their gradients, all at once; zeros for an
@@ -29,6 +31,11 @@ class Entry(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         ctx.deliver(gradients)
         return None, None, *(None for _ in gradients)
+
+
+def without_graph(y: Tensor) -> Tensor:
+    """An output of the same memory, which also knows its bits and needs a gradient or not."""
+    return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
 
 
 def backward_of(ys: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:

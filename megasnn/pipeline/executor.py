@@ -15,12 +15,14 @@ from megasnn.bundle import map_entries
 from megasnn.device_checks import at
 from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.edges import without_graph
 from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.interfaces import ActionObserver, GradientSync, LossFunction, OutputConsumer, WeightStore
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.step_state import MicroBatchInput, StepState, handed_on
+from megasnn.pipeline.step_state import MicroBatchInput, StepState
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS
@@ -54,7 +56,7 @@ class PipelineExecutor:
         wires: how tensors travel between stages.
         waits: whether the device is waited for after each action, so that an error of a kernel is raised in the action
             that it arose in.
-        wholes: see Transfers.
+        wholes, boundaries: see Transfers.
 
     Attributes:
         observer: may be set and taken away between steps.
@@ -75,6 +77,7 @@ class PipelineExecutor:
         waits: bool = False,
         wholes: Sequence[int] | None = None,
         weights: WeightStore | None = None,
+        boundaries: Boundaries | None = None,
     ) -> None:
         self._chunks, self._placement, self._state = chunks, tuple(placement), state
         self._loss, self._sync, self._seen, self.observer = loss, sync, seen, observer
@@ -84,7 +87,6 @@ class PipelineExecutor:
         self._current: Action | None = None
         self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
         self.host_memory = HostMemory(state.device)
-        boundaries = next((chunk.boundaries for chunk in chunks.values()), None)
         self._transfers = Transfers(self._placement, state, wires, wholes, boundaries)
         methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -133,15 +135,16 @@ class PipelineExecutor:
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
                 f"{len(micro_batches)} on {self._placement}"
             )
-        for chunk in self._chunks.values():
-            if chunk.graphs is not None and not forward_only:
-                chunk.graphs.begin()
+        recorded = [] if forward_only else [chunk.graphs for chunk in self._chunks.values() if chunk.graphs is not None]
+        for graphs in recorded:
+            graphs.begin()
         actions = schedule.actions[self._state.pipeline.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.SCATTER_GRADIENTS)
         run = StepState(micro_batches, self._anchor, repeated)
         with torch.no_grad() if forward_only else nullcontext():
-            self._transfers.begin(schedule, [micro.size for micro in micro_batches], partial(self._expected, run))
+            sizes, expected = [micro.size for micro in micro_batches], partial(self._expected, run)
+            self._transfers.begin(schedule, sizes, expected, makes_graphs=bool(recorded))
             for position, action in enumerate(actions):
                 self._current = action
                 start = None if self.observer is None else self.clock.mark()
@@ -250,10 +253,11 @@ class PipelineExecutor:
                 self._seen(map_entries(Tensor.detach, y), run.labels(micro_batch))
             return
         run.await_gradients(key, y)
+        given = [without_graph(each) for each in y]
         if self._placement[chunk + 1] == self._state.pipeline.rank:
-            run.inputs[chunk + 1, micro_batch] = handed_on(y)
+            run.inputs[chunk + 1, micro_batch] = given
         else:
-            run.outputs[key] = handed_on(y)
+            run.outputs[key] = given
 
     def _loss_of(self, run: StepState, key: tuple[int, int], y: Any) -> Tensor:
         assert self._loss is not None

@@ -25,7 +25,7 @@ from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription
 from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.costs import LayerCost
-from megasnn.pipeline.edges import Entry
+from megasnn.pipeline.edges import Entry, without_graph
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
 from megasnn.sharded_tensors import materialise
 
@@ -192,11 +192,6 @@ class MeasuredLayer:
             again=median(times["again"]) if times.get("again") else None,
         )
         return _with_messages(cost, self._output, self._description, wires)
-
-
-def without_graph(x: Tensor) -> Tensor:
-    """A tensor of the same memory, which also needs a gradient or not."""
-    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescription, wires: WireOptions) -> LayerCost:

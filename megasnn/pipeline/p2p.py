@@ -179,24 +179,20 @@ class Sender:
         """Before the tensors of each transfer of a step."""
         self._transfers += 1
 
-    def send(
-        self,
-        key: Hashable,
-        tensor: Tensor,
-        content: Content,
-        direction: str,
-        planned: TensorDescriptor | None = None,
-    ) -> None:
+    def send(self, key: Hashable, tensor: Tensor, expected: TensorDescriptor | Content, direction: str) -> None:
         """Starts sending.
 
         Args:
+            expected: the tensor as it is planned on both ends, in the memory order that it travels in; or its format
+                alone, and the receiver is told the rest.
             direction: "forward", or of a gradient "backward".
-            planned: as the receiver expects it, in the memory order that it travels in; None: it is told.
         Raises:
             ValueError: before anything is sent, for a tensor that is not as it was planned, or changed its shape, order
                 or type under its key, one that a descriptor cannot describe, and outside of a step, one whose values do
                 not fit.
         """
+        planned = expected if isinstance(expected, TensorDescriptor) else None
+        content = expected if isinstance(expected, Content) else expected.content
         sent_as = self._options.gradient_dtype if direction == "backward" else None
         descriptor = TensorDescriptor.of(tensor, content, sent_as)
         if planned is not None:
@@ -263,7 +259,7 @@ class Receiver:
         there.
 
         Args:
-            planned: see Sender.send.
+            planned: as it is sent, where that is known on both ends.
         """
         assert self._posted is None, f"{key} is posted before the tensor announced last was received"
         expected = planned or self._known.get(key)
@@ -277,7 +273,7 @@ class Receiver:
         """Waits for the tensor. Of a kind that is known, it is posted now where it was not before.
 
         Args:
-            planned: see Sender.send.
+            planned: see `post`.
             here: called when the message has come, before there is a tensor of it: what may go now goes before that
                 takes memory.
         """

@@ -113,8 +113,3 @@ class StepState:
         awaited, before = self.awaited.pop(key, ()), (key[0] - 1, key[1])
         if awaited and before not in self.gradients:  # nothing with a derivative has led to its inputs
             self.gradients[before] = [torch.zeros_like(each, device=self.anchor.device) for each in awaited]
-
-
-def handed_on(y: Sequence[Tensor]) -> list[Tensor]:
-    """What a chunk gives, without its graph."""
-    return [remember_bits(each.detach().requires_grad_(each.requires_grad), bits_of(each)) for each in y]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,7 @@ from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
-from megasnn.schedule.arrivals import known_arrivals
-from megasnn.schedule.needed import needed_by_senders
+from megasnn.schedule.arrivals import known_arrivals, needed_by_senders
 
 
 class Transfers:
@@ -68,17 +67,28 @@ class Transfers:
         self._expected: Callable[[Action], Sequence[Carried]] = _nothing_yet
         self._dense: set[str] = set()  # what did not fit its format
         self._kind: Hashable = None  # of the step
-        self._known_kinds: set[Hashable] = set()  # of which one was done
+        self._steps = Counter[Hashable]()  # that were done, of each kind
+        self._first_steps = 1  # of a kind, in which memory is taken
 
-    def begin(self, schedule: Schedule, sizes: Sequence[int], expected: Callable[[Action], Sequence[Carried]]) -> None:
-        """Before a step.
+    def begin(
+        self,
+        schedule: Schedule,
+        sizes: Sequence[int],
+        expected: Callable[[Action], Sequence[Carried]],
+        makes_graphs: bool = False,
+    ) -> None:
+        """Before a step. Raises ValueError for layers that cannot take as many samples.
 
         Args:
             sizes: samples of each micro-batch.
             expected: what a receive brings, or the gradients of what; nothing as long as that is not known.
+            makes_graphs: whether layers get CUDA graphs in the second step of a kind.
         """
         self._sizes, self._expected, self._early = sizes, expected, {}
-        self._kind = torch.is_grad_enabled(), frozenset(sizes)
+        self._kind = torch.is_grad_enabled(), frozenset(sizes), len(sizes), len(self._dense)
+        self._first_steps = 1 + makes_graphs
+        if self._boundaries is not None and self._senders:
+            self._boundaries.find(sizes)
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
             self._needed = needed_by_senders(schedule, self._rank)
@@ -102,10 +112,10 @@ class Transfers:
         direction = "forward" if forward else "backward"
         for index, (tensor, each) in enumerate(zip(tensors, carried, strict=True)):
             name = each.name if forward else f"gradient of {each.name}"
-            content = self.content_of(each) if forward else Content.DENSE
-            key, planned = self._key(action, index), self._planned(action, each, forward)
+            format = self.content_of(each) if forward else Content.DENSE
+            expected = self._planned(action, each, forward) or format
             with explained(partial("{1}: {0}".format, name), boundary=name):
-                sender.send(key, tensor, content, direction, planned)
+                sender.send(self._key(action, index), tensor, expected, direction)
 
     def _planned(self, action: Action, carried: Carried, forward: bool) -> TensorDescriptor | None:
         """What is known of a tensor, or of its gradient, before it is there, in the format in which it travels."""
@@ -131,9 +141,11 @@ class Transfers:
         """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
         meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come. And not what can be
         sent only after that computation: whatever waits for the whole GPU in it (an allocator that frees memory, a
-        module that is loaded) would wait for ever. Nothing in the first step of a kind, training or evaluation with as
-        many samples: in that, kernels are compiled and loaded, and memory is taken."""
-        if self._kind not in self._known_kinds:
+        module that is loaded) would wait for ever. Nothing in the first step of a kind: in that, kernels are compiled
+        and loaded, and memory is taken; and again in the second one, where CUDA graphs are made in that.
+
+        Of one kind are steps that train or evaluate on as many micro-batches of the same sizes, in the same formats."""
+        if self._steps[self._kind] < self._first_steps:
             return
         for index in range(position + 1, len(actions)):
             action = actions[index]
@@ -155,10 +167,8 @@ class Transfers:
         coming, receiver = self._coming[peer], self._receivers[peer]
         while action not in self._early:
             first = coming.popleft()
-            let_go, forward = (
-                partial(self._senders[peer].arrived, self._arrivals[first]),
-                first.kind is Kind.RECV_FORWARD,
-            )
+            forward = first.kind is Kind.RECV_FORWARD
+            let_go = partial(self._senders[peer].arrived, self._arrivals[first])
             self._early[first] = [
                 receiver.receive(self._key(first, index), let_go, self._planned(first, each, forward))
                 for index, each in enumerate(self._expected(first))
@@ -170,7 +180,7 @@ class Transfers:
         """Until everything sent has left. What only the step knew is let go, and its tensors with it."""
         for sender in self._senders.values():
             sender.wait()
-        self._known_kinds.add(self._kind)
+        self._steps[self._kind] += 1
         self._sizes, self._expected = (), _nothing_yet
 
     def _belong_together(self, first: Action, second: Action) -> bool:

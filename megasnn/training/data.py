@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, check_shares, epoch_samples, open_datasets, order_identity
 from megasnn.engine import Engine
+from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
 from megasnn.process.fault import placed
 
@@ -12,10 +16,10 @@ from megasnn.process.fault import placed
 class RunData:
     """The data of a run, and how long the run is by it.
 
-    Args:
-        replicas: that have other micro-batches.
+    Collective.
+
     Raises:
-        ValueError: one of these would have no micro-batch of some batch, or a rank no sample of one that it shares.
+        ValueError: a replica would have no micro-batch of some batch, or a rank no sample of one that it shares.
     Attributes:
         datasets: for training and for evaluation.
         length: of the whole training.
@@ -24,15 +28,16 @@ class RunData:
     """
 
     @placed("while opening the data")
-    def __init__(self, config: PretrainConfig, replicas: int) -> None:
+    def __init__(self, config: PretrainConfig, state: ParallelState) -> None:
         self._config = config
         data, training, model = config.data, config.training, config.model
-        self.datasets: Datasets = open_datasets(data, model.input_shape, model.num_classes, shards_of_sample)
+        shape, decide = model.input_shape, partial(decided_by_first, state.world)
+        self.datasets: Datasets = open_datasets(data, shape, model.num_classes, shards_of_sample, decide)
         batch, last_batch = training.global_batch_size, data.last_batch
         if not training.evaluate_only:
             micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
             sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
-            check_shares(len(self.datasets.train), batch, micro_batch, replicas, sharing, last_batch)
+            check_shares(len(self.datasets.train), batch, micro_batch, state.data.size, sharing, last_batch)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
         self.place: dict[str, object] = {

@@ -63,7 +63,7 @@ class TrainingRun:
         require_traceable(config, state.device)
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
-        self.data = RunData(config, state.data.size)
+        self.data = RunData(config, state)
         self.iterations = self.data.length.iterations
         self.engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
         distributed, plan = self.engine.distributed, self.engine.plan

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from megasnn.config import parse
 from megasnn.data.remote import incoming, running, shard
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.training.data import RunData
 from tests.data.shard_files import write_shards
 from tests.data.shard_server import serving
-from tests.data.test_remote import PER_SHARD, dataset, open_on_a_rank, program, write_index
+from tests.data.test_remote import CLASSES, PER_SHARD, dataset, open_on_a_rank, program, write_index
+from tests.distributed.whole import everybody
 
 URLS = {"gsutil": "gs://bucket/set", "aws": "s3://bucket/set", "ais": "ais://bucket/set", "curl": "sftp://host/set"}
 OWN_WORDS = {  # of each program where there is no such file
@@ -123,6 +131,31 @@ def test_an_error_of_a_shard_has_the_last_words_and_no_secret(folder, install):
     with pytest.raises(ValueError, match="ended with status 1: curl: cannot log in to sftp://host/a.tar") as error:
         dataset("sftp://user:secret@host/a.tar")
     assert "secret" not in str(error.value) and "at first" not in str(error.value)
+
+
+def _checked_on_a_rank(path: str, cache: str) -> tuple[list[str], str]:
+    """The files in the cache that a rank of a run reads, and what it tells."""
+    world, told = everybody("world"), io.StringIO()
+    changed = {"PATH": path, "LOCAL_RANK": str(world.rank), "MEGASNN_CACHE": cache}
+    shard._warn_once.cache_clear()
+    flags = f"--data-path gs://bucket/set/train-{{00000..00001}}.tar --num-classes {CLASSES} --train-iters 1"
+    flags += " --in-channels 1 --image-size 8 --patch-size 4 --global-batch-size 2 --micro-batch-size 1"
+    state = SimpleNamespace(world=world, data=world)
+    quick = mock.patch.object(incoming, "_FIRST_PAUSE", 0.001)
+    with mock.patch.dict(os.environ, changed), quick, redirect_stderr(told):
+        data = RunData(parse(run_config(Spikformer), flags.split()), state)  # type: ignore[arg-type]
+    return [each.tar.name for each in data.datasets.train.remote_shards(range(2 * PER_SHARD))], told.getvalue()
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_ranks_agree_on_the_index_where_its_program_fails_on_one_of_them(ranks, folder, install, cache, fails):
+    write_index(folder)
+    failing = fails_on("index.json", "Could not connect", folder)
+    install("gsutil", f'if [ "$LOCAL_RANK" = {fails} ]; then\n{failing}\nfi\nexec cat {folder}/"$name"')
+    (first, told), (second, other) = ranks(2, _checked_on_a_rank, os.environ["PATH"], str(cache))
+    assert first == second and len(first) == 2
+    assert ("shards are not compared" in told) == (fails == 0) and not other
+    assert len(list((cache / "shards").glob("*.tar"))) == 2, "one copy for all ranks"
 
 
 # --- programs that hang

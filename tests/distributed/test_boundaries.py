@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 
 from megasnn import Engine
 from megasnn.comm.codec import Content
-from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.comm.group import Group
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    KeyedLayer,
+    ParallelBatchNorm,
+    ParallelConv,
+    SpikingNeuron,
+    WholeImages,
+)
 from megasnn.layers.handed_on import handed_on
 from megasnn.models.building import describe
 from megasnn.models.description import Carried
@@ -90,15 +100,66 @@ class CutOff(nn.Module):
         return (0.5 * y).transpose(3, 4).contiguous().transpose(3, 4), y.detach()
 
 
+class NoDerivative(SpikingNeuron):
+    """A threshold, without a surrogate."""
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return state["v"] + x
+
+    def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return (h > 1).to(h.dtype)
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"v": h * (1 - spikes)}
+
+
+class Stop(KeyedLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+        return self.unit(x).detach()
+
+
+class StopConv(ParallelConv):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+WITHOUT_DERIVATIVE = {
+    "neuron": lambda: nn.Sequential(ParallelConv(4, 4, 1), NoDerivative(4)),
+    "neuron of a unit": lambda: ConvNormNeuron(4, 4, neuron=NoDerivative(4)),
+    "keyed layer": Stop,
+    "convolution": lambda: StopConv(4, 4, 1),
+}
+
+
+def _losses(kind: str, flags: dict[str, object]) -> list[float]:
+    layers = lambda: [layer("cut", WITHOUT_DERIVATIVE[kind]()), layer("behind", ConvNormNeuron(4, 4))]  # noqa: E731
+    with Engine(between(layers), micro_batch_size=2, global_batch_size=4, train_iters=2, **flags) as engine:
+        images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        return [float(engine.train_step(images, torch.arange(4)).loss) for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_DERIVATIVE)
+def test_layers_without_a_derivative_may_end_a_stage(ranks, kind: str) -> None:
+    cut = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "2|2"}
+    assert ranks(2, _losses, kind, cut)[0] == ranks(1, _losses, kind, {})[0]
+
+
 class Joined(nn.Module):
     def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
         return both[0] + both[1]
 
 
-def _carried(model: Model, stop: int) -> list[TensorDescriptor | None]:
+def _carried(
+    model: Model, stop: int, samples: int = 3, context: BuildContext | None = None
+) -> list[TensorDescriptor | None]:
     described = describe(model)
-    boundaries = Boundaries(described, BuildContext())
-    return [boundaries.planned(each, 3) for each in described.carried(stop)]
+    boundaries = Boundaries(described, context or BuildContext())
+    boundaries.find([samples])
+    return [boundaries.planned(each, samples) for each in described.carried(stop)]
 
 
 def test_what_is_planned_is_what_layers_give() -> None:
@@ -120,8 +181,93 @@ def test_the_order_of_plain_modules_is_not_planned() -> None:
 
 
 def test_what_has_no_dry_run_is_not_planned() -> None:
-    described = replace(describe(SMALL["vgg_dvs"]), dry_run=None)
-    assert Boundaries(described, BuildContext()).planned(Carried(0, None, Content.DENSE, ""), 3) is None
+    boundaries = Boundaries(replace(describe(SMALL["vgg_dvs"]), dry_run=None), BuildContext())
+    boundaries.find([3])
+    assert boundaries.planned(Carried(0, None, Content.DENSE, ""), 3) is None
+
+
+def test_a_plan_that_evaluation_has_made_serves_training() -> None:
+    described = describe(SMALL["vgg_dvs"])
+    boundaries, (carried,) = Boundaries(described, BuildContext()), described.carried(2)
+    with torch.inference_mode():
+        boundaries.find([3])
+        evaluated = boundaries.planned(carried, 3)
+    assert evaluated is not None and boundaries.planned(carried, 3) == replace(evaluated, learns=True)
+
+
+class NormOfPixel(nn.Module):
+    """One value per channel and sample."""
+
+    def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.unit, self.norm = ConvNormNeuron(4, 4), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.unit(x)
+        return y * self.norm(y[:1].mean((3, 4), keepdim=True))
+
+
+def _needs_two(x: Tensor) -> Tensor:
+    if x.shape[1] < 2:
+        raise ValueError("two samples at least")
+    return x
+
+
+NORMS = {
+    "MegaSNN's": lambda: ParallelBatchNorm(4),
+    "torch's": lambda: lambda x: nn.functional.batch_norm(x[0], None, None, training=True)[None],
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_single_value_of_a_norm_has_no_plan(norm: str) -> None:
+    model = between(lambda: [layer("mine", NormOfPixel(NORMS[norm]())), layer("own", ConvNormNeuron(4, 4))])
+    assert _carried(model, 2, samples=1) == [None] and _carried(model, 2, samples=2) != [None]
+
+
+def test_other_errors_of_a_dry_run_are_not_hidden() -> None:
+    model = between(lambda: [layer("mine", NormOfPixel(_needs_two)), layer("own", ConvNormNeuron(4, 4))])
+    with pytest.raises(ValueError, match=r"mine, given .*: two samples at least"):
+        _carried(model, 2, samples=1)
+
+
+def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whole() -> None:
+    class Whole(nn.Module):
+        mixes_rows = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.whole = WholeImages()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.whole(x)
+
+    model = between(lambda: [layer("whole", Whole()), layer("own", ConvNormNeuron(4, 4))], image_size=5)
+    context = BuildContext(context=Group("context", (0, 1), 0), cut="rows")
+    (own,), whole, behind = (_carried(model, stop, context=context) for stop in (1, 2, 3))
+    assert own is not None and own.shape == (2, 3, 4, 3, 5)
+    assert whole == behind == [None]
+
+
+def test_nothing_is_tried_out_between_the_actions_of_a_step(ranks) -> None:
+    assert ranks(2, _tried_in_actions) == [(2, 0)] * 2
+
+
+def _tried_in_actions() -> tuple[int, int]:
+    """How many dry runs for boundaries there were in a step with micro-batches of two sizes, and in its actions."""
+    runs, places, found = [], [], Boundaries._of
+    model = between(lambda: [layer("own", ConvNormNeuron(4, 4))])
+    flags = {"micro_batch_size": 4, "global_batch_size": 10, "train_iters": 2, "pipeline_model_parallel_size": 2}
+    with Engine(model, **flags) as engine:
+
+        def counted(boundaries: Boundaries, samples: int) -> dict[object, TensorDescriptor]:
+            runs.append(samples)
+            places.append(engine.distributed.executor.place())
+            return found(boundaries, samples)
+
+        with mock.patch.object(Boundaries, "_of", counted):
+            engine.train_step(torch.rand(10, *engine.config.model.input_shape), torch.arange(10) % 4)
+    return len(runs), sum(place is not None for place in places)
 
 
 def test_layers_hand_on_tensors_and_get_gradients_with_their_channels_last() -> None:

@@ -196,6 +196,21 @@ def test_spikes_that_know_their_bits_travel_as_these(ranks) -> None:
     ranks(2, _with_bits)
 
 
+def _with_bits_of_another_order() -> None:
+    group = everybody("pipeline")
+    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
+    values = spikes(2, 3, 5, 4, 4)
+    plan = TensorDescriptor.of(values.movedim(2, -1).contiguous().movedim(-1, 2), Content.SPIKES)
+    remember_bits(values, codec.pack_bits(values))
+    sender.send("key", values, plan, "forward")
+    assert torch.equal(receiver.receive("key", planned=plan), values)
+    sender.wait()
+
+
+def test_spikes_that_know_their_bits_in_another_order_than_is_planned_are_packed_anew(ranks) -> None:
+    ranks(2, _with_bits_of_another_order)
+
+
 def _planned() -> tuple[str, str]:
     """Without a descriptor; the tensor is brought into the order that is planned."""
     group = everybody("pipeline")
@@ -204,7 +219,7 @@ def _planned() -> tuple[str, str]:
     plan = TensorDescriptor.of(pixels.movedim(2, -1).contiguous().movedim(-1, 2), Content.DENSE)
     with mock.patch.object(TensorDescriptor, "to_header", None):
         for early in (True, False):
-            sender.send("key", pixels, Content.DENSE, "forward", plan)
+            sender.send("key", pixels, plan, "forward")
             if early:
                 receiver.post("key", plan)
                 assert receiver.is_posted
@@ -213,7 +228,7 @@ def _planned() -> tuple[str, str]:
         refused = []
         for other in (pixels[:, 1:], pixels.float()):
             with pytest.raises(ValueError) as raised:
-                sender.send("key", other, Content.DENSE, "forward", plan)
+                sender.send("key", other, plan, "forward")
             refused.append(str(raised.value))
     sender.wait()
     return refused[0], refused[1]

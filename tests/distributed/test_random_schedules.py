@@ -22,6 +22,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.step_state import MicroBatchInput
@@ -115,7 +116,8 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}
     for norm in norms.values():
         norm.recording = True
-    executor = PipelineExecutor(mine, schedule.placement, state, _loss, observer=Delays(seed, state.rank))
+    observer, boundaries = Delays(seed, state.rank), Boundaries(model, BuildContext())
+    executor = PipelineExecutor(mine, schedule.placement, state, _loss, observer=observer, boundaries=boundaries)
     images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)
     labels = torch.tensor([0, 2])
     batches = [

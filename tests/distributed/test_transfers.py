@@ -176,6 +176,32 @@ def test_nothing_is_posted_early_in_the_first_step() -> None:
             assert link.order and not link.posted
 
 
+def test_steps_of_another_kind_post_nothing_early_either() -> None:
+    """More micro-batches and wider messages take new memory; CUDA graphs are made in the second step."""
+    group = Group("pipeline", (0, 1), 1)
+    state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
+    transfers = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
+
+    def posts(micro_batches: int, graphs: bool = False) -> bool:
+        schedule, link = generate("1f1b", 2, micro_batches), _Link()
+        transfers._receivers = {0: link}  # type: ignore[dict-item]
+        transfers.begin(schedule, [2] * micro_batches, lambda action: ONE, graphs)
+        for position, action in enumerate(schedule.actions[1]):
+            if action.kind in COMPUTE:
+                transfers.announce(schedule.actions[1], position)
+            elif action.kind.is_receive:
+                transfers.receive(action)
+        transfers.wait()
+        return bool(link.posted)
+
+    assert [posts(4), posts(4), posts(6), posts(6), posts(4)] == [False, True, False, True, True]
+    with torch.no_grad():
+        assert [posts(4), posts(4)] == [False, True]
+    transfers.go_dense(["spikes"])
+    assert [posts(4), posts(4)] == [False, True]
+    assert [posts(5, graphs=True) for _ in range(3)] == [False, False, True]
+
+
 def test_links_are_those_of_the_placement() -> None:
     assert linked((0, 1, 2)) == [(0, 1), (1, 2)]
     assert linked((0, 1, 2, 0, 1, 2)) == [(0, 1), (0, 2), (1, 2)]

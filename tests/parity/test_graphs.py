@@ -25,11 +25,13 @@ from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import executor
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.layer_graphs import LayerGraphs
 from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.watch import Watch
@@ -86,6 +88,20 @@ def with_and_without(
 def test_graphs_change_no_bit(ranks, ranks_wanted: int, model: str, flags: str) -> None:
     """Of weights, their average, running statistics and losses: dropout, uneven micro-batches, several under way."""
     ranks(ranks_wanted, with_and_without, model, flags)
+
+
+def test_transfers_know_of_steps_that_make_graphs() -> None:
+    told = []
+
+    class Told(Transfers):
+        def begin(self, *given: Any, makes_graphs: bool) -> None:
+            told.append(makes_graphs)
+            super().begin(*given, makes_graphs=makes_graphs)
+
+    with recorded_graphs(RecordedGraphs()), mock.patch.object(executor, "Transfers", Told):
+        trained("vgg_dvs", "--global-batch-size 2 --cuda-graphs on", 1)
+        trained("vgg_dvs", "--global-batch-size 2", 1)
+    assert told == [True, False, False, False], "training and evaluation, with graphs and without"
 
 
 def test_a_step_whose_spikes_are_counted_goes_without() -> None:

@@ -172,8 +172,7 @@ def remote_index(url: str, options: FetchOptions) -> Index | None:
     except NotThere:
         return None
     except Unclear as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            _warn_once(f"WARNING: shards are not compared with {INDEX_NAME}, if there is one: {error}\n")
+        _warn_once(f"WARNING: shards are not compared with {INDEX_NAME}, if there is one: {error}\n")
         return None
     return described(Index, content.getvalue(), shown(place), advice=_ADVICE)
 
