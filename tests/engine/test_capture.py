@@ -186,7 +186,9 @@ def test_a_capture_that_fails(cuda: FakeCuda, by: type[BaseException], is_invali
         capture(fails(cuda, by, is_invalid))
     assert gc.isenabled() and not cuda.captures and cuda.current == cuda.default
     assert not cuda.recorded and not cuda.generator_is_captured
-    assert cuda.users[1] == 1 and cuda.users[2] == (0 if is_invalid else 1), "a graph that is whole, though nobody wants it, lets go by itself"
+    assert cuda.users[1] == 1 and cuda.users[2] == (0 if is_invalid else 1), (
+        "a graph that is whole, though nobody wants it, lets go by itself"
+    )
     replay()
     capture(lambda: None)()
     assert cuda.told[-4:] == ["replay on default", "begin on stream 0 in pool 3", "end", "replay on default"]
