@@ -18,8 +18,8 @@ class Capture(Protocol):
         on the same memory and with the same numbers; no line of Python runs then.
 
         No two captures have memory in common, also not what `work` uses and gives back: a later capture would keep
-        tensors there, which a replay of this one would overwrite. So the order of replays is free, as long as none runs beside
-        another.
+        tensors there, which a replay of this one would overwrite. So the order of replays is free, as long as none runs
+        beside another.
         """
 
     def join(self) -> None:
