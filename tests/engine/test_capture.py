@@ -148,7 +148,7 @@ def looked_at(cuda: FakeCuda, found: list[Any]) -> Callable[[], None]:
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_capture(cuda: FakeCuda, collects: bool) -> None:
-    """On a stream of its own and in its own pool, by a thread that is strict with itself alone; Python frees nothing."""
+    """On a stream of its own, in its own pool, by a thread that is strict with itself alone; Python frees nothing."""
     found: list[Any] = []
     try:
         if not collects:
