@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megasnn.pipeline.layer_graphs import LayerGraphs
-
 FAILURE = "CUDA error: operation failed due to a previous error during capture"
 NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh"}
@@ -170,8 +168,7 @@ class Refused:
     def __call__(self, work: Callable[[], None]) -> float:
         method = work.func if isinstance(work, partial) else work
         holder = method.__self__
-        layer = holder if isinstance(holder, LayerGraphs) else holder._layer
-        if (layer._name, method.__name__) != (self._layer, self._part):
+        if (holder._name, method.__name__) != (self._layer, self._part):
             return math.inf
         self._left -= 1
         self.failures += self._left < 0

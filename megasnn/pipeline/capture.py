@@ -17,9 +17,9 @@ class Capture(Protocol):
         """Takes down what `work` starts on the device, without computing it. What is returned starts all of that again,
         on the same memory and with the same numbers; no line of Python runs then.
 
-        Tensors that are made in `work` and that somebody holds afterwards keep their memory for themselves. All other
-        memory is overwritten by whatever is replayed. So the order of replays is free, as long as none runs beside
-        another.
+        No two captures have memory in common, also not what `work` uses and gives back: a later capture would keep
+        tensors there, which a replay of this one would overwrite. So the order of replays is free, as long as none runs
+        beside another.
         """
 
     def join(self) -> None:
@@ -38,24 +38,24 @@ class GraphOptions(NamedTuple):
 
 
 class CudaCapture:
-    """Makes CUDA graphs, which share one pool of memory.
+    """Makes CUDA graphs, each with a pool of memory of its own.
 
     The driver captures no default stream, so there is one for this. It waits for no other, and no other for it: what is
     captured runs where it is replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[[], None]) -> Replay:
         # Not by `torch.cuda.graph`, which waits for the device first: a message that it waits for may never come.
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         collects = gc.isenabled()
         gc.disable()  # a graph that is freed meanwhile would make this one invalid
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads go on asking the driver: NCCL's, and those of autograd, which allocate.
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     work()
                 except BaseException:
@@ -64,7 +64,7 @@ class CudaCapture:
                     raise
                 graph.capture_end()
         except BaseException:
-            self._clear_away()
+            self._clear_away(pool)
             raise
         finally:
             if collects:
@@ -74,7 +74,7 @@ class CudaCapture:
     def join(self) -> None:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def _clear_away(self) -> None:
+    def _clear_away(self, pool: tuple[int, int]) -> None:
         """What torch 2.11 leaves of a capture that the driver has found invalid, so that others may be made.
 
         The allocator takes the pool for one that is being written to: it would refuse the next capture in it, keep
@@ -83,9 +83,8 @@ class CudaCapture:
         """
         device = self._stream.device_index
         with suppress(RuntimeError):  # where torch has ended it
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-            torch._C._cuda_releasePool(device, self._pool)
-            self._pool = torch.cuda.graph_pool_handle()  # the allocator of pinned memory goes on with the other one
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
         generator = torch.cuda.default_generators[device]
         with suppress(RuntimeError):
             generator.graphsafe_set_state(generator.clone_state())

@@ -114,21 +114,22 @@ class _Backward:
     """The backward of a layer in a slot, for gradients of some of its outputs. Raises CaptureError."""
 
     def __init__(self, layer: LayerGraphs, grads: Sequence[Tensor | None]) -> None:
-        self._layer, self._room = layer, layer.room
+        # Not the layer, which holds this: what holds each other is freed by Python's collector only, some time later.
+        self._name, self._room, self._are_copied = layer._name, layer.room, layer.inputs.are_copied
         given = [(y, grad) for y, grad in zip(layer.outputs, grads, strict=True) if grad is not None]
         self._are = self._room.places(grads)
         with making("the gradients of its inputs"):
             self._grads = Places(self._room, [grad for _, grad in given])
-            self._replay = self._room.capture(partial(self._differentiate, [y for y, _ in given]))
+            self._replay = self._room.capture(partial(self._differentiate, layer, [y for y, _ in given]))
         with making("the gradients of its weights"):
             self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
-        for grad, is_copied in zip(self._found, layer.inputs.are_copied, strict=True):
+        for grad, is_copied in zip(self._found, self._are_copied, strict=True):
             if grad is not None and not is_copied:
                 self._room.fix(grad)
 
-    def _differentiate(self, outputs: list[Tensor]) -> None:
+    def _differentiate(self, layer: LayerGraphs, outputs: list[Tensor]) -> None:
         with self._room.weight_gradients.collected() as self._tasks:
-            self._found, self._learnt = self._layer.differentiate(outputs, self._grads.tensors)
+            self._found, self._learnt = layer.differentiate(outputs, self._grads.tensors)
 
     def _add_weight_gradients(self) -> None:
         with torch.no_grad():
@@ -146,7 +147,7 @@ class _Backward:
             self._room.weight_gradients.leave(self._weights)
         return [
             grad.clone() if grad is not None and is_copied else grad
-            for grad, is_copied in zip(self._found, self._layer.inputs.are_copied, strict=True)
+            for grad, is_copied in zip(self._found, self._are_copied, strict=True)
         ]
 
     def _weights(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +24,7 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graph_room import Places
+from megasnn.pipeline.layer_graphs import LayerGraphs
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory
 from tests.models.networks import CLASSES, Sum, between
@@ -138,6 +141,32 @@ def test_a_graph_that_there_is_no_memory_for(number: int) -> None:
     with mock.patch.object(Places, "__init__", refused):
         text = told(between(plain))
     assert text.count("WARNING: ") == 1 and "cannot be captured (OutOfMemoryError: CUDA out of memory)" in text
+
+
+def test_graphs_that_nobody_needs_are_freed_at_once() -> None:
+    """Their memory is there for the next ones, without Python's collector."""
+    made: list[weakref.ref[LayerGraphs]] = []
+    begin = LayerGraphs.__init__
+
+    def noted(graphs: LayerGraphs, *args: Any) -> None:
+        made.append(weakref.ref(graphs))
+        begin(graphs, *args)
+
+    alive: list[int] = []
+
+    def look(engine: Engine, step: int) -> None:
+        (chunk,) = engine.distributed.chunks.values()
+        assert chunk.graphs is not None
+        alive.append(sum(each() is not None for each in made) - len(chunk.graphs._graphs))
+
+    gc.disable()
+    try:
+        refused = Refused("unit", "_forward", slot=1)
+        with mock.patch.object(LayerGraphs, "__init__", noted), recorded_graphs(RecordedGraphs(refused)):
+            trained(between(plain), "auto", look, (4, 4, 8, 8, 8), pipeline_schedule="gpipe")
+    finally:
+        gc.enable()
+    assert refused.failures and len(made) > 4 and alive[-1] == 0, alive
 
 
 def test_weights_that_move_are_refused() -> None:
