@@ -62,7 +62,8 @@ class StopSignals:
 
     def _take(self, number: signal.Signals) -> None:
         if not self._training:
-            self._end(number, f"told to stop ({number.name}): by the user, since another rank ended, or the job was cancelled")
+            cause = "the user asked for it, another rank ended, or the job was cancelled"
+            self._end(number, f"told to stop ({number.name}): {cause}")
         elif self.requested is None:
             self.requested, self._requested_at = number.name, time.monotonic()
             # A launcher sends SIGTERM when another rank is gone, and then nothing can be saved any more.
