@@ -3,7 +3,8 @@
 As a CUDA graph it
 - computes nothing while it is made: what was there before has its old values again, and new memory holds nonsense;
 - starts again what was started then, on the memory of then and with the numbers of then; no Python of the work runs;
-- shares its pool: before each replay all memory of all graphs that nobody else holds is filled with nonsense;
+- shares its pool: what was made in it and is held by nobody, by then, is used again for what is made later;
+- leaves nothing elsewhere: before each replay all memory of all graphs that nobody holds is filled with nonsense;
 - refuses what a GPU refuses meanwhile: to tell the host a value, to take one from the host, to talk with other ranks.
 """
 
@@ -54,19 +55,48 @@ def _tensors(*values: Any) -> list[Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
+class Pool:
+    """Memory of graphs.
+
+    Attributes:
+        storages: all of it, by its address in torch.
+        peak: bytes that were held at once, at most. An allocator needs more where it cannot use again what was freed.
+    """
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.peak = 0
+
+    def place(self, tensors: list[Tensor]) -> list[torch.UntypedStorage]:
+        """Moves new tensors into memory of the pool, which is returned: such as was given back, or their own."""
+        moved: dict[int, torch.UntypedStorage] = {}
+        for x in tensors:
+            own = x.untyped_storage()
+            if own._cdata not in moved:
+                free = (each for each in self.storages.values() if each.nbytes() == own.nbytes() and not _is_held(each))
+                moved[own._cdata] = storage = next(free, own)
+                self.storages[storage._cdata] = storage
+                _bytes(storage).copy_(_bytes(own))
+            if moved[own._cdata] is not own:
+                x.set_(moved[own._cdata], x.storage_offset(), x.shape, x.stride())
+        self.peak = max(self.peak, sum(each.nbytes() for each in self.storages.values() if _is_held(each)))
+        return list(moved.values())
+
+
 class _Recording(TorchDispatchMode):
     """
     Args:
+        pool: gives the memory for what is made.
         fails_after: so many operators; the next one is refused, or the end of the capture.
     Attributes:
-        operators: (function, arguments, keywords, results) of what computes. made: new memory, by its address in torch.
+        operators: (function, arguments, keywords, results) of what computes.
     """
 
-    def __init__(self, fails_after: float = math.inf) -> None:
+    def __init__(self, pool: Pool, fails_after: float = math.inf) -> None:
         super().__init__()
-        self._fails_after = fails_after
+        self._pool, self._fails_after = pool, fails_after
         self.operators: list[tuple[Any, Any, Any, list[_Memory]]] = []
-        self.made: dict[int, torch.UntypedStorage] = {}
+        self._made: dict[int, torch.UntypedStorage] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,12 +110,12 @@ class _Recording(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for x in _tensors(value):
                     storage = x.untyped_storage()
-                    if storage._cdata not in self.made and storage._cdata not in self._before:
+                    if storage._cdata not in self._made and storage._cdata not in self._before:
                         self._before[storage._cdata] = storage, _bytes(storage).clone()
         result = function(*args, **options)
         known = {x.untyped_storage()._cdata for x in _tensors(args, options)}
         fresh = [x for x in _tensors(result) if x.untyped_storage()._cdata not in known]
-        self.made |= {x.untyped_storage()._cdata: x.untyped_storage() for x in fresh}
+        self._made |= {each._cdata: each for each in self._pool.place(fresh)}
         if name not in _COMPUTES_NOTHING and (fresh or function._schema.is_mutable):
             self.operators.append((function, *given, [_Memory(x) for x in fresh]))
         return result
@@ -97,7 +127,7 @@ class _Recording(TorchDispatchMode):
     def undo(self) -> None:
         for storage, values in self._before.values():
             _bytes(storage).copy_(values)
-        for storage in self.made.values():
+        for storage in self._made.values():
             _bytes(storage).fill_(NONSENSE)
 
     def run(self) -> None:
@@ -123,32 +153,37 @@ class RecordedGraphs:
     Args:
         fails_after: how many operators of some work are taken down before that fails.
     Attributes:
+        pools: all that were made. captures: how often one was begun.
         replays: how often a graph was started. joins: how often something went backward without its graph.
     """
 
     def __init__(self, fails_after: Callable[[Callable[[], None]], float] = never) -> None:
         self._fails_after = fails_after
-        self._pool: list[torch.UntypedStorage] = []
-        self.replays = self.joins = 0
+        self.pools: list[Pool] = []
+        self.captures = self.replays = self.joins = 0
 
-    def held(self) -> list[torch.UntypedStorage]:
-        """The memory of all graphs that somebody holds."""
-        return [storage for storage in self._pool if _is_held(storage)]
+    def pool(self) -> Pool:
+        self.pools.append(Pool())
+        return self.pools[-1]
 
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        recording = _Recording(self._fails_after(work))
+    def memory(self) -> list[torch.UntypedStorage]:
+        """Of all graphs."""
+        return [storage for pool in self.pools for storage in pool.storages.values()]
+
+    def __call__(self, work: Callable[[], None], pool: Pool) -> Callable[[], None]:
+        self.captures += 1
+        recording = _Recording(pool, self._fails_after(work))
         try:
             with recording:
                 work()
             recording.end()
         finally:
             recording.undo()
-        self._pool += recording.made.values()
 
         @torch.no_grad()
         def replay() -> None:
             self.replays += 1
-            for storage in self._pool:
+            for storage in self.memory():
                 if not _is_held(storage):
                     _bytes(storage).fill_(NONSENSE)
             recording.run()

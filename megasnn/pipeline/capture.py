@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,13 +13,17 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
-    def __call__(self, work: Callable[[], None]) -> Replay:
+    def pool(self) -> Any:
+        """A new pool of memory for captures; no two pools have memory in common."""
+
+    def __call__(self, work: Callable[[], None], pool: Any) -> Replay:
         """Takes down what `work` starts on the device, without computing it. What is returned starts all of that again,
         on the same memory and with the same numbers; no line of Python runs then.
 
-        No two captures have memory in common, also not what `work` uses and gives back: a later capture would keep
-        tensors there, which a replay of this one would overwrite. So the order of replays is free, as long as none runs
-        beside another.
+        Args:
+            pool: gives the memory for what `work` makes. What `work` gives back, later captures in the pool use again,
+                and may keep tensors in, which a replay of this one would overwrite: graphs of one pool are replayed in
+                the order in which they were captured, be it not all of them, or keep nothing there.
         """
 
     def join(self) -> None:
@@ -37,8 +41,22 @@ class GraphOptions(NamedTuple):
     is_required: bool
 
 
+class CudaPool:
+    """Memory for CUDA graphs, from one of torch's pools after the other.
+
+    Attributes:
+        handle: torch's name of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+
 class CudaCapture:
-    """Makes CUDA graphs, each with a pool of memory of its own.
+    """Makes CUDA graphs.
 
     The driver captures no default stream, so there is one for this. It waits for no other, and no other for it: what is
     captured runs where it is replayed.
@@ -47,15 +65,18 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def __call__(self, work: Callable[[], None]) -> Replay:
+    def pool(self) -> CudaPool:
+        return CudaPool()
+
+    def __call__(self, work: Callable[[], None], pool: CudaPool) -> Replay:
         # Not by `torch.cuda.graph`, which waits for the device first: a message that it waits for may never come.
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
         gc.disable()  # a graph that is freed meanwhile would make this one invalid
         try:
             with torch.cuda.stream(self._stream):
                 # Other threads go on asking the driver: NCCL's, and those of autograd, which allocate.
-                graph.capture_begin(pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool.handle, capture_error_mode="thread_local")
                 try:
                     work()
                 except BaseException:
@@ -74,17 +95,19 @@ class CudaCapture:
     def join(self) -> None:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def _clear_away(self, pool: tuple[int, int]) -> None:
+    def _clear_away(self, pool: CudaPool) -> None:
         """What torch 2.11 leaves of a capture that the driver has found invalid, so that others may be made.
 
-        The allocator takes the pool for one that is being written to: it would refuse the next capture in it, keep
-        what other streams have used for good, and fail where it looks for free memory (mended in 2.12). The generator
-        of random numbers takes itself for one that is captured, and would refuse to be used.
+        The allocators of the GPU's and of pinned memory take the pool for one that is being written to, and would
+        refuse the next capture in it. That of the GPU's would besides keep what other streams have used for good, and
+        fail where it looks for free memory (mended in 2.12). The generator of random numbers takes itself for one that
+        is captured, and would refuse to be used.
         """
         device = self._stream.device_index
         with suppress(RuntimeError):  # where torch has ended it
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
+            torch._C._cuda_endAllocateToPool(device, pool.handle)
+            torch._C._cuda_releasePool(device, pool.handle)
+        pool.renew()
         generator = torch.cuda.default_generators[device]
         with suppress(RuntimeError):
             generator.graphsafe_set_state(generator.clone_state())

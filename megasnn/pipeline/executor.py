@@ -135,16 +135,15 @@ class PipelineExecutor:
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
                 f"{len(micro_batches)} on {self._placement}"
             )
+        sizes = [micro.size for micro in micro_batches]
         recorded = [] if forward_only else [chunk.graphs for chunk in self._chunks.values() if chunk.graphs is not None]
-        for graphs in recorded:
-            graphs.begin()
+        makes_graphs = any([graphs.begin(sizes) for graphs in recorded])
         actions = schedule.actions[self._state.pipeline.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.SCATTER_GRADIENTS)
         run = StepState(micro_batches, self._anchor, repeated)
         with torch.no_grad() if forward_only else nullcontext():
-            sizes, expected = [micro.size for micro in micro_batches], partial(self._expected, run)
-            self._transfers.begin(schedule, sizes, expected, makes_graphs=bool(recorded))
+            self._transfers.begin(schedule, sizes, partial(self._expected, run), makes_graphs)
             for position, action in enumerate(actions):
                 self._current = action
                 start = None if self.observer is None else self.clock.mark()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,22 @@ class CaptureError(RuntimeError):
     """A layer's kernels could not be taken down; the message says which, and why."""
 
 
-Fail = Callable[[str, CaptureError], None]
-"""Called with the name of a layer whose backward cannot be captured; raises where that is not allowed."""
+class MicroBatchPass(NamedTuple):
+    """A micro-batch that goes through the layers of a chunk, forward and backward.
+
+    Attributes:
+        slot: in which it is: only one at a time is in each.
+        pool: for the graphs that are made in this pass, but those of weight gradients. Whichever of them are replayed
+            in later passes, their order is the one in which they were made: forward the layers come one after another,
+            and backward in the opposite order, as autograd goes.
+        may_make: whether graphs may be made now; to be asked before one is.
+        fail: called with the name of a layer whose backward cannot be captured; raises where that is not allowed.
+    """
+
+    slot: int
+    pool: Any
+    may_make: Callable[[], bool]
+    fail: Callable[[str, CaptureError], None]
 
 
 class GraphRoom:
@@ -28,6 +42,7 @@ class GraphRoom:
     Where a layer is left out, all others get graphs in a new room. What was forwarded before goes backward in its own.
 
     Attributes:
+        of_weights: the pool for graphs of weight gradients. They keep nothing there, so that their order is free.
         weight_gradients: where layers leave the second part of their backward.
         left_out: the names of layers for which nothing is captured any more.
         anchor: makes what a graph gives part of autograd's graph.
@@ -35,7 +50,7 @@ class GraphRoom:
 
     def __init__(self, capture: Capture, weight_gradients: WeightGradients, left_out: Collection[str]) -> None:
         self.capture, self.weight_gradients, self.left_out = capture, weight_gradients, left_out
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor, self.of_weights = torch.zeros((), requires_grad=True), capture.pool()
         self._fixed: set[int] = set()
 
     def is_fixed(self, x: Tensor) -> bool:

@@ -11,8 +11,10 @@ A graph computes on memory that stays where it is, with numbers that stay what t
 - Gradients of parameters are added inside of the graphs, and counted when those were replayed.
 
 A layer runs without a graph in the first step that it sees an input of some shape in: kernels are compiled and chosen
-then. Nothing of a graph is freed, so that graphs may be replayed in any order (see Capture): what forward keeps, and
-the dense outputs and gradients of all layers stay in memory for every slot.
+then. Graphs are made in steps of which that is said before they begin, so that no message is waited for meanwhile (see
+Transfers.announce); what lacks a graph in another step goes without.
+
+What forward keeps, and the dense outputs and gradients of all layers stay in memory for every slot.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.pipeline.capture import GraphOptions
-from megasnn.pipeline.graph_room import CaptureError, GraphRoom
+from megasnn.pipeline.graph_room import CaptureError, GraphRoom, MicroBatchPass
 from megasnn.pipeline.layer_graphs import LayerGraphs
 
 MOST_SHAPES = 2  # of a layer's inputs: micro-batches of the usual size, and the smaller last one
@@ -56,26 +58,37 @@ class ChunkGraphs:
         options: GraphOptions,
     ) -> None:
         self._layers = dict(layers)
-        capture, self._is_required = options
+        self._capture, self._is_required = options
         modules = [each for layer in self._layers.values() for each in layer.modules()]
         self._neurons = [each for each in modules if isinstance(each, NeuronLayer)]
         self._left_out, self._told = set[str](), set[str]()
-        self._new_room = partial(GraphRoom, capture, weight_gradients, self._left_out)
+        self._new_room = partial(GraphRoom, self._capture, weight_gradients, self._left_out)
         self._room = self._new_room()
         self._seen: dict[str, dict[Any, int]] = {name: {} for name in self._layers}  # in which step, by shape
         self._graphs: dict[Any, LayerGraphs] = {}
         self._addresses: list[int] = []
         self._step, self._slots = 0, dict[int, int]()
-        self._slot: int | None = None
+        self._pass: MicroBatchPass | None = None
+        self._sizes: tuple[int, ...] = ()
+        self._complete: set[tuple[int, ...]] = set()  # steps that have all their graphs, by the sizes of micro-batches
+        self._makes = False
         for name in self._layers:
             if name in sharing:
                 self._leave_out(name, "its input is taken several times, and gradients would be added in another order")
         self._look()
 
-    def begin(self) -> None:
-        """Before each step. Raises RuntimeError where tensors are no longer where graphs know them."""
-        self._step, self._slots = self._step + 1, {}
+    def begin(self, sizes: Sequence[int]) -> bool:
+        """Before each step. Raises RuntimeError where tensors are no longer where graphs know them.
+
+        Args:
+            sizes: samples of each micro-batch.
+        Returns:
+            whether graphs may be made in the step.
+        """
+        self._step, self._slots, self._sizes = self._step + 1, {}, tuple(sizes)
         self._look()
+        self._makes = self._sizes not in self._complete
+        self._complete.add(self._sizes)  # as long as nothing is found to be lacking
         tensors = [t for layer in self._layers.values() for t in (*layer.parameters(), *layer.buffers())]
         addresses = [each.data_ptr() for t in tensors for each in (t, t.grad) if each is not None]
         if self._graphs and addresses != self._addresses:
@@ -84,17 +97,21 @@ class ChunkGraphs:
                 "into them instead, or use --cuda-graphs off"
             )
         self._addresses = addresses
+        return self._makes
 
     @contextmanager
     def begun(self, micro_batch: int) -> Iterator[None]:
         """Around a micro-batch's forward, which goes without graphs where its spikes are observed."""
         if not any(neuron.is_observed for neuron in self._neurons):
             taken = self._slots.values()
-            self._slot = self._slots[micro_batch] = next(each for each in range(len(taken) + 1) if each not in taken)
+            slot = self._slots[micro_batch] = next(each for each in range(len(taken) + 1) if each not in taken)
+            self._pass = MicroBatchPass(slot, self._capture.pool(), self._may_make, self._fail)
+        elif self._makes:
+            self._lack()
         try:
             yield
         finally:
-            self._slot = None
+            self._pass = None
 
     def done(self, micro_batch: int) -> None:
         """After all of its backward."""
@@ -105,24 +122,36 @@ class ChunkGraphs:
         layer, entries = self._layers[name], [entry for x in inputs for entry in entries_of(x).values()]
         shapes = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in entries)
         steps = self._seen[name]
-        first = steps.get(shapes)
-        if first is None and len(steps) < MOST_SHAPES:
+        if shapes not in steps and len(steps) < MOST_SHAPES:
             steps[shapes] = self._step
-        elif first is None:
+        elif shapes not in steps:
             self._tell(name, f"its inputs have changing shapes: now {shapes_text(*inputs)}, after {MOST_SHAPES} others")
-        if self._slot is None or name in self._left_out or first in (None, self._step):
+        first = steps.get(shapes)
+        if first == self._step:
+            self._lack()
+        if self._pass is None or name in self._left_out or first in (None, self._step):
             y = apply_layer(layer, inputs[0], samples, *inputs[1:])
             if name not in self._left_out and not any(each.requires_grad for each in entries_of(y).values()):
                 self._leave_out(name, "neither it nor what is before it in its stage learns")
             return y
-        key = name, self._slot, shapes, self._room.places(entries)
-        if key not in self._graphs:
+        key = name, self._pass.slot, shapes, self._room.places(entries)
+        if key not in self._graphs and self._may_make():
             try:
-                self._graphs[key] = LayerGraphs(self._room, name, layer, inputs, samples)
+                self._graphs[key] = LayerGraphs(self._room, name, layer, inputs, samples, self._pass)
             except CaptureError as error:
                 self._fail(name, error)
-                return apply_layer(layer, inputs[0], samples, *inputs[1:])
-        return self._graphs[key].apply(entries, samples, self._fail)
+        if key not in self._graphs:
+            return apply_layer(layer, inputs[0], samples, *inputs[1:])
+        return self._graphs[key].apply(entries, samples, self._pass)
+
+    def _may_make(self) -> bool:
+        if not self._makes:
+            self._lack()
+        return self._makes
+
+    def _lack(self) -> None:
+        """Graphs may be made in the next step of this kind."""
+        self._complete.discard(self._sizes)
 
     # --- what runs without
 
@@ -142,6 +171,7 @@ class ChunkGraphs:
         self._left_out.add(name)
         # What was given to this layer's graphs is made anew. Micro-batches under way hold the graphs that they need.
         self._graphs, self._room = {}, self._new_room()
+        self._complete.clear()
 
     def _tell(self, name: str, why: str) -> None:
         if self._is_required:

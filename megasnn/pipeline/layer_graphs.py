@@ -18,7 +18,7 @@ from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.keyed import RefilledKeys
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
-from megasnn.pipeline.graph_room import CaptureError, Fail, GraphRoom, Places, making
+from megasnn.pipeline.graph_room import CaptureError, GraphRoom, MicroBatchPass, Places, making
 
 
 class LayerGraphs:
@@ -33,7 +33,13 @@ class LayerGraphs:
     """
 
     def __init__(
-        self, room: GraphRoom, name: str, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None
+        self,
+        room: GraphRoom,
+        name: str,
+        layer: nn.Module,
+        inputs: Sequence[Bundle],
+        samples: range | None,
+        passing: MicroBatchPass,
     ) -> None:
         self.room, self._name = room, name
         learnt: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
@@ -44,7 +50,7 @@ class LayerGraphs:
             self.inputs = Places(room, [entry for x in inputs for entry in entries_of(x).values()])
             places = iter(self.inputs.tensors)
             bundles = [map_entries(lambda _: next(places), x) for x in inputs]
-            self._replay = room.capture(partial(self._forward, layer, bundles, samples))
+            self._replay = room.capture(partial(self._forward, layer, bundles, samples), passing.pool)
         for y in self.outputs:
             room.fix(y)
 
@@ -62,7 +68,7 @@ class LayerGraphs:
         self._flags, self._statistics = _joined([flag for flag, _ in noted]), _joined(values)
         self._sizes = [value.numel() for value in values]
 
-    def apply(self, entries: Sequence[Tensor], samples: range | None, fail: Fail) -> Bundle:
+    def apply(self, entries: Sequence[Tensor], samples: range | None, passing: MicroBatchPass) -> Bundle:
         self.inputs.fill(entries)
         self._keys.refill(samples)
         self._replay()
@@ -73,16 +79,13 @@ class LayerGraphs:
             values = iter(self._statistics.clone().split(self._sizes))
             for norm, count in self._records:
                 norm.record(next(values), next(values), count)
-        made = iter(_Replayed.apply(self, fail, self.room.anchor, *entries))
+        made = iter(_Replayed.apply(self, passing, self.room.anchor, *entries))
         return map_entries(lambda y: remember_bits(next(made), bits_of(y)), self._output)
 
-    def backward(self, grads: Sequence[Tensor | None], fail: Fail) -> list[Tensor | None]:
+    def backward(self, grads: Sequence[Tensor | None], passing: MicroBatchPass) -> list[Tensor | None]:
         """The gradients of the inputs, from those of the outputs."""
         if self._backward is None and self._name not in self.room.left_out:
-            try:
-                self._backward = _Backward(self, grads)
-            except CaptureError as error:
-                fail(self._name, error)
+            self._backward = self._made_backward(grads, passing)
         if self._backward is not None:
             return self._backward.apply(grads)
         # Forward's graph has left what is needed here, and what layers leave for later goes its usual way.
@@ -92,6 +95,13 @@ class LayerGraphs:
         for parameter in learnt:
             self.room.weight_gradients.added(parameter)
         return found
+
+    def _made_backward(self, grads: Sequence[Tensor | None], passing: MicroBatchPass) -> _Backward | None:
+        try:
+            return _Backward(self, grads, passing.pool) if passing.may_make() else None
+        except CaptureError as error:
+            passing.fail(self._name, error)
+            return None
 
     def differentiate(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor]
@@ -113,16 +123,18 @@ class LayerGraphs:
 class _Backward:
     """The backward of a layer in a slot, for gradients of some of its outputs. Raises CaptureError."""
 
-    def __init__(self, layer: LayerGraphs, grads: Sequence[Tensor | None]) -> None:
+    def __init__(self, layer: LayerGraphs, grads: Sequence[Tensor | None], pool: Any) -> None:
         # Not the layer, which holds this: what holds each other is freed by Python's collector only, some time later.
         self._name, self._room, self._are_copied = layer._name, layer.room, layer.inputs.are_copied
         given = [(y, grad) for y, grad in zip(layer.outputs, grads, strict=True) if grad is not None]
         self._are = self._room.places(grads)
         with making("the gradients of its inputs"):
             self._grads = Places(self._room, [grad for _, grad in given])
-            self._replay = self._room.capture(partial(self._differentiate, layer, [y for y, _ in given]))
-        with making("the gradients of its weights"):
-            self._replay_weights = self._room.capture(self._add_weight_gradients) if self._tasks else None
+            self._replay = self._room.capture(partial(self._differentiate, layer, [y for y, _ in given]), pool)
+        self._replay_weights = None
+        if self._tasks:
+            with making("the gradients of its weights"):
+                self._replay_weights = self._room.capture(self._add_weight_gradients, self._room.of_weights)
         for grad, is_copied in zip(self._found, self._are_copied, strict=True):
             if grad is not None and not is_copied:
                 self._room.fix(grad)
@@ -161,8 +173,10 @@ class _Replayed(torch.autograd.Function):
     """Gives the outputs of a layer that was replayed, and replays its backward."""
 
     @staticmethod
-    def forward(ctx: Any, layer: LayerGraphs, fail: Fail, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer, ctx.fail = layer, fail
+    def forward(
+        ctx: Any, layer: LayerGraphs, passing: MicroBatchPass, anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.passing = layer, passing
         ctx.set_materialize_grads(False)
         outputs = tuple(y.detach() for y in layer.outputs)
         learnt = zip(outputs, layer.outputs, strict=True)
@@ -172,7 +186,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.layer.backward(grads, ctx.fail)
+        return None, None, None, *ctx.layer.backward(grads, ctx.passing)
 
 
 @contextmanager

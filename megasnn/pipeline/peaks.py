@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.schedule import Schedule
 from megasnn.schedule.memory import UnitMemory, micro_batches_under_way, moments
 from megasnn.schedule.offload import most_on_host
@@ -90,15 +90,27 @@ def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged:
 
 
 def graphs_bytes(schedule: Schedule, rank: int, bounds: Sequence[range], costs: PipelineCosts) -> int:
-    """What the graphs of layers keep on a rank from their first replays on, see graphs.py: for as many micro-batches as
-    are under way at once, what forwards and first parts of backwards leave, outputs, and gradients of inputs.
+    """What the graphs of layers take on a rank from their first replays on, see graphs.py: a pool for each of the
+    micro-batches that are under way at once, and one for weight gradients.
 
     Args: as of `step_peaks`.
     """
     total = 0
     for chunk, slots in micro_batches_under_way(schedule, rank).items():
-        span = bounds[chunk]
-        layers, before = costs.layers[span.start : span.stop], costs.layers[max(0, span.start - 1) : span.stop]
-        total += slots * sum(each.held + each.deferred_bytes + each.waiting for each in layers)
-        total += slots * sum(each.waiting for each in before if each.gradient)
+        weights = [costs.layers[number].working[2] for number in bounds[chunk]]
+        total += slots * _pool_bytes(bounds[chunk], costs.layers) + max(weights, default=0)
     return total
+
+
+def _pool_bytes(span: range, layers: Sequence[LayerCost]) -> int:
+    """At the fullest moment of the pass in which graphs are made. What forwards and first parts of backwards leave
+    stays, and so do outputs, and gradients of inputs."""
+    kept = peak = 0
+    for number in span:
+        peak = max(peak, kept + layers[number].working[0])
+        kept += layers[number].held + layers[number].waiting
+    for number in reversed(span):
+        peak = max(peak, kept + layers[number].working[1])
+        before = layers[number - 1] if number else None
+        kept += layers[number].deferred_bytes + (before.waiting if before is not None and before.gradient else 0)
+    return max(peak, kept)

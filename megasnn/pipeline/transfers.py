@@ -68,7 +68,7 @@ class Transfers:
         self._dense: set[str] = set()  # what did not fit its format
         self._kind: Hashable = None  # of the step
         self._steps = Counter[Hashable]()  # that were done, of each kind
-        self._first_steps = 1  # of a kind, in which memory is taken
+        self._makes_graphs = False
 
     def begin(
         self,
@@ -82,11 +82,11 @@ class Transfers:
         Args:
             sizes: samples of each micro-batch.
             expected: what a receive brings, or the gradients of what; nothing as long as that is not known.
-            makes_graphs: whether layers get CUDA graphs in the second step of a kind.
+            makes_graphs: whether layers may get CUDA graphs in this step.
         """
         self._sizes, self._expected, self._early = sizes, expected, {}
         self._kind = torch.is_grad_enabled(), frozenset(sizes), len(sizes), len(self._dense)
-        self._first_steps = 1 + makes_graphs
+        self._makes_graphs = makes_graphs
         if self._boundaries is not None and self._senders:
             self._boundaries.find(sizes)
         if schedule is not self._schedule:  # large ones take a second to read
@@ -142,10 +142,10 @@ class Transfers:
         meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come. And not what can be
         sent only after that computation: whatever waits for the whole GPU in it (an allocator that frees memory, a
         module that is loaded) would wait for ever. Nothing in the first step of a kind: in that, kernels are compiled
-        and loaded, and memory is taken; and again in the second one, where CUDA graphs are made in that.
+        and loaded, and memory is taken; nor in one in which CUDA graphs may be made.
 
         Of one kind are steps that train or evaluate on as many micro-batches of the same sizes, in the same formats."""
-        if self._steps[self._kind] < self._first_steps:
+        if self._makes_graphs or not self._steps[self._kind]:
             return
         for index in range(position + 1, len(actions)):
             action = actions[index]

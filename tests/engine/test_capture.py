@@ -148,21 +148,24 @@ def looked_at(cuda: FakeCuda, found: list[Any]) -> Callable[[], None]:
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_a_capture(cuda: FakeCuda, collects: bool) -> None:
-    """On a stream of its own, in its own pool, by a thread that is strict with itself alone; Python frees nothing."""
+    """On a stream of its own, in the pool asked for, by a thread that is strict with itself alone; Python frees
+    nothing."""
     found: list[Any] = []
     try:
         if not collects:
             gc.disable()
         capture = CudaCapture(DEVICE)
-        replays = [capture(looked_at(cuda, found)) for _ in range(2)]
+        pools = [capture.pool(), capture.pool()]
+        replays = [capture(looked_at(cuda, found), pools[index]) for index in (0, 1, 0)]
         assert gc.isenabled() == collects
     finally:
         gc.enable()
-    assert found == [(True, "thread_local", False)] * 2 and cuda.current == cuda.default
+    assert found == [(True, "thread_local", False)] * 3 and cuda.current == cuda.default
     replays[0]()
     assert cuda.told == [
         *("begin on stream 0 in pool 1", "end"),
         *("begin on stream 0 in pool 2", "end"),
+        *("begin on stream 0 in pool 1", "end"),
         "replay on default",
     ]
 
@@ -179,19 +182,18 @@ def fails(cuda: FakeCuda, by: type[BaseException], is_invalid: bool) -> Callable
 @pytest.mark.parametrize("by", [RuntimeError, KeyboardInterrupt])
 def test_a_capture_that_fails(cuda: FakeCuda, by: type[BaseException], is_invalid: bool) -> None:
     """It tells its cause, and leaves nothing that keeps others from being captured, memory from being freed, or random
-    numbers from being drawn."""
+    numbers from being drawn. Its pool stays for what was captured in it before, and others take a new one."""
     capture = CudaCapture(DEVICE)
-    replay = capture(lambda: None)
+    pool = capture.pool()
+    replay = capture(lambda: None, pool)
     with pytest.raises(by, match="the cause"):
-        capture(fails(cuda, by, is_invalid))
+        capture(fails(cuda, by, is_invalid), pool)
     assert gc.isenabled() and not cuda.captures and cuda.current == cuda.default
     assert not cuda.recorded and not cuda.generator_is_captured
-    assert cuda.users[1] == 1 and cuda.users[2] == (0 if is_invalid else 1), (
-        "a graph that is whole, though nobody wants it, lets go by itself"
-    )
+    assert cuda.users[1] == (1 if is_invalid else 2), "a graph that is whole, though nobody wants it, lets go by itself"
     replay()
-    capture(lambda: None)()
-    assert cuda.told[-4:] == ["replay on default", "begin on stream 0 in pool 3", "end", "replay on default"]
+    capture(lambda: None, pool)()
+    assert cuda.told[-4:] == ["replay on default", "begin on stream 0 in pool 2", "end", "replay on default"]
 
 
 def test_a_capture_that_is_found_invalid_at_its_end(cuda: FakeCuda) -> None:
@@ -200,7 +202,7 @@ def test_a_capture_that_is_found_invalid_at_its_end(cuda: FakeCuda) -> None:
 
     capture = CudaCapture(DEVICE)
     with pytest.raises(RuntimeError, match="previous error during capture"):
-        capture(work)
+        capture(work, capture.pool())
     assert gc.isenabled() and not cuda.recorded and not cuda.generator_is_captured
 
 
@@ -211,6 +213,7 @@ def test_what_goes_backward_without_its_graph_is_waited_for(cuda: FakeCuda) -> N
 
 def test_the_driver_captures_no_default_stream(cuda: FakeCuda, monkeypatch) -> None:
     monkeypatch.setattr(cuda, "default", "stream 0")
+    capture = CudaCapture(DEVICE)
     with pytest.raises(RuntimeError, match="non-default stream"):
-        CudaCapture(DEVICE)(lambda: None)
+        capture(lambda: None, capture.pool())
     assert gc.isenabled() and not cuda.recorded

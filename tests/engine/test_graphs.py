@@ -8,6 +8,7 @@ import io
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -25,12 +26,13 @@ from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graph_room import Places
 from megasnn.pipeline.layer_graphs import LayerGraphs
+from megasnn.pipeline.transfers import Transfers
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory
 from tests.models.networks import CLASSES, Sum, between
 from tests.recorded_graphs import RecordedGraphs, Refused, recorded_graphs
 
-FLAGS = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2, "neuron_backend": "torch"}
+FLAGS = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 12, "lr": 1e-2, "neuron_backend": "torch"}
 Between = Callable[[Engine, int], object]
 
 
@@ -109,6 +111,54 @@ def test_hooks_that_come_later() -> None:
 
     assert "unit runs without CUDA graphs: ConvNormNeuron has hooks" in told(between(plain), hook, (8, 8, 8, 8))
     assert len(calls) == 2 * 4, "in each of two steps, with graphs elsewhere and without"
+
+
+def steps_that_make(asked: str, between_steps: Between, sizes: Iterable[int]) -> list[tuple[bool, bool, bool]]:
+    """Of each step, whether transfers were told that graphs may be made, whether some were, and whether some ran."""
+    counts: list[tuple[bool, int, int]] = []
+    begin, graphs = Transfers.begin, RecordedGraphs()
+
+    def noted(self: Transfers, *given: Any) -> None:
+        counts.append((given[3], graphs.captures, graphs.replays))
+        begin(self, *given)
+
+    with recorded_graphs(graphs), mock.patch.object(Transfers, "begin", noted):
+        found = trained(between(plain), asked, between_steps, sizes)
+        assert found == trained(between(plain), "off", between_steps, sizes)
+    steps = pairwise(counts[: len(found) + 1])
+    return [(may, after[1] > made, after[2] > replayed) for (may, made, replayed), after in steps]
+
+
+NOTHING, MAKES, REPLAYS, MAY = (False, False, False), (True, True, True), (False, False, True), (True, False, False)
+
+
+def test_graphs_are_made_in_steps_that_have_said_so() -> None:
+    """So that no message is awaited meanwhile: in the second step of every kind, and when a layer was left out."""
+
+    def hook(engine: Engine, step: int) -> None:
+        if step == 8:
+            engine.distributed.chunks[0].layers[1].register_forward_hook(lambda *_: None)
+
+    sizes = (8, 8, 8, 7, 8, 7, 7, 8, 8, 8, 7, 7)
+    first_of_seven = True, False, True  # its micro-batch of four has graphs
+    others = [REPLAYS, MAKES, REPLAYS, REPLAYS, MAKES, REPLAYS, MAKES, REPLAYS]
+    expected = [MAY, MAKES, REPLAYS, first_of_seven, *others]
+    assert steps_that_make("auto", hook, sizes) == expected
+    assert steps_that_make("off", nothing, (8, 8)) == [NOTHING, NOTHING]
+
+
+@pytest.mark.parametrize("what", ["all", "backward"])
+def test_what_lacks_a_graph_unforeseen_gets_it_in_the_next_step(what: str) -> None:
+    def forget(engine: Engine, step: int) -> None:
+        graphs = engine.distributed.chunks[0].graphs
+        if step == 3 and graphs is not None:
+            for each in graphs._graphs.values():
+                each._backward = None
+            if what == "all":
+                graphs._graphs.clear()
+
+    lacking = NOTHING if what == "all" else REPLAYS
+    assert steps_that_make("on", forget, [8] * 6) == [MAY, MAKES, REPLAYS, lacking, MAKES, REPLAYS]
 
 
 def test_inputs_of_many_sizes() -> None:
@@ -210,25 +260,27 @@ GRAPHED: list[Model] = [
 
 
 @pytest.mark.parametrize("model", GRAPHED, ids=lambda model: model.name)
-def test_what_graphs_keep_is_forecast(model: Model) -> None:
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_what_graphs_take_is_forecast(model: Model, slots: int) -> None:
     """From the sizes of layers alone, beside what a step without graphs keeps."""
-    with recorded_graphs() as graphs, Engine(model, cuda_graphs="on", **FLAGS) as engine:
+    flags = {**FLAGS, "micro_batch_size": 8 // slots, "pipeline_schedule": "gpipe"}
+    with recorded_graphs() as graphs, Engine(model, cuda_graphs="on", **flags) as engine:
         images, labels = torch.rand(8, *engine.distributed.model.input_shape), torch.arange(8) % 10
         for _ in range(3):
             engine.train_step(images, labels)
         reporter = Reporter(RunOutline(1, 1), is_writer=False)
         arguments = engine.distributed, engine.steps.optimizer, engine.plan, engine.distributed.state, reporter
         (forecast,) = forecast_memory(engine.config, *arguments)
-        assert forecast.kept + forecast.graphs == pytest.approx(1e-6 * _kept_bytes(engine, graphs), rel=0.1)
+        assert forecast.kept + forecast.graphs == pytest.approx(1e-6 * _taken_bytes(engine, graphs), rel=0.1)
     assert " + CUDA graphs 7" in str(replace(forecast, graphs=7.0)) and forecast.total > forecast.graphs > 0
 
 
-def _kept_bytes(engine: Engine, graphs: RecordedGraphs) -> int:
-    """Of memory that graphs write to and somebody holds, and of the places that they are given something in."""
+def _taken_bytes(engine: Engine, graphs: RecordedGraphs) -> int:
+    """Of the pools of graphs, when they are fullest, and of the places beside them that something is copied to."""
     made = [of_layer for chunk in engine.distributed.chunks.values() for of_layer in chunk.graphs._graphs.values()]
     places = [each for of_layer in made for each in (of_layer.inputs, of_layer._backward._grads)]
-    storages = [place.untyped_storage() for each in places for place in each.tensors]
-    return sum({each._cdata: each.nbytes() for each in (*graphs.held(), *storages)}.values())
+    storages = {place.untyped_storage() for each in places for place in each.tensors}
+    return sum(each.peak for each in graphs.pools) + sum(each.nbytes() for each in storages - {*graphs.memory()})
 
 
 @pytest.mark.parametrize(("flags", "why"), [

@@ -25,19 +25,18 @@ from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import executor
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.executor import PipelineError
+from megasnn.pipeline.graph_room import MicroBatchPass
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.layer_graphs import LayerGraphs
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.watch import Watch
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
-from tests.recorded_graphs import FAILURE, RecordedGraphs, Refused, is_recording, recorded_graphs
+from tests.recorded_graphs import FAILURE, Pool, RecordedGraphs, Refused, is_recording, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
@@ -90,22 +89,10 @@ def test_graphs_change_no_bit(ranks, ranks_wanted: int, model: str, flags: str) 
     ranks(ranks_wanted, with_and_without, model, flags)
 
 
-def test_transfers_know_of_steps_that_make_graphs() -> None:
-    told = []
-
-    class Told(Transfers):
-        def begin(self, *given: Any, makes_graphs: bool) -> None:
-            told.append(makes_graphs)
-            super().begin(*given, makes_graphs=makes_graphs)
-
-    with recorded_graphs(RecordedGraphs()), mock.patch.object(executor, "Transfers", Told):
-        trained("vgg_dvs", "--global-batch-size 2 --cuda-graphs on", 1)
-        trained("vgg_dvs", "--global-batch-size 2", 1)
-    assert told == [True, False, False, False], "training and evaluation, with graphs and without"
-
-
-def test_a_step_whose_spikes_are_counted_goes_without() -> None:
-    graphs = with_and_without("vgg_dvs", "--global-batch-size 4 --precision bf16", steps=4, watched=2)
+@pytest.mark.parametrize("watched", [1, 2])
+def test_a_step_whose_spikes_are_counted_goes_without(watched: int) -> None:
+    """Also where it is the one in which graphs would have been made."""
+    graphs = with_and_without("vgg_dvs", "--global-batch-size 4 --precision bf16", steps=4, watched=watched)
     assert graphs.replays == 3 * 4 * 2 * 2, "three for each of four layers and two micro-batches, in two steps"
 
 
@@ -262,7 +249,8 @@ def forgetful(outputs: Any, inputs: Any, grads: Any, **options: Any) -> Any:
 @contextmanager
 def in_one_slot(self: ChunkGraphs, micro_batch: int) -> Iterator[None]:
     with begun(self, micro_batch):
-        self._slot = 0
+        assert self._pass is not None
+        self._pass = self._pass._replace(slot=0)
         yield
 
 
@@ -271,6 +259,42 @@ WRONG = {
     "memory is freed": ("pipeline.layer_graphs.torch.autograd.grad", forgetful),
     "one slot for all": ("pipeline.graphs.ChunkGraphs.begun", in_one_slot),
 }
+
+
+def one_pool(self: RecordedGraphs) -> Pool:
+    if not self.pools:
+        self.pools.append(Pool())
+    return self.pools[0]
+
+
+def in_pool_of_pass(self: LayerGraphs, grads: Any, passing: MicroBatchPass) -> Any:
+    with mock.patch.object(self.room, "of_weights", passing.pool):
+        return made_backward(self, grads, passing)
+
+
+made_backward = LayerGraphs._made_backward
+WRONG_POOLS = {
+    "all": ("tests.recorded_graphs.RecordedGraphs.pool", one_pool),
+    "weight gradients": ("megasnn.pipeline.layer_graphs.LayerGraphs._made_backward", in_pool_of_pass),
+}
+
+
+def differs(what: str, model: str, flags: str) -> bool:
+    with mock.patch(*WRONG_POOLS[what]):
+        try:
+            with_and_without(model, flags)
+        except AssertionError:
+            return True
+        return False
+
+
+@pytest.mark.parametrize(("what", "flags"), [
+    ("all", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
+    ("all", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
+    ("weight gradients", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
+])  # fmt: skip
+def test_memory_that_replays_in_another_order_must_not_share(ranks, what: str, flags: str) -> None:
+    assert any(ranks(2, differs, what, "vgg_dvs", flags))
 
 
 @pytest.mark.parametrize("what", WRONG)
