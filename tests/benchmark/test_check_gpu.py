@@ -65,6 +65,7 @@ def test_every_other_part() -> None:
         assert 0.5 < figures[f"{name}: need of a step, measured / predicted"] < 2
         assert 0 < figures[f"{name}: peak, measured / predicted"] < 3
         assert figures[f"{name}: gain by graphs"] > 0
+        assert 0 < figures[f"{name}: peak, --cuda-graphs auto, measured / predicted"] < 3
     assert figures["dp2"] > 0 and figures["zbv, 2 ranks: measured / simulated"] > 0
     assert figures["dp2: error against SpikingJelly, float64"] < 1e-9
 

@@ -17,7 +17,7 @@ from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from megasnn.telemetry.reporter import Reporter, RunOutline
-from megasnn.training.memory import TRIAL_SECONDS, forecast_memory, step_peak
+from megasnn.training.memory import TRIAL_SECONDS, MemoryForecast, forecast_memory, step_peak
 from tools.benchmark.gpu import Figure, Setting
 from tools.benchmark.gpu_launches import Direction, launches
 from tools.benchmark.models import Dimensions, tiny
@@ -115,15 +115,19 @@ def waits(step: MegaSNNStep, name: str) -> Figure:
 
 
 def graphs(setting: Setting, name: str) -> Iterator[Figure]:
-    """Whether CUDA graphs help: a step without them and with them, which a GPU has never run so far."""
+    """Whether CUDA graphs help: a step without them and with them, which a GPU has never run so far; and whether they
+    take the memory that a run would have predicted."""
     _, samples = model_of(setting, name)
     times = {}
     for asked in WITH_GRAPHS:
         with trained(setting, name, asked) as step:
             reset_peak_memory(setting.device)
             times[asked] = median(_step_ms(step, setting) for _ in range(1 if setting.is_tiny else TIMED))
-            peak = f"bf16, {samples} samples, peak {peak_memory_mb(setting.device):.0f} MB"
-            yield Figure(f"{name}: step, --cuda-graphs {asked}", times[asked], "ms", note=peak)
+            peak = peak_memory_mb(setting.device)
+            note = f"bf16, {samples} samples, peak {peak:.0f} MB"
+            yield Figure(f"{name}: step, --cuda-graphs {asked}", times[asked], "ms", note=note)
+            share = peak / _forecast(step).total
+            yield Figure(f"{name}: peak, --cuda-graphs {asked}, measured / predicted", share, "")
     yield Figure(f"{name}: gain by graphs", times["off"] / times["auto"], "x")
 
 
@@ -146,12 +150,7 @@ def memory(setting: Setting, name: str) -> Iterator[Figure]:
         note = f"bf16, {samples} samples; {1e-6 * needed:.0f} MB above what is there between steps"
         share = needed / predicted.total
         yield Figure(f"{name}: need of a step, measured / predicted", share, "", least, most, note)
-        reporter = Reporter(RunOutline(1, 1), is_writer=False)
-        forecasts = forecast_memory(
-            engine.config, engine.distributed, engine.steps.optimizer, engine.plan, engine.state, reporter
-        )
-        if not forecasts:
-            raise RuntimeError(f"the layers' memory is not found out within {TRIAL_SECONDS:g} seconds")
+        forecast = _forecast(step)
         reset_peak_memory(setting.device)
         step.whole()
         setting.wait()
@@ -159,4 +158,15 @@ def memory(setting: Setting, name: str) -> Iterator[Figure]:
         yield Figure(f"{name}: peak of a step", peak, "MB", note=f"bf16, {samples} samples")
         # Of a CPU's process the peak holds what the C library keeps of freed memory.
         bounds = (least, most) if setting.is_gpu else (None, None)
-        yield Figure(f"{name}: peak, measured / predicted", peak / forecasts[0].total, "", *bounds, str(forecasts[0]))
+        yield Figure(f"{name}: peak, measured / predicted", peak / forecast.total, "", *bounds, str(forecast))
+
+
+def _forecast(step: MegaSNNStep) -> MemoryForecast:
+    """As a run makes it before its first step."""
+    engine, reporter = step.engine, Reporter(RunOutline(1, 1), is_writer=False)
+    forecasts = forecast_memory(
+        engine.config, engine.distributed, engine.steps.optimizer, engine.plan, engine.state, reporter
+    )
+    if not forecasts:
+        raise RuntimeError(f"the layers' memory is not found out within {TRIAL_SECONDS:g} seconds")
+    return forecasts[0]
