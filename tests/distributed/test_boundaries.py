@@ -231,6 +231,30 @@ def test_other_errors_of_a_dry_run_are_not_hidden() -> None:
         _carried(model, 2, samples=1)
 
 
+class InPairs(nn.Module):
+    """Compares samples, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit(_needs_two(x) if self.training else x)
+
+
+def _loss_of_five(flags: dict[str, object]) -> float:
+    """In evaluation, which leaves one sample over."""
+    layers = lambda: [layer("mine", InPairs()), layer("own", ConvNormNeuron(4, 4))]  # noqa: E731
+    with Engine(between(layers), micro_batch_size=2, global_batch_size=4, train_iters=1, **flags) as engine:
+        images = torch.rand(5, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        return engine.evaluate(images, torch.arange(5) % 4).loss
+
+
+def test_what_a_layer_refuses_in_training_alone_can_be_evaluated(ranks) -> None:
+    cut = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "2|2"}
+    assert ranks(2, _loss_of_five, cut)[0] == ranks(1, _loss_of_five, {})[0]
+
+
 def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whole() -> None:
     class Whole(nn.Module):
         mixes_rows = False
@@ -260,10 +284,10 @@ def _tried_in_actions() -> tuple[int, int]:
     flags = {"micro_batch_size": 4, "global_batch_size": 10, "train_iters": 2, "pipeline_model_parallel_size": 2}
     with Engine(model, **flags) as engine:
 
-        def counted(boundaries: Boundaries, samples: int) -> dict[object, TensorDescriptor]:
+        def counted(boundaries: Boundaries, samples: int, trains: bool) -> dict[object, TensorDescriptor]:
             runs.append(samples)
             places.append(engine.distributed.executor.place())
-            return found(boundaries, samples)
+            return found(boundaries, samples, trains)
 
         with mock.patch.object(Boundaries, "_of", counted):
             engine.train_step(torch.rand(10, *engine.config.model.input_shape), torch.arange(10) % 4)
