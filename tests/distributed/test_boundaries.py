@@ -19,6 +19,7 @@ from megasnn.layers import (
     KeyedLayer,
     ParallelBatchNorm,
     ParallelConv,
+    ParallelNeuron,
     SpikingNeuron,
     WholeImages,
 )
@@ -173,6 +174,23 @@ def test_what_is_planned_is_what_layers_give() -> None:
         assert dense is not None and not dense.learns
 
 
+class Doubled(nn.Module):
+    """Has no weights, changes what a layer of MegaSNN's gives in place, and gives whole numbers beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = ParallelNeuron()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.neuron(x).mul_(2), torch.ones(2, x.shape[1], 1, 1, 1, dtype=torch.int64, device=x.device)
+
+
+def test_layers_without_weights_and_whole_numbers_are_planned_too() -> None:
+    doubled, ones = _carried(between(lambda: [layer("two", Doubled()), layer("one", Joined())]), 2)
+    assert doubled is not None and doubled.learns
+    assert ones is not None and not ones.learns
+
+
 def test_the_order_of_plain_modules_is_not_planned() -> None:
     plain = lambda: [layer("plain", nn.Conv2d(4, 4, 1)), layer("own", ConvNormNeuron(4, 4))]  # noqa: E731
     assert _carried(between(plain), 2) == [None]
@@ -274,14 +292,15 @@ def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whol
 
 
 def test_nothing_is_tried_out_between_the_actions_of_a_step(ranks) -> None:
-    assert ranks(2, _tried_in_actions) == [(2, 0)] * 2
+    assert ranks(2, _tried_in_actions, 2) == [(2, 0)] * 2
+    assert ranks(1, _tried_in_actions, 1) == [(0, 0)], "without boundaries"
 
 
-def _tried_in_actions() -> tuple[int, int]:
+def _tried_in_actions(stages: int) -> tuple[int, int]:
     """How many dry runs for boundaries there were in a step with micro-batches of two sizes, and in its actions."""
     runs, places, found = [], [], Boundaries._of
     model = between(lambda: [layer("own", ConvNormNeuron(4, 4))])
-    flags = {"micro_batch_size": 4, "global_batch_size": 10, "train_iters": 2, "pipeline_model_parallel_size": 2}
+    flags = {"micro_batch_size": 4, "global_batch_size": 10, "train_iters": 2, "pipeline_model_parallel_size": stages}
     with Engine(model, **flags) as engine:
 
         def counted(boundaries: Boundaries, samples: int, trains: bool) -> dict[object, TensorDescriptor]:

@@ -14,7 +14,8 @@ from megasnn.comm.codec import Content
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
 from megasnn.kernels import codec
-from megasnn.kernels.packed import remember_bits
+from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.pipeline.edges import without_graph
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor
 from tests.distributed.whole import everybody, random, spikes
 
@@ -194,6 +195,14 @@ def _with_bits() -> None:
 
 def test_spikes_that_know_their_bits_travel_as_these(ranks) -> None:
     ranks(2, _with_bits)
+
+
+def test_what_a_stage_hands_on_knows_its_bits_and_needs_a_gradient() -> None:
+    values = spikes(2, 3, 8)
+    bits = codec.pack_bits(values)
+    given = without_graph(remember_bits(values.requires_grad_() * 1, bits))
+    assert given.is_leaf and given.requires_grad and bits_of(given) is bits
+    assert not without_graph(values.detach()).requires_grad
 
 
 def _with_bits_of_another_order() -> None:

@@ -182,10 +182,10 @@ def test_steps_of_another_kind_post_nothing_early_either() -> None:
     state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
     transfers = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
 
-    def posts(micro_batches: int, graphs: bool = False) -> bool:
+    def posts(micro_batches: int, graphs: bool = False, last: int = 2) -> bool:
         schedule, link = generate("1f1b", 2, micro_batches), _Link()
         transfers._receivers = {0: link}  # type: ignore[dict-item]
-        transfers.begin(schedule, [2] * micro_batches, lambda action: ONE, graphs)
+        transfers.begin(schedule, [2] * (micro_batches - 1) + [last], lambda action: ONE, graphs)
         for position, action in enumerate(schedule.actions[1]):
             if action.kind in COMPUTE:
                 transfers.announce(schedule.actions[1], position)
@@ -195,6 +195,7 @@ def test_steps_of_another_kind_post_nothing_early_either() -> None:
         return bool(link.posted)
 
     assert [posts(4), posts(4), posts(6), posts(6), posts(4)] == [False, True, False, True, True]
+    assert [posts(4, last=1), posts(4, last=1)] == [False, True]
     with torch.no_grad():
         assert [posts(4), posts(4)] == [False, True]
     transfers.go_dense(["spikes"])
