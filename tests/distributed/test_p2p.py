@@ -220,6 +220,25 @@ def test_spikes_that_know_their_bits_in_another_order_than_is_planned_are_packed
     ranks(2, _with_bits_of_another_order)
 
 
+def _posted_together() -> None:
+    group = everybody("pipeline")
+    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
+    sizes = range(2, 5)
+    plans = {size: TensorDescriptor.of(torch.empty(1, 1, size), Content.DENSE) for size in sizes}
+    for size in sizes:
+        receiver.post(size, plans[size])
+    for size in sizes:
+        sender.send(size, torch.full((1, 1, size), float(size)), plans[size], "forward")
+    for size in sizes:
+        assert torch.equal(receiver.receive(size, planned=plans[size]), torch.full((1, 1, size), float(size)))
+    assert not receiver.is_posted
+    sender.wait()
+
+
+def test_several_tensors_may_be_posted_in_their_order(ranks) -> None:
+    ranks(2, _posted_together)
+
+
 def _planned() -> tuple[str, str]:
     """Without a descriptor; the tensor is brought into the order that is planned."""
     group = everybody("pipeline")

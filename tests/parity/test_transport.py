@@ -241,6 +241,27 @@ def test_a_rank_may_wait_for_its_device_while_it_computes(ranks, loss) -> None:
         assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * STAGES * len(schedules)
 
 
+def _all_waiting_in_a_first_step(schedules: list[tuple[str, int]]) -> list[list[float]]:
+    """The losses of each schedule, when all ranks wait for their whole devices in all computations of a first step, as
+    they may where kernels are loaded and memory is taken."""
+    with nccl_like(LIMIT) as device:
+        announce = Transfers.announce
+
+        def announced(self: Transfers, actions: Sequence[Action], position: int) -> None:
+            announce(self, actions, position)
+            if self._is_first:
+                device.synchronize()
+
+        with mock.patch.object(Transfers, "announce", announced):
+            return [_steps(device, Case(1, STAGES, 1, each, False)) for each in schedules]
+
+
+def test_all_ranks_may_wait_for_their_devices_in_a_first_step(ranks, loss) -> None:
+    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb2p", 1), ("zbv", 2)]
+    for losses in ranks(STAGES, _all_waiting_in_a_first_step, schedules):
+        assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * len(schedules)
+
+
 def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:
     """What a rank has started before its first step, by the transport and by its own account; and the log's line."""
     with nccl_like() as device:
