@@ -26,9 +26,9 @@ Why collectives end: the ranks of one communicator call it in the same order. Al
 a model and the world they meet between steps; along data, buckets are reduced in one order (BucketedDataParallel), and
 nothing waits for that before the end of the step, when this rank owes nobody a message.
 
-What else could wait for a posted receive: whatever waits for the whole device. Nothing does inside a step; profiles
-take events (DeviceClock). A kernel that is loaded or memory that is fetched may wait too: `Transfers.announce` says
-when receives are posted, and why then.
+What else could wait for a posted receive, or for a send that nobody has come to receive: whatever waits for the whole
+device. Nothing does inside a step; profiles take events (DeviceClock). A kernel that is loaded or memory that is
+fetched may wait too: `Transfers.announce` says when receives are posted, and why then.
 """
 
 from __future__ import annotations

@@ -98,11 +98,12 @@ class Steps:
 
     def _read(self, sums: StepSums, has_changed_weights: bool) -> tuple[float | None, KeyboardInterrupt | None]:
         """The loss, or None where the step is void. The host waits here, so that an interrupt by the user comes here as
-        a rule: with weights that have changed the step is finished before that is raised, and handed back for it."""
+        a rule: with weights that have changed a process by itself finishes the step before that is raised, and it is
+        handed back for it. Of several ranks the others may not come to what is left of the step."""
         try:
             return self.distributed.finish_step(sums), None
         except KeyboardInterrupt as interrupt:
-            if not has_changed_weights:
+            if not has_changed_weights or self._state.world.size > 1:
                 raise
             return self.distributed.finish_step(sums), interrupt
 

@@ -40,23 +40,27 @@ class Boundaries:
         self._known: dict[int, dict[Place, TensorDescriptor]] = {}
 
     def find(self, sizes: Iterable[int]) -> None:
-        """Before a step with micro-batches of these sizes. Raises ValueError for layers that cannot take them."""
+        """Before a step with micro-batches of these sizes. Raises ValueError for layers that cannot take them in
+        training."""
+        trains = torch.is_grad_enabled()
         for samples in set(sizes) - self._known.keys():
             with torch.inference_mode(False):  # of the caller: what is found serves training too
-                self._known[samples] = self._of(samples)
+                self._known[samples] = self._of(samples, trains)
 
     def planned(self, carried: Carried, samples: int) -> TensorDescriptor | None:
         """A tensor of a micro-batch of so many samples, as dense values; None where its sender has to tell."""
         found = self._known[samples].get((carried.layer, carried.key))
         return None if found is None else replace(found, learns=found.learns and torch.is_grad_enabled())
 
-    def _of(self, samples: int) -> dict[Place, TensorDescriptor]:
+    def _of(self, samples: int, trains: bool) -> dict[Place, TensorDescriptor]:
         if self._model.dry_run is None:
             return {}
         try:
             ran = self._model.dry_run(self._context, samples)
         except ValueError as error:
-            if "value per channel" in str(error):  # of a norm in training, that a single one is too few
+            # Layers are tried as in training. Evaluation may do without what they miss there, as norms without a second
+            # value; and in training these have something else to say in a step.
+            if not trains or "value per channel" in str(error):
                 return {}
             raise
         found: dict[Place, TensorDescriptor] = {}

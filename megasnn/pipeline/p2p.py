@@ -237,7 +237,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of one link, from one peer. `post` announces the next tensor early, `receive` waits for it.
+    """The receiving end of one link, from one peer. `post` announces the next tensors early, `receive` waits for one.
 
     Args:
         wire: where messages are received. device: where their tensors are to be.
@@ -247,12 +247,12 @@ class Receiver:
         self._peer, self._group, self._wire, self._device = peer, group, wire, device
         self._pins = device.type == "cuda" and wire.type == "cpu"
         self._known: dict[Hashable, TensorDescriptor] = {}
-        self._posted: tuple[Hashable, dist.Work, Tensor] | None = None
+        self._posted: deque[tuple[Hashable, dist.Work, Tensor]] = deque()
 
     @property
     def is_posted(self) -> bool:
         """Whether a tensor is announced that was not received."""
-        return self._posted is not None
+        return bool(self._posted)
 
     def post(self, key: Hashable, planned: TensorDescriptor | None = None) -> None:
         """Does nothing for the first tensor of a kind that is not planned: its size is known when its descriptor is
@@ -261,11 +261,10 @@ class Receiver:
         Args:
             planned: as it is sent, where that is known on both ends.
         """
-        assert self._posted is None, f"{key} is posted before the tensor announced last was received"
         expected = planned or self._known.get(key)
         if expected is not None:
             buffer = expected.buffer(self._wire, self._pins)
-            self._posted = key, self._start(buffer), buffer
+            self._posted.append((key, self._start(buffer), buffer))
 
     def receive(
         self, key: Hashable, here: Callable[[], None] = lambda: None, planned: TensorDescriptor | None = None
@@ -281,10 +280,10 @@ class Receiver:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
             self._start(header).wait()
             self._known[key] = TensorDescriptor.from_header(header)
-        if self._posted is None:
+        if not self._posted:
             self.post(key, planned)
-        assert self._posted is not None and self._posted[0] == key, f"receive {key} while {self._posted} is announced"
-        (_, work, buffer), self._posted = self._posted, None
+        posted, work, buffer = self._posted.popleft()
+        assert posted == key, f"receive {key} while {posted} is announced"
         work.wait()
         here()
         return (planned or self._known[key]).restore(without_waiting(buffer, self._device))

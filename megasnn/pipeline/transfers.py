@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
-from megasnn.schedule.arrivals import known_arrivals, needed_by_senders
+from megasnn.schedule.arrivals import known_arrivals, needed_by_senders, sent_by_then
 
 
 class Transfers:
@@ -59,16 +60,19 @@ class Transfers:
                 self._receivers[low] = Receiver(up.ranks[low], up, wire, state.device)
         self._coming: dict[int, deque[Action]] = {}  # the receives of each link, in the order of the sends
         self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
-        self._schedule: Schedule | None = None  # the last one, of which the next three are
+        self._posted: set[Action] = set()  # before their turn, as on their way for certain
+        self._schedule: Schedule | None = None  # the last one, of which the next four are
         self._arrivals: Mapping[Action, int] = {}
         self._needed: Mapping[Action, int] = {}
+        self._sent_by_then: Mapping[Action, Sequence[Action]] = {}
         self._sent: Mapping[int, list[Action]] = {}  # all receives of each link
         self._sizes: Sequence[int] = ()
         self._expected: Callable[[Action], Sequence[Carried]] = _nothing_yet
         self._dense: set[str] = set()  # what did not fit its format
+        # Of one kind are steps that train or evaluate on as many micro-batches of the same sizes, in the same formats.
         self._kind: Hashable = None  # of the step
         self._steps = Counter[Hashable]()  # that were done, of each kind
-        self._makes_graphs = False
+        self._takes_memory = False
 
     def begin(
         self,
@@ -84,14 +88,18 @@ class Transfers:
             expected: what a receive brings, or the gradients of what; nothing as long as that is not known.
             makes_graphs: whether layers may get CUDA graphs in this step.
         """
-        self._sizes, self._expected, self._early = sizes, expected, {}
+        self._sizes, self._expected, self._early, self._posted = sizes, expected, {}, set()
         self._kind = torch.is_grad_enabled(), frozenset(sizes), len(sizes), len(self._dense)
-        self._makes_graphs = makes_graphs
+        # In the first step of a kind kernels are compiled and loaded. In the second one that trains, memory is taken
+        # again, since the optimizer's state has some of what activations had.
+        first_steps = 2 if torch.is_grad_enabled() else 1
+        self._takes_memory = makes_graphs or self._steps[self._kind] < first_steps
         if self._boundaries is not None and self._senders:
             self._boundaries.find(sizes)
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
             self._needed = needed_by_senders(schedule, self._rank)
+            self._sent_by_then = sent_by_then(schedule, self._rank)
             self._sent = {peer: self._sent_by(schedule.actions[peer]) for peer in self._receivers}
         self._coming = {peer: deque(sent) for peer, sent in self._sent.items()}
 
@@ -141,11 +149,10 @@ class Transfers:
         """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
         meanwhile. Not earlier: a receive that is posted takes a part of a GPU until its data come. And not what can be
         sent only after that computation: whatever waits for the whole GPU in it (an allocator that frees memory, a
-        module that is loaded) would wait for ever. Nothing in the first step of a kind: in that, kernels are compiled
-        and loaded, and memory is taken; nor in one in which CUDA graphs may be made.
-
-        Of one kind are steps that train or evaluate on as many micro-batches of the same sizes, in the same formats."""
-        if self._makes_graphs or not self._steps[self._kind]:
+        module that is loaded) would wait for ever. Two ranks could still wait for each other. So where kernels are
+        loaded or memory is taken, only that is posted which is on its way for certain."""
+        if self._takes_memory:
+            self._post_what_was_sent(actions[position])
             return
         for index in range(position + 1, len(actions)):
             action = actions[index]
@@ -163,6 +170,8 @@ class Transfers:
 
     def receive(self, action: Action) -> list[Tensor]:
         """Waits for the tensors, and for those that their sender sends before them."""
+        if self._takes_memory:
+            self._post_what_was_sent(action)
         peer = self._peer(action)
         coming, receiver = self._coming[peer], self._receivers[peer]
         while action not in self._early:
@@ -175,6 +184,18 @@ class Transfers:
             ]
             let_go()
         return self._early.pop(action)
+
+    def _post_what_was_sent(self, action: Action) -> None:
+        """Posts what others have sent before this rank comes to an action, whatever any rank waits for: a send that
+        nobody receives holds up those that wait for their whole GPU just as a receive does that nobody sends."""
+        for receive in self._sent_by_then.get(action, ()):
+            peer, forward = self._peer(receive), receive.kind is Kind.RECV_FORWARD
+            planned = [self._planned(receive, each, forward) for each in self._expected(receive)]
+            before = islice(self._coming[peer], self._coming[peer].index(receive))
+            if all(planned) and self._posted.issuperset(before):  # others are told first, and those behind them wait
+                for index, each in enumerate(planned):
+                    self._receivers[peer].post(self._key(receive, index), each)
+                self._posted.add(receive)
 
     def wait(self) -> None:
         """Until everything sent has left. What only the step knew is let go, and its tensors with it."""

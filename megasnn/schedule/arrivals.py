@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from megasnn.schedule.actions import RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 
 
 def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
@@ -52,6 +52,43 @@ def needed_by_senders(schedule: Schedule, rank: int) -> dict[Action, int]:
                 if action.kind in SENDS:
                     sent[action.peer] = needed[each]
     return {action: sent[action] for action in schedule.actions[rank] if action.kind in RECEIVES}
+
+
+def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
+    """For a rank's computations and receives: the receives that it posts before them, which were sent for certain by
+    then. With these, no ranks wait for each other for ever where computations wait for all that is on its way from and
+    to their rank, however fast each of them is.
+
+    All ranks are followed in one order, in which a computation comes when all that its rank has sent is posted. A rank
+    posts what is on its way to it before it goes on: then nobody waits for that who does not compute, and nothing is
+    posted whose sender may wait for this rank. The schedule is valid.
+    """
+    on_its_way: list[list[Action]] = [[] for _ in schedule.actions]  # to a rank, and not posted there
+    unposted = [0] * schedule.ranks  # how many of a rank's sends
+    places = [0] * schedule.ranks
+    sent, found = set[Action](), dict[Action, list[Action]]()
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for each, actions in enumerate(schedule.actions):
+            while places[each] < len(actions):
+                action = actions[places[each]]
+                if action.kind in COMPUTE or action.kind in RECEIVES:
+                    for receive in on_its_way[each]:
+                        unposted[schedule.placement[receive.peer.chunk]] -= 1
+                        goes_on = True
+                    if each == rank and on_its_way[each]:
+                        found.setdefault(action, []).extend(on_its_way[each])
+                    on_its_way[each].clear()
+                if action.kind in COMPUTE and unposted[each] or action.kind in RECEIVES and action not in sent:
+                    break
+                if action.kind in SENDS:
+                    sent.add(action.peer)
+                    on_its_way[schedule.placement[action.peer.chunk]].append(action.peer)
+                    unposted[each] += 1
+                places[each] += 1
+                goes_on = True
+    return found
 
 
 def peers(placement: Sequence[int], rank: int) -> list[int]:

@@ -19,6 +19,7 @@ from megasnn.layers import (
     KeyedLayer,
     ParallelBatchNorm,
     ParallelConv,
+    ParallelNeuron,
     SpikingNeuron,
     WholeImages,
 )
@@ -173,6 +174,23 @@ def test_what_is_planned_is_what_layers_give() -> None:
         assert dense is not None and not dense.learns
 
 
+class Doubled(nn.Module):
+    """Has no weights, changes what a layer of MegaSNN's gives in place, and gives whole numbers beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = ParallelNeuron()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.neuron(x).mul_(2), torch.ones(2, x.shape[1], 1, 1, 1, dtype=torch.int64, device=x.device)
+
+
+def test_layers_without_weights_and_whole_numbers_are_planned_too() -> None:
+    doubled, ones = _carried(between(lambda: [layer("two", Doubled()), layer("one", Joined())]), 2)
+    assert doubled is not None and doubled.learns
+    assert ones is not None and not ones.learns
+
+
 def test_the_order_of_plain_modules_is_not_planned() -> None:
     plain = lambda: [layer("plain", nn.Conv2d(4, 4, 1)), layer("own", ConvNormNeuron(4, 4))]  # noqa: E731
     assert _carried(between(plain), 2) == [None]
@@ -231,6 +249,30 @@ def test_other_errors_of_a_dry_run_are_not_hidden() -> None:
         _carried(model, 2, samples=1)
 
 
+class InPairs(nn.Module):
+    """Compares samples, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit(_needs_two(x) if self.training else x)
+
+
+def _loss_of_five(flags: dict[str, object]) -> float:
+    """In evaluation, which leaves one sample over."""
+    layers = lambda: [layer("mine", InPairs()), layer("own", ConvNormNeuron(4, 4))]  # noqa: E731
+    with Engine(between(layers), micro_batch_size=2, global_batch_size=4, train_iters=1, **flags) as engine:
+        images = torch.rand(5, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        return engine.evaluate(images, torch.arange(5) % 4).loss
+
+
+def test_what_a_layer_refuses_in_training_alone_can_be_evaluated(ranks) -> None:
+    cut = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "2|2"}
+    assert ranks(2, _loss_of_five, cut)[0] == ranks(1, _loss_of_five, {})[0]
+
+
 def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whole() -> None:
     class Whole(nn.Module):
         mixes_rows = False
@@ -250,20 +292,21 @@ def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whol
 
 
 def test_nothing_is_tried_out_between_the_actions_of_a_step(ranks) -> None:
-    assert ranks(2, _tried_in_actions) == [(2, 0)] * 2
+    assert ranks(2, _tried_in_actions, 2) == [(2, 0)] * 2
+    assert ranks(1, _tried_in_actions, 1) == [(0, 0)], "without boundaries"
 
 
-def _tried_in_actions() -> tuple[int, int]:
+def _tried_in_actions(stages: int) -> tuple[int, int]:
     """How many dry runs for boundaries there were in a step with micro-batches of two sizes, and in its actions."""
     runs, places, found = [], [], Boundaries._of
     model = between(lambda: [layer("own", ConvNormNeuron(4, 4))])
-    flags = {"micro_batch_size": 4, "global_batch_size": 10, "train_iters": 2, "pipeline_model_parallel_size": 2}
+    flags = {"micro_batch_size": 4, "global_batch_size": 10, "train_iters": 2, "pipeline_model_parallel_size": stages}
     with Engine(model, **flags) as engine:
 
-        def counted(boundaries: Boundaries, samples: int) -> dict[object, TensorDescriptor]:
+        def counted(boundaries: Boundaries, samples: int, trains: bool) -> dict[object, TensorDescriptor]:
             runs.append(samples)
             places.append(engine.distributed.executor.place())
-            return found(boundaries, samples)
+            return found(boundaries, samples, trains)
 
         with mock.patch.object(Boundaries, "_of", counted):
             engine.train_step(torch.rand(10, *engine.config.model.input_shape), torch.arange(10) % 4)

@@ -14,7 +14,8 @@ from megasnn.comm.codec import Content
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
 from megasnn.kernels import codec
-from megasnn.kernels.packed import remember_bits
+from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.pipeline.edges import without_graph
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor
 from tests.distributed.whole import everybody, random, spikes
 
@@ -196,6 +197,14 @@ def test_spikes_that_know_their_bits_travel_as_these(ranks) -> None:
     ranks(2, _with_bits)
 
 
+def test_what_a_stage_hands_on_knows_its_bits_and_needs_a_gradient() -> None:
+    values = spikes(2, 3, 8)
+    bits = codec.pack_bits(values)
+    given = without_graph(remember_bits(values.requires_grad_() * 1, bits))
+    assert given.is_leaf and given.requires_grad and bits_of(given) is bits
+    assert not without_graph(values.detach()).requires_grad
+
+
 def _with_bits_of_another_order() -> None:
     group = everybody("pipeline")
     sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
@@ -209,6 +218,25 @@ def _with_bits_of_another_order() -> None:
 
 def test_spikes_that_know_their_bits_in_another_order_than_is_planned_are_packed_anew(ranks) -> None:
     ranks(2, _with_bits_of_another_order)
+
+
+def _posted_together() -> None:
+    group = everybody("pipeline")
+    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
+    sizes = range(2, 5)
+    plans = {size: TensorDescriptor.of(torch.empty(1, 1, size), Content.DENSE) for size in sizes}
+    for size in sizes:
+        receiver.post(size, plans[size])
+    for size in sizes:
+        sender.send(size, torch.full((1, 1, size), float(size)), plans[size], "forward")
+    for size in sizes:
+        assert torch.equal(receiver.receive(size, planned=plans[size]), torch.full((1, 1, size), float(size)))
+    assert not receiver.is_posted
+    sender.wait()
+
+
+def test_several_tensors_may_be_posted_in_their_order(ranks) -> None:
+    ranks(2, _posted_together)
 
 
 def _planned() -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -15,10 +16,11 @@ from megasnn.comm.codec import Content
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.models.description import Carried
-from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.pipeline.transfers import Transfers, linked
 from megasnn.schedule import Action, Schedule, generate, plan_schedule
 from megasnn.schedule.actions import COMPUTE, SENDS
+from megasnn.schedule.arrivals import sent_by_then
 from megasnn.schedule.refine import refine
 from tests.distributed.test_random_schedules import random_schedule
 from tests.parity.test_schedules import SCHEDULES
@@ -55,7 +57,7 @@ class _Link:
         return torch.empty(0)
 
 
-def _links(schedule: Schedule, rank: int, wholes: list[int] | None = None, steps: int = 2) -> dict[int, _Link]:
+def _links(schedule: Schedule, rank: int, wholes: list[int] | None = None, steps: int = 3) -> dict[int, _Link]:
     """The links of a rank, as the last one of some steps leaves them."""
     group = Group("pipeline", tuple(range(schedule.ranks)), rank)
     state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
@@ -169,8 +171,9 @@ def test_a_steady_pipeline_receives_while_it_computes() -> None:
         assert sum(link.ahead) > len(link.ahead) / 2
 
 
-def test_nothing_is_posted_early_in_the_first_step() -> None:
-    """In it kernels are loaded and memory is taken, which may wait for all that a GPU has to do."""
+def test_nothing_that_may_not_be_sent_yet_is_posted_in_the_first_step() -> None:
+    """In it kernels are loaded and memory is taken, which may wait for all that a GPU has to do. Without a plan it is
+    not known what was sent."""
     for rank in range(4):
         for link in _links(plan_schedule("1f1b", 4, 1).training(12), rank, steps=1).values():
             assert link.order and not link.posted
@@ -182,10 +185,10 @@ def test_steps_of_another_kind_post_nothing_early_either() -> None:
     state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
     transfers = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
 
-    def posts(micro_batches: int, graphs: bool = False) -> bool:
+    def posts(micro_batches: int, graphs: bool = False, last: int = 2) -> bool:
         schedule, link = generate("1f1b", 2, micro_batches), _Link()
         transfers._receivers = {0: link}  # type: ignore[dict-item]
-        transfers.begin(schedule, [2] * micro_batches, lambda action: ONE, graphs)
+        transfers.begin(schedule, [2] * (micro_batches - 1) + [last], lambda action: ONE, graphs)
         for position, action in enumerate(schedule.actions[1]):
             if action.kind in COMPUTE:
                 transfers.announce(schedule.actions[1], position)
@@ -194,12 +197,130 @@ def test_steps_of_another_kind_post_nothing_early_either() -> None:
         transfers.wait()
         return bool(link.posted)
 
-    assert [posts(4), posts(4), posts(6), posts(6), posts(4)] == [False, True, False, True, True]
+    assert [posts(size) for size in (4, 4, 4, 6, 6, 6, 4)] == [False, False, True, False, False, True, True]
+    assert [posts(4, last=1) for _ in range(3)] == [False, False, True]
     with torch.no_grad():
         assert [posts(4), posts(4)] == [False, True]
     transfers.go_dense(["spikes"])
-    assert [posts(4), posts(4)] == [False, True]
-    assert [posts(5, graphs) for graphs in (True, True, False, True, False)] == [False, False, True, False, True]
+    assert [posts(4), posts(4), posts(4)] == [False, False, True]
+    may = True, False, False, True, False
+    assert [posts(5, graphs) for graphs in may] == [False, False, True, False, True]
+
+
+class _Waiting:
+    """A rank that waits for all that is on its way from and to it in each computation, and in receives for what comes.
+
+    Args:
+        posts: before an action.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, posts: Mapping[Action, Sequence[Action]]) -> None:
+        self._schedule, self._rank, self._posts = schedule, rank, posts
+        self._left, self._sent, self._posted = deque(schedule.actions[rank]), list[Action](), list[Action]()
+        self._is_waiting = False
+
+    def goes_on(self, sent: set[Action], posted: set[Action]) -> bool:
+        """Does the next thing that it can, of all ranks' receives that are sent and posted; False where it waits."""
+        if not self._left:
+            return False
+        action, is_new = self._left[0], not self._is_waiting
+        if is_new:
+            self._is_waiting = True
+            self._posted += self._posts.get(action, ())
+            if action.kind.is_receive:
+                coming = _sent(self._schedule, self._schedule.placement[action.peer.chunk], self._rank)
+                self._posted += coming[: coming.index(action) + 1]
+            posted.update(self._posted)
+        if action.kind in COMPUTE and not (posted.issuperset(self._sent) and sent.issuperset(self._posted)):
+            return is_new
+        if action.kind.is_receive and action not in sent:
+            return is_new
+        if action.kind in SENDS:
+            sent.add(action.peer)
+            self._sent.append(action.peer)
+        self._left.popleft()
+        self._is_waiting = False
+        return True
+
+
+def _ends(schedule: Schedule, posts: Sequence[Mapping[Action, Sequence[Action]]], seed: int) -> bool:
+    """Whether all ranks come to their ends, each as fast as chance has it."""
+    ranks = [_Waiting(schedule, rank, each) for rank, each in enumerate(posts)]
+    draw, sent, posted = random.Random(seed), set[Action](), set[Action]()
+    while any(each.goes_on(sent, posted) for each in draw.sample(ranks, len(ranks))):
+        pass
+    return len(sent) == sum(each.kind in SENDS for actions in schedule.actions for each in actions) and not any(
+        each._left for each in ranks
+    )
+
+
+def _ends_anyhow(schedule: Schedule, posts: bool) -> bool:
+    plan = [sent_by_then(schedule, rank) if posts else {} for rank in range(schedule.ranks)]
+    return all(_ends(schedule, plan, seed) for seed in range(3))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+def test_what_was_sent_for_certain_is_posted_so_that_all_ranks_may_wait_for_their_devices(
+    stages: int, name: str, chunks: int
+) -> None:
+    plan = plan_schedule(name, stages, chunks)
+    for micro_batches in (1, 3, 5, 8):
+        for schedule in (plan.training(micro_batches), plan.evaluation(micro_batches)):
+            assert _ends_anyhow(schedule, posts=True)
+
+
+@pytest.mark.parametrize("ranks_of_pipeline", [2, 3, 4])
+def test_of_random_schedules_ranks_may_wait_too(ranks_of_pipeline: int) -> None:
+    schedules = [random_schedule(seed, ranks_of_pipeline) for seed in range(60)]
+    assert all(_ends_anyhow(each, posts=True) for each in schedules)
+    assert not all(_ends_anyhow(each, posts=False) for each in schedules), "sends that nobody has posted are waited for"
+
+
+class _Line:
+    """The receiving end of a link, on which tensors are posted and received in the order in which they are sent."""
+
+    def __init__(self, sent: Sequence[Action]) -> None:
+        self._coming, self.posted = deque(_key(each) for each in sent), list[Hashable]()
+        self._open = deque[Hashable]()
+
+    def post(self, key: Hashable, planned: TensorDescriptor | None) -> None:
+        assert planned is not None and key == self._coming.popleft()
+        self._open.append(key)
+        self.posted.append(key)
+
+    def receive(self, key: Hashable, here: Callable[[], None], planned: TensorDescriptor | None) -> torch.Tensor:
+        assert key == (self._open or self._coming).popleft()
+        return torch.empty(0)
+
+
+class _Told:
+    """Knows of every tensor what it is like but of those of one micro-batch, whose receiver is told."""
+
+    def find(self, sizes: Sequence[int]) -> None:
+        pass
+
+    def planned(self, carried: Carried, samples: int) -> TensorDescriptor | None:
+        return TensorDescriptor.of(torch.empty(1, 1, 1), Content.DENSE) if samples != 1 else None
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb2p", 1), ("zbv", 2)])
+def test_in_a_first_step_nothing_is_posted_before_a_tensor_that_its_receiver_is_told(name: str, chunks: int) -> None:
+    schedule, posted = plan_schedule(name, 3, chunks).training(9), 0
+    for rank in range(3):
+        group = Group("pipeline", (0, 1, 2), rank)
+        state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
+        transfers = Transfers(schedule.placement, state, WireOptions(), None, _Told())  # type: ignore[arg-type]
+        lines = {peer: _Line(_sent(schedule, peer, rank)) for peer in transfers._receivers}
+        transfers._receivers = lines  # type: ignore[assignment]
+        transfers.begin(schedule, range(9), lambda action: ONE)
+        for position, action in enumerate(schedule.actions[rank]):
+            if action.kind in COMPUTE:
+                transfers.announce(schedule.actions[rank], position)
+            elif action.kind.is_receive:
+                transfers.receive(action)
+        posted += sum(len(line.posted) for line in lines.values())
+    assert posted
 
 
 def test_links_are_those_of_the_placement() -> None:

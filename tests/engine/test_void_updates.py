@@ -200,6 +200,29 @@ def test_a_step_that_is_interrupted_while_it_is_waited_for_is_finished(ahead: En
         assert _differences(_state(ahead), _state(other)) == [] and ahead.iteration == other.iteration == 2
 
 
+def _interrupted(ahead: bool) -> tuple[int, int]:
+    """How many steps were done, and how often a step was read, when its reading was interrupted."""
+    order: list[str] = []
+    with (
+        mock.patch.object(device_checks, "runs_ahead", lambda device: ahead),
+        Engine(between(_layers), **FLAGS) as engine,
+        _noting("finish", order, DistributedModel, "finish_step"),
+        _raising(KeyboardInterrupt()),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        before = _state(engine)
+        engine.train_on(_batch(engine))
+    assert ahead or _differences(before, _state(engine)) == []
+    return engine.iteration, len(order)
+
+
+def test_only_a_process_by_itself_whose_weights_have_changed_finishes_the_step(ranks) -> None:
+    """Other ranks may not come to what is left of it."""
+    assert ranks(1, _interrupted, True) == [(1, 2)]
+    assert ranks(1, _interrupted, False) == [(0, 1)]
+    assert ranks(2, _interrupted, True) == [(0, 1)] * 2
+
+
 def test_after_an_error_while_a_step_is_waited_for_there_are_no_weights(ahead: Engine) -> None:
     """They may be those of a step that nobody has counted."""
     with _raising(RuntimeError("the device is gone")), pytest.raises(RuntimeError, match="is gone"):

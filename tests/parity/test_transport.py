@@ -37,6 +37,7 @@ from tools.benchmark.queued_device import Device
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
 EVEN_SAMPLES = 8  # replicas that share weights have equally many micro-batches
 MOST_RANKS = 8
+STEPS = 3  # in two of them memory is taken
 STAGES, LIMIT = 3, 5.0  # where one rank waits for its device; seconds after which it waits for ever
 ON_EIGHT_STAGES = (("1f1b", 1), ("interleaved", 3), ("zb1p", 1), ("zbv", 2))
 
@@ -100,14 +101,14 @@ def _profiled(executor: PipelineExecutor) -> Iterator[None]:
 
 
 def _steps(device: Device, case: Case) -> list[float]:
-    """The losses of two steps: in the second one it is known what travels."""
+    """The losses of some steps: in the last one no memory is taken any more."""
     state = initialize_model_parallel(case.tensor, case.pipeline)
     name, chunks = case.schedule
     engine = build_engine(state, plan_schedule(name, case.pipeline, chunks), torch.float64)
     images, labels = reference.data(SAMPLES)
     losses = []
     started = list(device.communicators)
-    for _ in range(2):
+    for _ in range(STEPS):
         if case.profiled:
             with _profiled(engine.executor):
                 losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
@@ -142,18 +143,18 @@ def test_every_schedule_ends(ranks, loss, world, cases) -> None:
     tensor, pipeline, data = world
     found = ranks(tensor * pipeline * data, _run, here, timeout=120 + 10 * len(here))
     for losses in found:
-        assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * len(here)
+        assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * len(here)
 
 
 def _owning_rows() -> list[float]:
-    """The losses of two steps, behind each of which owners send the rows that they have changed."""
+    """The losses of some steps, behind each of which owners send the rows that they have changed."""
     with nccl_like() as device:
         state = initialize_model_parallel(1, 2)
         engine = build_engine(state, plan_schedule("zbv", 2, 2), torch.float64, rows_have_owners=True)
         optimizer = build_optimizer(engine.owned, OptimizerConfig(lr=1e-9))
         images, labels = reference.data(SAMPLES)
         started, losses = list(device.communicators), list[float]()
-        for _ in range(2):
+        for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
             optimizer.step()
             engine.share_rows()
@@ -168,14 +169,14 @@ def test_replicas_that_own_rows_end_too(ranks, loss) -> None:
 
 
 def _finer(layout: Layout) -> tuple[list[float], list[str]]:
-    """The losses of two steps, of which weights are gathered or micro-batches shared; and what was started before."""
+    """The losses of some steps, of which weights are gathered or micro-batches shared; and what was started before."""
     with nccl_like() as device:
         state = join(layout)
         plan = plan_schedule(layout.schedule, layout.pipeline)
         engine = build_engine(state, plan, torch.float64, rows_have_owners=True, layout=layout)
         images, labels = reference.data(EVEN_SAMPLES)
         started, losses = list(device.communicators), list[float]()
-        for _ in range(2):
+        for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
             engine.share_rows()
         assert device.communicators == started, "something in a step was a first use"
@@ -196,7 +197,7 @@ def _finer(layout: Layout) -> tuple[list[float], list[str]]:
 def test_replicas_that_share_weights_end_too(ranks, layout: Layout) -> None:
     loss = ranks(1, one_step, Layout(), None, *reference.data(EVEN_SAMPLES), MICRO_BATCH)[0].loss
     for losses, told in ranks(layout.world_size, _finer, layout):
-        assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[:2] == ["weight", "scatter"]
+        assert losses == pytest.approx([loss] * STEPS, rel=1e-9) and told[:2] == ["weight", "scatter"]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_ranks_that_share_micro_batches_end_too(ranks, layout: Layout) -> None:
     another."""
     loss = ranks(1, one_step, Layout(), None, *reference.data(EVEN_SAMPLES), MICRO_BATCH)[0].loss
     for losses, told in ranks(layout.world_size, _finer, layout):
-        assert losses == pytest.approx([loss] * 2, rel=1e-9) and told[0] == "context"
+        assert losses == pytest.approx([loss] * STEPS, rel=1e-9) and told[0] == "context"
 
 
 def _waiting_for_its_device(schedules: list[tuple[str, int]]) -> list[list[float]]:
@@ -238,7 +239,28 @@ def _waiting_for_its_device(schedules: list[tuple[str, int]]) -> list[list[float
 def test_a_rank_may_wait_for_its_device_while_it_computes(ranks, loss) -> None:
     schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2)]
     for losses in ranks(STAGES, _waiting_for_its_device, schedules):
-        assert losses == [pytest.approx([loss] * 2, rel=1e-9)] * STAGES * len(schedules)
+        assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * STAGES * len(schedules)
+
+
+def _all_waiting_in_a_first_step(schedules: list[tuple[str, int]]) -> list[list[float]]:
+    """The losses of each schedule, when all ranks wait for their whole devices in all computations of a first step, as
+    they may where kernels are loaded and memory is taken."""
+    with nccl_like(LIMIT) as device:
+        announce = Transfers.announce
+
+        def announced(self: Transfers, actions: Sequence[Action], position: int) -> None:
+            announce(self, actions, position)
+            if self._takes_memory:
+                device.synchronize()
+
+        with mock.patch.object(Transfers, "announce", announced):
+            return [_steps(device, Case(1, STAGES, 1, each, False)) for each in schedules]
+
+
+def test_all_ranks_may_wait_for_their_devices_in_a_first_step(ranks, loss) -> None:
+    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb2p", 1), ("zbv", 2)]
+    for losses in ranks(STAGES, _all_waiting_in_a_first_step, schedules):
+        assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * len(schedules)
 
 
 def _started(tensor: int, pipeline: int) -> tuple[list[str], list[str], str]:
