@@ -23,6 +23,9 @@ class CountedGraphs:
 
     counted: Counted
 
+    def make_room(self) -> None:
+        """Tensors without values need none."""
+
     def pool(self) -> None:
         """Tensors without values need none."""
 

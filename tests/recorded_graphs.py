@@ -153,14 +153,17 @@ class RecordedGraphs:
     Args:
         fails_after: how many operators of some work are taken down before that fails.
     Attributes:
-        pools: all that were made. captures: how often one was begun.
+        pools: all that were made. rooms: how often room was made. captures: how often one was begun.
         replays: how often a graph was started. joins: how often something went backward without its graph.
     """
 
     def __init__(self, fails_after: Callable[[Callable[[], None]], float] = never) -> None:
         self._fails_after = fails_after
         self.pools: list[Pool] = []
-        self.captures = self.replays = self.joins = 0
+        self.rooms = self.captures = self.replays = self.joins = 0
+
+    def make_room(self) -> None:
+        self.rooms += 1
 
     def pool(self) -> Pool:
         self.pools.append(Pool())

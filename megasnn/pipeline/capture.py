@@ -13,6 +13,9 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
+    def make_room(self) -> None:
+        """Before a step in which captures may be made. The device may be waited for."""
+
     def pool(self) -> Any:
         """A new pool of memory for captures; no two pools have memory in common."""
 
@@ -64,6 +67,11 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+
+    def make_room(self) -> None:
+        """The allocator gives none of the memory that it has cached to a pool, and none of it back to the driver while
+        anything is captured."""
+        torch.cuda.empty_cache()
 
     def pool(self) -> CudaPool:
         return CudaPool()

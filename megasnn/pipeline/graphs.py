@@ -88,6 +88,8 @@ class ChunkGraphs:
         self._step, self._slots, self._sizes = self._step + 1, {}, tuple(sizes)
         self._look()
         self._makes = self._sizes not in self._complete
+        if self._makes and any(self._seen.values()):
+            self._capture.make_room()
         self._complete.add(self._sizes)  # as long as nothing is found to be lacking
         tensors = [t for layer in self._layers.values() for t in (*layer.parameters(), *layer.buffers())]
         addresses = [each.data_ptr() for t in tensors for each in (t, t.grad) if each is not None]

@@ -137,8 +137,8 @@ def cuda(monkeypatch) -> FakeCuda:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fake.end_allocation, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", fake.release, raising=False)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("it waits for the device"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("it waits for the device"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.told.append("empty cache"))
     return fake
 
 
@@ -204,6 +204,11 @@ def test_a_capture_that_is_found_invalid_at_its_end(cuda: FakeCuda) -> None:
     with pytest.raises(RuntimeError, match="previous error during capture"):
         capture(work, capture.pool())
     assert gc.isenabled() and not cuda.recorded and not cuda.generator_is_captured
+
+
+def test_what_is_cached_is_given_back_before(cuda: FakeCuda) -> None:
+    CudaCapture(DEVICE).make_room()
+    assert cuda.told == ["empty cache"]
 
 
 def test_what_goes_backward_without_its_graph_is_waited_for(cuda: FakeCuda) -> None:

@@ -116,15 +116,18 @@ def test_hooks_that_come_later() -> None:
 def steps_that_make(asked: str, between_steps: Between, sizes: Iterable[int]) -> list[tuple[bool, bool, bool]]:
     """Of each step, whether transfers were told that graphs may be made, whether some were, and whether some ran."""
     counts: list[tuple[bool, int, int]] = []
+    rooms: list[int] = []
     begin, graphs = Transfers.begin, RecordedGraphs()
 
     def noted(self: Transfers, *given: Any) -> None:
         counts.append((given[3], graphs.captures, graphs.replays))
+        rooms.append(graphs.rooms)
         begin(self, *given)
 
     with recorded_graphs(graphs), mock.patch.object(Transfers, "begin", noted):
         found = trained(between(plain), asked, between_steps, sizes)
         assert found == trained(between(plain), "off", between_steps, sizes)
+    assert all(more > fewer for (fewer, more), (may, *_) in zip(pairwise(rooms), counts[1:], strict=True) if may)
     steps = pairwise(counts[: len(found) + 1])
     return [(may, after[1] > made, after[2] > replayed) for (may, made, replayed), after in steps]
 
@@ -194,7 +197,7 @@ def test_a_graph_that_there_is_no_memory_for(number: int) -> None:
 
 
 def test_graphs_that_nobody_needs_are_freed_at_once() -> None:
-    """Their memory is there for the next ones, without Python's collector."""
+    """Their memory can be given to those of the next step, without Python's collector."""
     made: list[weakref.ref[LayerGraphs]] = []
     begin = LayerGraphs.__init__
 
