@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megasnn.checkpoint.choice import first_legible
 from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
-from megasnn.config.defaults import Values, config_named, defaults_of
+from megasnn.config.defaults import Values, config_named, defaults_of, sources_of, with_sources
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
@@ -41,9 +42,10 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
 
     def read(speaks: bool) -> PretrainConfig:
         config = configuration(chosen, flags, speaks)
-        validate(config, int(os.environ.get("WORLD_SIZE", "1")))
-        refuse_unbuildable(config)
-        refuse_other_samples(config)
+        with sources_told(chosen, flags, config):
+            validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+            refuse_unbuildable(config)
+            refuse_other_samples(config)
         return config
 
     def train(config: PretrainConfig) -> int:
@@ -113,6 +115,20 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
     return config
+
+
+@contextmanager
+def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig) -> Iterator[None]:
+    """Lets a ConfigError say which file or variant gave the values that it names, where no flag did.
+
+    Args:
+        config: of this model and these flags, as `configuration` reads it.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        sources = sources_of(run_config(model), argv, model.recipes(), _saved_model(model, config.checkpoint))
+        raise ConfigError(with_sources(error.problems, config, sources)) from None
 
 
 def _of_another_model(model: type[Model], name: str | None) -> list[str]:
