@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
 
     def read(speaks: bool) -> PretrainConfig:
         config = configuration(chosen, flags, speaks)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         with sources_told(chosen, flags, config):
-            validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+            validate(config, world_size)
             refuse_unbuildable(config)
             refuse_other_samples(config)
+            refuse_other_device(config, world_size)
         return config
 
     def train(config: PretrainConfig) -> int:
@@ -92,6 +95,27 @@ def refuse_other_samples(config: PretrainConfig) -> None:
     from megasnn.data.open import sample_format
 
     if not config.logging.model_summary and (wrong := refusal(sample_format, config.data, config.model.input_shape)):
+        raise ConfigError(wrong)
+
+
+def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
+    """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
+    a GPU cannot do is found out by using it, after that. Imports torch."""
+    from megasnn.comm.world import device_of_rank, why_no_gpu, why_not_on_gpus
+    from megasnn.engine.setup import require_kernels
+
+    parallel = config.parallel
+    if wrong := refusal(device_of_rank, parallel.backend, parallel.device):
+        raise ConfigError(wrong)
+    device = device_of_rank(parallel.backend, parallel.device)
+    if device.type != "cpu":
+        return
+    try:
+        validate(replace(config, parallel=replace(parallel, device="cpu")), world_size)
+    except ConfigError as error:
+        why = f"--device {parallel.device} comes to the CPU here: {why_not_on_gpus(parallel.device) or why_no_gpu()}"
+        raise ConfigError(f"{problem} ({why})" for problem in error.problems) from None
+    if wrong := refusal(require_kernels, config, device):
         raise ConfigError(wrong)
 
 
