@@ -157,7 +157,7 @@ def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig
 
 def _of_another_model(model: type[Model], name: str | None) -> list[str]:
     """What is wrong where --config names a recipe, or a file that a run wrote, of other models than this one."""
-    if name is None:
+    if name is None or _takes(model, name):
         return []
     fits = [other.name for other in MODELS.values() if other is not model and _takes(other, name)]
     if not fits:
