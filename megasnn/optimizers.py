@@ -14,6 +14,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Stepped:
+    """A parameter that an optimizer steps, or the part of it that a rank has.
+
+    Attributes:
+        elements: their number. itemsize: bytes of one. decays: whether it has a weight decay.
+    """
+
+    elements: int
+    itemsize: int
+    decays: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+def _nothing(parameters: Sequence[Stepped]) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
 class OptimizerRecipe:
     """
     Attributes:
@@ -28,6 +49,8 @@ class OptimizerRecipe:
         takes_found_inf: whether `step`, where the groups are `fused`, leaves everything as it is if the optimizer's
             attribute `found_inf`, a float on the device, is 1, as torch's GradScaler asks of optimizers. A GPU then
             need not wait for the host.
+        working: (the parameters) -> bytes that a step takes meanwhile for tensors like all of them, beside the state.
+            What it takes for one parameter at a time does not count.
     """
 
     summary: str
@@ -37,6 +60,7 @@ class OptimizerRecipe:
     elementwise: bool = True
     takes_norms: bool = False
     takes_found_inf: bool = False
+    working: Callable[[Sequence[Stepped]], int] = _nothing
 
 
 def _adamw(
@@ -63,6 +87,14 @@ def _momentum(sgd_momentum: float, **flags: object) -> tuple[str, ...]:
     return ("momentum_buffer",) if sgd_momentum else ()
 
 
+def _lamb_working(parameters: Sequence[Stepped]) -> int:
+    """Updates and what they are divided by; or updates, and for what decays a factor for each element and the index,
+    of 8 bytes, by which it is taken."""
+    updates = sum(each.bytes for each in parameters)
+    factors = sum(each.bytes + 8 * each.elements for each in parameters if each.decays)
+    return updates + max(updates, factors)
+
+
 _ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_eps")
 
 OPTIMIZERS: Table[OptimizerRecipe] = Table(
@@ -77,6 +109,7 @@ OPTIMIZERS: Table[OptimizerRecipe] = Table(
             _moments,
             _ADAM_FLAGS,
             takes_norms=True,
+            working=_lamb_working,
         ),
     },
 )

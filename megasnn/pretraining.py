@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megasnn.checkpoint.choice import first_legible
 from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
-from megasnn.config.defaults import Values, config_named, defaults_of
+from megasnn.config.defaults import Values, config_named, defaults_of, sources_of, with_sources
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
@@ -41,9 +43,12 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
 
     def read(speaks: bool) -> PretrainConfig:
         config = configuration(chosen, flags, speaks)
-        validate(config, int(os.environ.get("WORLD_SIZE", "1")))
-        refuse_unbuildable(config)
-        refuse_other_samples(config)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        with sources_told(chosen, flags, config):
+            validate(config, world_size)
+            refuse_unbuildable(config)
+            refuse_other_samples(config)
+            refuse_other_device(config, world_size)
         return config
 
     def train(config: PretrainConfig) -> int:
@@ -93,6 +98,27 @@ def refuse_other_samples(config: PretrainConfig) -> None:
         raise ConfigError(wrong)
 
 
+def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
+    """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
+    a GPU cannot do is found out by using it, after that. Imports torch."""
+    from megasnn.comm.world import device_of_rank, why_no_gpu, why_not_on_gpus
+    from megasnn.engine.setup import require_kernels
+
+    parallel = config.parallel
+    if wrong := refusal(device_of_rank, parallel.backend, parallel.device):
+        raise ConfigError(wrong)
+    device = device_of_rank(parallel.backend, parallel.device)
+    if device.type != "cpu":
+        return
+    try:
+        validate(replace(config, parallel=replace(parallel, device="cpu")), world_size)
+    except ConfigError as error:
+        why = f"--device {parallel.device} comes to the CPU here: {why_not_on_gpus(parallel.device) or why_no_gpu()}"
+        raise ConfigError(f"{problem} ({why})" for problem in error.problems) from None
+    if wrong := refusal(require_kernels, config, device):
+        raise ConfigError(wrong)
+
+
 def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:
     """The configuration of a run that trains this model, not yet validated; rank 0 says what it takes from --load.
 
@@ -115,9 +141,23 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     return config
 
 
+@contextmanager
+def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig) -> Iterator[None]:
+    """Lets a ConfigError say which file or variant gave the values that it names, where no flag did.
+
+    Args:
+        config: of this model and these flags, as `configuration` reads it.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        sources = sources_of(run_config(model), argv, model.recipes(), _saved_model(model, config.checkpoint))
+        raise ConfigError(with_sources(error.problems, config, sources)) from None
+
+
 def _of_another_model(model: type[Model], name: str | None) -> list[str]:
     """What is wrong where --config names a recipe, or a file that a run wrote, of other models than this one."""
-    if name is None:
+    if name is None or _takes(model, name):
         return []
     fits = [other.name for other in MODELS.values() if other is not model and _takes(other, name)]
     if not fits:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from megasnn.checkpoint.description import Metadata, TensorFacts
 from megasnn.files.described import in_message
+from megasnn.precisions import PRECISIONS
 from megasnn.sharded_tensors import ShardedTensor
+
+Narrower: TypeAlias = dict[tuple[str, str], list[str]]
+"""Tensors whose saved values the type that they have here cannot hold, by both types."""
 
 
 def other_model(saved: str | None, now: str) -> str:
@@ -64,9 +68,10 @@ def _shown(values: Mapping[str, Any], field: str) -> str:
 
 def tensor_differences(
     saved: Mapping[str, TensorFacts], entries: Iterable[ShardedTensor]
-) -> tuple[list[str], list[str]]:
-    """The names this rank takes, and what is wrong with them: not saved, another shape, digits to be lost."""
-    names, problems = [], []
+) -> tuple[list[str], list[str], Narrower]:
+    """The names this rank takes, and what is wrong with them: not saved or another shape, a line each; digits to be
+    lost."""
+    names, problems, narrower = list[str](), list[str](), Narrower()
     for entry in entries:
         names.append(entry.name)
         told = saved.get(entry.name)
@@ -76,8 +81,22 @@ def tensor_differences(
             problems.append(f"{entry.name}: saved with shape {list(told.shape)}, now {list(entry.shard.global_shape)}")
         elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype):
             now = str(entry.tensor.dtype).removeprefix("torch.")
-            problems.append(f"{entry.name}: saved as {told.dtype}, {now} cannot hold it; check --precision")
-    return names, problems
+            narrower.setdefault((told.dtype, now), []).append(entry.name)
+    return names, problems, narrower
+
+
+def type_problems(ranks: Iterable[Narrower]) -> Iterator[str]:
+    """A line for each pair of types: what the tensors are saved as, and what cannot hold it. Of all ranks."""
+    names: dict[tuple[str, str], set[str]] = {}
+    for narrower in ranks:
+        for types, mine in narrower.items():
+            names.setdefault(types, set()).update(mine)
+    for (saved, now), those in names.items():
+        first, others = min(those), len(those) - 1
+        them = f"{first} and {others} other tensor{'s' * (others > 1)}" if others else first
+        able = [name for name, precision in PRECISIONS.items() if precision.weights == saved]
+        advice = f"; load it with --precision {' or '.join(able)}" if able else ""
+        yield f"{them}: saved as {saved}, {now} cannot hold {'them' if others else 'it'}{advice}"
 
 
 def marks(names: Iterable[str], saved: Iterable[str]) -> int:

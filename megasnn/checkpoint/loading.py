@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import chain
 from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,15 @@ import torch.distributed as dist
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.choice import choose
-from megasnn.checkpoint.compare import marked, marks, model_differences, tensor_differences, unused_tensors
+from megasnn.checkpoint.compare import (
+    Narrower,
+    marked,
+    marks,
+    model_differences,
+    tensor_differences,
+    type_problems,
+    unused_tensors,
+)
 from megasnn.checkpoint.description import AVERAGE, PREFIX, Metadata, read_metadata
 from megasnn.checkpoint.files import PieceReader
 from megasnn.checkpoint.optimizer_state import States, allocate, describe, of_frozen, require_possible
@@ -107,16 +116,18 @@ def load_checkpoint(
 
         entries, states = all_do(process_group, prepare, title)
 
-        def compared() -> tuple[int, list[str]]:
-            mine, problems = tensor_differences(metadata.tensors, entries)
-            return marks([*mine, *of_frozen(wanted, metadata.tensors)], metadata.tensors), problems
+        def compared() -> tuple[int, list[str], Narrower]:
+            mine, problems, narrower = tensor_differences(metadata.tensors, entries)
+            bits = marks([*mine, *of_frozen(wanted, metadata.tensors)], metadata.tensors)
+            return bits, problems, narrower
 
         reports = gather(process_group, all_do(process_group, compared, title))
-        taken = marked(reduce(or_, (bits for bits, _ in reports)), metadata.tensors)
+        taken = marked(reduce(or_, (bits for bits, _, _ in reports)), metadata.tensors)
         names = [name for name in metadata.tensors if not _of_layer(name, leave)]
         left = (PREFIX,) * (optimizer is None) + (AVERAGE,) * (averages is None)
         unexpected = unused_tensors(names, taken, left)
-        raise_problems(title, [*(problem for _, problems in reports for problem in problems), *unexpected])
+        narrowed = type_problems(narrower for _, _, narrower in reports)
+        raise_problems(title, [*chain(*(problems for _, problems, _ in reports)), *narrowed, *unexpected])
         read_tensors(path, saved, entries, process_group)
         if optimizer is not None:
             all_do(process_group, lambda: require_possible(states, stepped), title)

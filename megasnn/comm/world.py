@@ -26,14 +26,34 @@ def why_no_gpu() -> str:
 def start_process_group(backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
     """Joins the ranks that torchrun started, once; a process started alone stays alone.
 
-    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU. With Gloo and GPUs, several
-    ranks may share one.
+    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU.
 
     Returns:
         the device of this rank.
     Raises:
-        ValueError: CUDA or NCCL asked for where there is none for this rank.
+        ValueError: as `device_of_rank`.
         ConnectionError: the other ranks did not come in time.
+    """
+    chosen = device_of_rank(backend, device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        name = "gloo" if backend == "gloo" else BACKENDS[chosen.type]
+        try:
+            _join_world(name, datetime.timedelta(minutes=timeout_minutes))
+        except dist.DistError as error:
+            raise ConnectionError(
+                f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
+                f"{timeout_minutes:g}: did one of them end before, with an error of its own? ({error})"
+            ) from error
+    return chosen
+
+
+def device_of_rank(backend: str, device: str) -> torch.device:
+    """The device of this rank; nothing is begun on it. With Gloo and GPUs, several ranks may share one.
+
+    Raises:
+        ValueError: CUDA or NCCL asked for where there is none for this rank.
     """
     local_rank, local_ranks, gpus = int(os.environ.get("LOCAL_RANK", "0")), _local_ranks(), torch.cuda.device_count()
     kind = kind_of_device(device)
@@ -47,19 +67,7 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
         )
     if backend == "nccl" and kind != "cuda":
         raise ValueError(f"--backend nccl needs a GPU for each rank; {local_ranks} rank(s), {gpus} GPU(s): use gloo")
-    chosen = torch.device(kind, local_rank % gpus) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        torch.cuda.set_device(chosen)
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        name = "gloo" if backend == "gloo" else BACKENDS[kind]
-        try:
-            _join_world(name, datetime.timedelta(minutes=timeout_minutes))
-        except dist.DistError as error:
-            raise ConnectionError(
-                f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
-                f"{timeout_minutes:g}: did one of them end before, with an error of its own? ({error})"
-            ) from error
-    return chosen
+    return torch.device(kind, local_rank % gpus) if kind == "cuda" else torch.device("cpu")
 
 
 def kind_of_device(asked: str) -> str:

@@ -31,7 +31,7 @@ from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import AUTO, DEVICES, Machine, with_memory
 from megasnn.planner.plan import Plan, plan, problems
 from megasnn.planner.report import as_json, cuts, table
-from megasnn.pretraining import configuration
+from megasnn.pretraining import configuration, sources_told
 from megasnn.process.terminal import keep_going
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -74,13 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _check(options)
     if not theirs or theirs[0].startswith("-"):
         raise ValueError(f"name a model first: {', '.join(MODELS)}")
-    config = configuration(MODELS[theirs[0]], theirs[1:])
+    model, flags = MODELS[theirs[0]], theirs[1:]
+    config = configuration(model, flags)
     known = None if options.measure or options.costs is None or not options.costs.exists() else read(options.costs)
     # Before a model is analysed, which takes minutes where it is large.
-    if wrong := problems(config, options.gpus, options.gpus_per_node) + _machine_problems(options, config, known):
-        raise ConfigError(wrong)
-    rates = None if options.rates is None else measured_rates(options.rates)
-    analysis = known or _analysis(options, config)
+    with sources_told(model, flags, config):
+        if wrong := problems(config, options.gpus, options.gpus_per_node) + _machine_problems(options, config, known):
+            raise ConfigError(wrong)
+        rates = None if options.rates is None else measured_rates(options.rates)
+        analysis = known or _analysis(options, config)
     if os.environ.get("RANK", "0") == "0":
         _plan(options, config, analysis, rates)
 

@@ -13,8 +13,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from megasnn.config.checks import ConfigError
 from megasnn.config.defaults import Values, defaults_of
 from megasnn.config.help import flag_groups
+from megasnn.config.names import refused_names
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -42,10 +44,13 @@ def parse(
         saved: values that hold where neither a flag nor the file of `--config` gives one.
     Raises:
         SystemExit: 0 after the help, 2 after an error in the command line.
-        ConfigError: the file of `--config` cannot be read, or is none of this configuration.
+        ConfigError: the file of `--config` cannot be read, or is none of this configuration; a flag has a name that
+            its table refuses with a reason.
     """
     silence = io.StringIO()
     defaults = defaults_of(config_class, argv, recipes, saved)
+    if wrong := refused_names(defaults, argv):
+        raise ConfigError(wrong)
     with ExitStack() as stack:
         if not console_outputs:  # tyro's own option lets some errors through
             stack.enter_context(redirect_stdout(silence))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megasnn.config.checks import ConfigError, flag
-from megasnn.config.serialise import ABOUT, from_dict
+from megasnn.config.serialise import ABOUT, as_flag, from_dict, to_dict
 from megasnn.files.described import DescriptionError, FreeForm, described, in_message, open_regular, read_bounded
 
 Config = TypeVar("Config")
@@ -20,30 +21,65 @@ LARGEST = 1 << 20
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 _NOT_GIVEN = "(not given)"
 _MAY_BE_COMMANDS = ("data_path", "valid_data_path")
+_FLAGS = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 
 def defaults_of(config_class: type[Config], argv: Sequence[str], recipes: Mapping[str, Path], saved: Values) -> Config:
-    """The configuration without flags: the values of the file that `--config` names, and the dimensions of the variant
-    that `--variant` names, which replace those of the file.
+    """The configuration without flags: the values of all that gives some, see `sources_of`. Raises as that."""
+    values: dict[str, dict[str, Any]] = {}
+    for given in sources_of(config_class, argv, recipes, saved).values():
+        values = {part: {**values.get(part, {}), **given.get(part, {})} for part in {**values, **given}}
+    return from_dict(config_class, values)
+
+
+def sources_of(
+    config_class: type[Any], argv: Sequence[str], recipes: Mapping[str, Path], saved: Values
+) -> dict[str, Values]:
+    """What gives values beside the flags, and which ones; a later source replaces the values of those before it.
+
+    They are the file that `--config` names, and the variant that `--variant` names, whose dimensions replace those of
+    the file.
 
     Args:
         recipes: files that `--config` takes by a name.
-        saved: values that the file of `--config`, its variant included, replaces.
+        saved: values of the checkpoint of `--load`, which come first.
     Raises:
         ConfigError: the file of `--config` cannot be read, or holds what is no configuration of this class.
     """
     flags = _early_flags(argv)
     plain = config_class()
-    values: dict[str, Any] = dict(saved)
+    sources = {"--load": saved}
     if flags.config is not None:
         given = _read(config_class, flags.config, recipes)
         _refuse_commands(given, flags)
         if "variant" in given.get("model", {}):
-            values = _with_variant(plain, values, given["model"]["variant"])
-        values = {part: {**values.get(part, {}), **given.get(part, {})} for part in {**values, **given}}
+            given["model"] = {**_dimensions(plain, given["model"]["variant"]), **given["model"]}
+        sources[f"--config {in_message(flags.config)}"] = given
     if flags.variant != _NOT_GIVEN:
-        values = _with_variant(plain, values, None if _is_none(flags.variant) else flags.variant)
-    return from_dict(config_class, dict(values))
+        variant = None if _is_none(flags.variant) else flags.variant
+        sources[f"--variant {in_message(flags.variant or '')}"] = {"model": _dimensions(plain, variant)}
+    return sources
+
+
+def with_sources(problems: Iterable[str], config: Any, sources: Mapping[str, Values]) -> list[str]:
+    """Problems of a configuration, each with what has given the values that it is about, where that is no flag."""
+    values = {name: value for part in to_dict(config).values() for name, value in part.items()}
+    given: dict[str, tuple[str, Any]] = {}
+    for source, parts in sources.items():
+        given |= {name: (source, value) for part in parts.values() for name, value in part.items()}
+    return [problem + _told_sources(problem, values, given) for problem in problems]
+
+
+def _told_sources(problem: str, values: dict[str, Any], given: dict[str, tuple[str, Any]]) -> str:
+    told: dict[str, list[str]] = {}
+    for name in dict.fromkeys(each.replace("-", "_") for each in _FLAGS.findall(problem)):
+        source, value = given.get(name, ("", None))
+        if value is not None and value == values.get(name):
+            # A path may hold a password.
+            shown = flag(name) if name in _MAY_BE_COMMANDS else in_message(as_flag(name, value))
+            told.setdefault(source, []).append(shown)
+    texts = [f"{source} gives {' '.join(flags)}" for source, flags in told.items()]
+    return f" ({'; '.join(texts)})" if texts else ""
 
 
 def config_named(argv: Sequence[str]) -> str | None:
@@ -107,16 +143,15 @@ def _refuse_commands(values: dict[str, Any], flags: argparse.Namespace) -> None:
             )
 
 
-def _with_variant(plain: Any, values: dict[str, Any], variant: str | None) -> dict[str, Any]:
-    """Values in which the dimensions are those of a variant; unchanged where the model has no such variant, which the
-    reader of all flags then reports."""
+def _dimensions(plain: Any, variant: str | None) -> dict[str, Any]:
+    """A variant and its dimensions; none where the model has no such variant, which the reader of all flags then
+    reports."""
     model = type(plain.model)
     try:
-        model(variant=variant)
+        made = model(variant=variant)
     except (TypeError, ValueError):
-        return values
-    given_by_variant = {
+        return {}
+    given_by_variant = [
         entry.name for entry in fields(model) if entry.default is None and getattr(plain.model, entry.name) is not None
-    }
-    kept = {name: value for name, value in values.get("model", {}).items() if name not in given_by_variant}
-    return {**values, "model": {**kept, "variant": variant}}
+    ]
+    return {"variant": variant, **{name: getattr(made, name) for name in given_by_variant}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 import tyro
@@ -53,6 +55,22 @@ def unknown_names(part: Any) -> list[str]:
         for name, table in tables.items()
         if table is not None and getattr(part, name) not in table.choices
         for problem in refusal(table.__getitem__, getattr(part, name))
+    ]
+
+
+def refused_names(config: Any, argv: Sequence[str]) -> list[str]:
+    """Why a command line gives names that tables know, but refuse: what reads the flags has no words for it."""
+    hints = [get_type_hints(type(getattr(config, part.name)), include_extras=True) for part in fields(config)]
+    tables = {name: table for each in hints for name, hint in each.items() if (table := table_of(hint)) is not None}
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in tables:
+        reader.add_argument(flag(name), nargs="?")
+    given = vars(reader.parse_known_args(list(argv))[0])
+    return [
+        problem
+        for name, table in tables.items()
+        if given[name] in tuple(table.refused)
+        for problem in refusal(table.__getitem__, given[name])
     ]
 
 

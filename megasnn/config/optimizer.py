@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Annotated, Literal
 
 from megasnn.config.checks import FOR_RUNS, above, at_least, flag, from_zero_to_below_one, refusal
 from megasnn.config.names import flags_of_others, name_in
-from megasnn.config.patterns import Pattern, patterns
-from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
+from megasnn.config.patterns import Pattern, last_match, patterns
+from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, Stepped
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,18 @@ class OptimizerConfig:
         """The kinds of state that the optimizer keeps of each parameter."""
         recipe = OPTIMIZERS[self.optimizer]
         return recipe.state(**{name: getattr(self, name) for name in recipe.flags})
+
+    def decay_of(self, name: str, dimensions: int) -> float:
+        """The weight decay of a parameter. Where no pattern says otherwise, matrices and kernels decay, and norms,
+        biases and time constants do not."""
+        pattern = last_match(self.weight_decay_patterns(), name)
+        if pattern is not None:
+            return pattern.value
+        return self.weight_decay if dimensions > 1 else 0.0
+
+    def working_bytes(self, parameters: Sequence[Stepped]) -> int:
+        """What a step of the optimizer takes meanwhile, see `OptimizerRecipe.working`."""
+        return OPTIMIZERS[self.optimizer].working(parameters)
 
     def warmup_iterations(self, iterations: int, epoch: Fraction = Fraction(1)) -> int | Fraction:
         """Iterations of warm-up in a training of so many, with `epoch` of them in an epoch."""

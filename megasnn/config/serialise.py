@@ -151,7 +151,7 @@ def flags_between(before: Any, after: Any) -> list[str]:
 
 def _differing(before: Any, after: Any) -> list[str]:
     names = [entry.name for entry in fields(after) if getattr(before, entry.name) != getattr(after, entry.name)]
-    return [_as_flag(name, getattr(after, name)) for name in names]
+    return [as_flag(name, getattr(after, name)) for name in names]
 
 
 def comparable_flags(config: Any) -> dict[str, bool | int | float | str]:
@@ -177,7 +177,8 @@ _COMPARED = {
 }
 
 
-def _as_flag(name: str, value: Any) -> str:
+def as_flag(name: str, value: Any) -> str:
+    """The flag of a field with a value, as a command line gives it."""
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
     return f"{flag(name)} {shlex.quote(_shown(value))}"

@@ -87,7 +87,18 @@ def _length_problems(config: PretrainConfig) -> list[str]:
         if training.train_iters is None:
             length = f"the {training.iterations} iterations of --train-samples {training.train_samples}"
         return [f"--lr-warmup-iters {warm_up} is more than {length}"]
-    return []
+    return _epoch_problems(config) if trains else []
+
+
+def _epoch_problems(config: PretrainConfig) -> list[str]:
+    """Warm-up and cool-down in epochs against a length in epochs; another length is known with the data."""
+    epochs, course = config.training.train_epochs, config.optimizer
+    if epochs is None or course.lr_warmup_epochs + course.lr_cooldown_epochs <= epochs:
+        return []
+    return [
+        f"--lr-warmup-epochs {course.lr_warmup_epochs} and --lr-cooldown-epochs {course.lr_cooldown_epochs} are "
+        f"together more than --train-epochs {epochs}"
+    ]
 
 
 def _evaluation_problems(config: PretrainConfig) -> list[str]:

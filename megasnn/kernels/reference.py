@@ -82,11 +82,12 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
     """Spikes, in the memory order of the inputs, and the last potential; q: what the charge multiplies by where it is
     learned."""
     v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
-    charge = NEURONS[spec.kind].charge
+    neuron = NEURONS[spec.kind]
+    factor = neuron.constant(inputs, spec) if q is None else q
     fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
     spikes = []
     for current in inputs:
-        h = charge(current, v, spec, q)
+        h = neuron.charge(current, v, spec, factor)
         spike = fire(h - spec.v_threshold)
         v = reset(h, spike, spec)
         spikes.append(spike)

@@ -20,15 +20,17 @@ class Neuron:
     Attributes:
         summary: for --help.
         charge: (input of a step, last potential, description, q) -> the potential before firing; q is `sigmoid(w)`
-            where the time constant is learned, otherwise None.
+            where the time constant is learned, otherwise what `constant` gives.
         leaks: its potential decays, by `tau`, and perhaps its input with it.
         learns: its time constant is learned: it has a parameter `w`, which starts at `tau`.
+        constant: (input of all steps, description) -> what all steps are charged with, made once.
     """
 
     summary: str
     charge: Callable[[Tensor, Tensor, NeuronSpec, Any], Tensor]
     leaks: bool = True
     learns: bool = False
+    constant: Callable[[Tensor, NeuronSpec], Any] = lambda inputs, spec: None
 
 
 def _integrate(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
@@ -37,15 +39,15 @@ def _integrate(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 
 def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
     if spec.decay_input:
-        return v + _divided(x - (v - spec.rest), spec.tau)
-    return v - _divided(v - spec.rest, spec.tau) + x
+        return v + (x - (v - spec.rest)) / q
+    return v - (v - spec.rest) / q + x
 
 
-def _divided(values: Tensor, divisor: float) -> Tensor:
-    """Rounded once, on every device. By a number torch does not divide on a GPU: it multiplies by its reciprocal, which
-    is rounded as well unless the number is a power of two. So the divisor is a tensor otherwise."""
-    is_power_of_two = math.frexp(divisor)[0] == 0.5
-    return values / (divisor if is_power_of_two else values.new_full((), divisor))
+def _divisor(inputs: Tensor, spec: NeuronSpec) -> float | Tensor:
+    """What is divided by it is rounded once, on every device. By a number torch does not divide on a GPU: it multiplies
+    by its reciprocal, which is rounded as well unless the number is a power of two. So it is a tensor otherwise."""
+    is_power_of_two = math.frexp(spec.tau)[0] == 0.5
+    return spec.tau if is_power_of_two else inputs.new_full((), spec.tau)
 
 
 def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
@@ -55,7 +57,7 @@ def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 NEURONS: Table[Neuron] = Table(
     "--neuron",
     {
-        "lif": Neuron("leaky integrate-and-fire", _leak),
+        "lif": Neuron("leaky integrate-and-fire", _leak, constant=_divisor),
         "if": Neuron("without leak", _integrate, leaks=False),
         "plif": Neuron("with a learned time constant for each layer", _learned_leak, learns=True),
     },

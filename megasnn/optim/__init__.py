@@ -1,7 +1,7 @@
 """What turns gradients into steps: optimizers, learning rates, and norms that do not depend on the layout."""
 
 from megasnn.optim.average import WeightAverage
-from megasnn.optim.building import build_optimizer, held_state_bytes, state_bytes, takes_found_inf
+from megasnn.optim.building import build_optimizer, held_state_bytes, state_bytes, takes_found_inf, working_bytes
 from megasnn.optim.groups import is_frozen, require_matches
 from megasnn.optim.norms import GradientNorm, ShardedNorms
 from megasnn.optim.rates import learning_rate, require_course
@@ -18,4 +18,5 @@ __all__ = [
     "require_matches",
     "state_bytes",
     "takes_found_inf",
+    "working_bytes",
 ]

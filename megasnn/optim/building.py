@@ -13,7 +13,7 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import Axis
 from megasnn.optim.groups import parameter_groups
 from megasnn.optim.norms import ShardedNorms
-from megasnn.optimizers import OPTIMIZERS
+from megasnn.optimizers import OPTIMIZERS, Stepped
 from megasnn.sharded_tensors import ShardedTensor
 
 
@@ -51,6 +51,21 @@ def state_bytes(trained: Iterable[Tensor], config: OptimizerConfig = OptimizerCo
     """What the state of that optimizer takes after a step."""
     kinds = config.state_kinds()
     return sum(4 if kind == "step" else parameter.nbytes for parameter in trained for kind in kinds)
+
+
+def working_bytes(tensors: Iterable[ShardedTensor], config: OptimizerConfig) -> int:
+    """What a step of that optimizer takes meanwhile, beside its state, for the trained ones of these tensors."""
+    trained = (entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad)
+    return config.working_bytes(
+        [
+            Stepped(
+                entry.tensor.numel(),
+                entry.tensor.element_size(),
+                config.decay_of(entry.name, len(entry.shard.global_shape)) > 0,
+            )
+            for entry in trained
+        ]
+    )
 
 
 def held_state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -21,15 +21,15 @@ def is_frozen(config: OptimizerConfig, name: str) -> bool:
 def parameter_groups(tensors: Sequence[ShardedTensor], config: OptimizerConfig) -> list[dict[str, Any]]:
     """The trained ones of these parameters, in groups with their `weight_decay` and `lr_scale`.
 
-    Where no pattern says otherwise, matrices and kernels decay, and norms, biases and time constants do not; these two
-    groups come first, and are there without parameters too: a pipeline stage may hold none.
+    The groups of what decays where no pattern says otherwise, and of what does not, come first, and are there without
+    parameters too: a pipeline stage may hold none.
     """
     groups: dict[tuple[float, float], list[Tensor]] = {(config.weight_decay, 1.0): [], (0.0, 1.0): []}
-    scales, decays = config.lr_scale_patterns(), config.weight_decay_patterns()
+    scales = config.lr_scale_patterns()
     for entry in tensors:
         if entry.is_parameter and entry.tensor.requires_grad:
-            decay = config.weight_decay if len(entry.shard.global_shape) > 1 else 0.0
-            key = _value(decays, entry.name, decay), _value(scales, entry.name, 1.0)
+            pattern = last_match(scales, entry.name)
+            key = config.decay_of(entry.name, len(entry.shard.global_shape)), 1.0 if pattern is None else pattern.value
             groups.setdefault(key, []).append(entry.tensor)
     return [{"params": held, "weight_decay": decay, "lr_scale": scale} for (decay, scale), held in groups.items()]
 
@@ -49,11 +49,6 @@ def require_matches(config: OptimizerConfig, names: Sequence[str]) -> None:
             if pattern not in chosen:
                 what = "no trained parameter, or only those that a later pattern matches too"
                 raise ValueError(_without_effect(field, pattern, what, trained))
-
-
-def _value(found: Sequence[Pattern], name: str, otherwise: float) -> float:
-    pattern = last_match(found, name)
-    return otherwise if pattern is None else pattern.value
 
 
 def _without_effect(field: str, pattern: Pattern, what: str, names: Sequence[str]) -> str:

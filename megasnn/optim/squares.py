@@ -64,18 +64,20 @@ class Squares:
                 for slot, norm in zip(given, found, strict=True):
                     norms[slot] = norm
             return torch.stack(norms) ** 2
-        rows = torch.cat([self._of_rows(value, shape) for value, shape in zip(values, self._shapes, strict=True)])
+        norms = [self._of_rows(value, shape) for value, shape in zip(values, self._shapes, strict=True)]
+        rows = torch.cat(norms) ** 2
         if self._owned is not None:
             rows = self._of_all_owners(rows, self._owned)
         return torch.segment_reduce(rows, "sum", lengths=self._rows, unsafe=True, initial=0.0)
 
     def _of_rows(self, value: Tensor | None, shape: torch.Size) -> Tensor:
-        """The sum of squares of each row, in the order in which its elements lie in memory."""
+        """The norm of each row, in the order in which its elements lie in memory. No operator takes the rows of several
+        tensors; as operands of `_foreach_norm` they would be added in an order that follows from where each begins."""
         rows = shape[0] if shape else 1
         if value is None or not value.numel():
             return torch.zeros(rows, dtype=torch.float64, device=self._device)
         matrix = flat_in_memory(value.detach()).view(rows, -1)
-        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64) ** 2
+        return torch.linalg.vector_norm(matrix, dim=1, dtype=torch.float64)
 
     def _of_all_owners(self, rows: Tensor, owned: list[int]) -> Tensor:
         rank, size = self._owners.rank, self._owners.size

@@ -25,6 +25,8 @@ class MemoryForecast:
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
         offloaded: what --offload-activations has moved to the host's memory; on a GPU 0.
         graphs: what CUDA graphs keep beside all that (docs/cuda_graphs.md).
+        update: what the optimizer's step computes with, as far as that is more than what forward and backward needed
+            and have given back.
     """
 
     program: float
@@ -39,6 +41,7 @@ class MemoryForecast:
     snapshot: float = 0.0
     offloaded: float = 0.0
     graphs: float = 0.0
+    update: float = 0.0
 
     @property
     def total(self) -> float:
@@ -49,7 +52,8 @@ class MemoryForecast:
     def told(self) -> str:
         """The parts, for people."""
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
-                 "working": "working memory", "graphs": "CUDA graphs", "gathered": "gathered weights"}  # fmt: skip
+                 "working": "working memory", "graphs": "CUDA graphs", "gathered": "gathered weights",
+                 "update": "optimizer step"}  # fmt: skip
         values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
         return " + ".join(f"{name} {value:.0f}" for name, value in values.items() if value)
 

@@ -12,6 +12,7 @@ from math import prod
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.patterns import last_match
+from megasnn.optimizers import Stepped
 from megasnn.planner.analysis import HeldTensor
 from megasnn.planner.layout import Layout
 from megasnn.sharding import nested_bounds
@@ -29,7 +30,7 @@ class States:
         weights: parameters and buffers that it keeps, and their average. gradients, optimizer: theirs.
         exchanged: what gradients and rows take on their way, where these have owners.
         reduced: bytes of gradients that are summed over ranks that hold the same.
-        updated: bytes of the parameters that this rank's optimizer steps.
+        updated: bytes of the parameters that this rank's optimizer steps. working: what its step takes meanwhile.
     """
 
     weights: int
@@ -38,6 +39,7 @@ class States:
     exchanged: int
     reduced: int
     updated: int
+    working: int
 
 
 def states_of(
@@ -70,6 +72,12 @@ def states_of(
         exchanged=exchanged,
         reduced=sum(kept[each.name] for each in trained),
         updated=sum(owned[each.name] for each in trained),
+        working=optimizer.working_bytes(
+            [
+                Stepped(owned[e.name] // e.itemsize, e.itemsize, optimizer.decay_of(e.name, len(e.shape)) > 0)
+                for e in trained
+            ]
+        ),
     )
 
 

@@ -138,6 +138,7 @@ class Predictor(Bounds):
                     messages=1e-6 * peak.messages,
                     samples=1e-6 * self._samples(layout, rank),
                     gathered=1e-6 * gathered,
+                    update=1e-6 * max(0, mine.working - peak.total - gathered),
                 )
             )
         return tuple(found)

@@ -17,7 +17,7 @@ def byte_bar(title: str, size: int | None, quiet: bool = False) -> tqdm[Any]:
         size: None where nobody knows it yet.
         quiet: shows nothing at all, for the ranks that do not speak.
     """
-    tqdm.set_lock(threading.RLock())  # by default one between processes, which is left over when one is killed
+    _lock_in_this_process()
     disable = True if quiet else None
     return tqdm(
         total=size, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=disable, dynamic_ncols=True
@@ -37,6 +37,7 @@ class Progress:
         self._quiet = quiet
         self._bar: tqdm[Any] | None = None
         if not quiet and sys.stderr.isatty():
+            _lock_in_this_process()
             self._bar = tqdm(total=total, initial=done, file=sys.stderr, desc="training", unit="it", dynamic_ncols=True)
 
     def advance(self, **figures: str | float) -> None:
@@ -69,3 +70,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _lock_in_this_process() -> None:
+    """In place of tqdm's lock between processes, which is left over when one is killed."""
+    tqdm.set_lock(threading.RLock())

@@ -15,7 +15,7 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import window_count, wire_options
 from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
-from megasnn.optim import held_state_bytes, state_bytes
+from megasnn.optim import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.memory import NotMeasuredError, measure_memory
@@ -62,6 +62,8 @@ def forecast_memory(
     snapshots = on_host and config.checkpoint.async_save
     written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
+    graphs = _graphs(costs, distributed, plan, peak)
+    given_back = peak.total - peak.kept * (graphs > 0)  # graphs keep what forwards leave
     release_free_memory()
     mine = MemoryForecast(
         program=held_memory_mb(state.device) - 1e-6 * (weights + gradients + held_state_bytes(optimizer)),
@@ -75,7 +77,8 @@ def forecast_memory(
         gathered=1e-6 * gathered,
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
         offloaded=1e-6 * peak.on_host * on_host,
-        graphs=1e-6 * _graphs(costs, distributed, plan, peak),
+        graphs=1e-6 * graphs,
+        update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - given_back),
     )
     of_ranks = [mine] * state.world.size
     if state.world.size > 1:

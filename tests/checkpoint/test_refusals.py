@@ -131,6 +131,31 @@ def test_tensors_that_do_not_fit(checkpoint, change: Callable[[Rank], str]):
     assert expected in str(refusal(checkpoint, rank))
 
 
+def refused_in_single_precision(folder: Path) -> str:
+    save(folder, Rank(Layout(pipeline=2), dtype=torch.float64))
+    return str(refusal(folder, Rank(Layout(pipeline=2)), optimizer=None))
+
+
+def test_tensors_of_a_wider_type_are_one_line_on_all_ranks(ranks, tmp_path):
+    text, other = ranks(2, refused_in_single_precision, tmp_path)
+    assert text == other
+    (line,) = text.splitlines()[1:]
+    described = read_metadata(tmp_path / "iter_0000100").tensors
+    count = sum(told.dtype == "float64" and not name.startswith("optimizer.") for name, told in described.items())
+    assert line == (
+        f"  blocks.0.projection and {count - 1} other tensors: saved as float64, float32 cannot hold them; load it "
+        "with --precision fp64"
+    )
+
+
+def test_tensors_of_a_narrower_type_are_loaded_exactly(tmp_path):
+    saved, rank = Rank(Layout()), Rank(Layout(), dtype=torch.float64)
+    saved.step()
+    save(tmp_path, saved)
+    load_checkpoint(tmp_path, tensors=rank.tensors, optimizer=rank.optimizer)
+    assert all(torch.equal(mine, saved.snapshot()[name].to(mine.dtype)) for name, mine in rank.snapshot().items())
+
+
 def test_a_head_of_another_shape_may_be_left_as_it_is(checkpoint):
     rank = Rank(Layout())
     reshape(rank)

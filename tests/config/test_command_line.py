@@ -3,7 +3,7 @@ from dataclasses import fields
 
 import pytest
 
-from megasnn.config import parse
+from megasnn.config import ConfigError, parse
 from megasnn.config.help import ORDER, RARELY_USED, help_texts
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
@@ -149,6 +149,12 @@ def test_mistakes_end_with_status_2(argv: list[str], message: str, capsys: pytes
         cli(*argv)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--precision", "fp16"], ["--lr", "1", "--precision=fp16"]])
+def test_a_name_that_its_table_refuses_is_refused_with_the_reason(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--precision fp16: gradients .* without a loss scale, .* use bf16"):
+        cli(*argv)
 
 
 def test_other_ranks_can_keep_quiet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,13 @@ def test_the_recipe_of_another_model_is_named_with_its_command(tmp_path, by_name
     )
 
 
+def test_a_file_that_fits_is_not_taken_for_another_models(tmp_path) -> None:
+    """Where something else is wrong."""
+    path = written(tmp_path, {"training": {"seed": 1}})
+    with pytest.raises(ConfigError, match="--precision fp16: gradients"):
+        configuration(Spikformer, ["--config", str(path), "--precision", "fp16"])
+
+
 def test_a_file_of_no_model_is_refused_as_before(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"unknown name training\.seeds"):
         configuration(Spikformer, ["--config", str(written(tmp_path, {"training": {"seeds": 1}}))])

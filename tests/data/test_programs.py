@@ -20,6 +20,7 @@ from megasnn.config import parse
 from megasnn.data.remote import incoming, running, shard
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.process.fault import in_full
 from megasnn.training.data import RunData
 from tests.data.shard_files import write_shards
 from tests.data.shard_server import serving
@@ -114,15 +115,21 @@ def test_an_error_that_passes_does_not_lose_the_index(tmp_path, folder, install)
 )
 def test_a_program_that_is_missing_is_named_with_how_to_get_it(tmp_path, monkeypatch, capfd, name, advice):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=rf"cannot fetch {URLS[name]}/a.tar: {name} is not there; install.*{advice}"):
+    with pytest.raises(
+        ValueError, match=rf"cannot fetch {URLS[name]}/a.tar: {name} is not there; install.*{advice}"
+    ) as error:
         dataset(f"{URLS[name]}/a.tar")
+    assert in_full(error.value, with_traceback=False).startswith("ToolError: cannot fetch ")
     assert "shards are not compared with index.json" in capfd.readouterr().err
 
 
 def test_a_shard_that_is_not_there_is_asked_for_once(tmp_path, folder, install):
     install("gsutil", f"echo $name >> {tmp_path}/calls\n{fails_on('a.tar', OWN_WORDS['gsutil'], folder)}")
-    with pytest.raises(ValueError, match="cannot fetch gs://bucket/set/a.tar: .*No URLs matched: gs.*correct the addr"):
+    with pytest.raises(
+        ValueError, match="cannot fetch gs://bucket/set/a.tar: .*No URLs matched: gs.*correct the addr"
+    ) as error:
         dataset(f"{URLS['gsutil']}/a.tar")
+    assert in_full(error.value, with_traceback=False).startswith("NotFoundError: cannot fetch ")
     assert (tmp_path / "calls").read_text().split().count("a.tar") == 1
 
 

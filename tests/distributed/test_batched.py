@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasnn.comm.group import alone
+from megasnn.comm.group import Group, alone
 from megasnn.data_parallel import merge_running_statistics
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.layers.holding import calls_of
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
+from megasnn.optim.squares import Squares
 from megasnn.sharded_tensors import ShardedTensor, materialise
 from megasnn.sharding import Shard
 
@@ -106,6 +108,18 @@ def test_what_lamb_starts_does_not_grow_with_the_tensors() -> None:
         optimizer.step()  # makes its state
         found.append(started(optimizer.step))
     assert found[0] == found[1] and found[0].total() < 50
+
+
+def test_sums_of_squares_by_rows_start_one_operator_a_tensor() -> None:
+    """The rest takes all of them."""
+    found, replicas = [], Group("data", (0, 1), in_rank_order=True)
+    for count in (10, 100):
+        values = [torch.randn(3, 2) for _ in range(count)]
+        entries = [ShardedTensor(f"{number}", each, Shard((3, 2)), True) for number, each in enumerate(values)]
+        squares = Squares(entries, replicas, torch.device("cpu"))
+        found.append(started(partial(squares, values)))
+        assert torch.allclose(squares(values), torch.stack(values).double().square().sum((1, 2)), rtol=1e-14)
+    assert found[1] - found[0] == Counter(linalg_vector_norm=90) and found[0].total() < 20
 
 
 Record = tuple[Tensor, Tensor, int]

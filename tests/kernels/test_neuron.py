@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.kernels import SURROGATES, NeuronSpec, reference
 from megasnn.kernels.backends import backend_told
-from megasnn.kernels.spec import _divided
+from megasnn.kernels.spec import _divisor
 from megasnn.kernels.unit import neuron_multi_step
 from tests.kernels.models import assert_close, channels_last, plif_weight, spikingjelly_neuron
 from tests.pairwise import pairwise
@@ -39,15 +39,17 @@ FEW = pairwise([case for case in NEURONS if case[1] != 0.0])  # 0.0, the default
 
 
 class _Divisions(TorchDispatchMode):
-    """What was divided by, of tensors that were divided."""
+    """What was divided by, of tensors that were divided; and how many tensors were filled with a number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.divisors: list[Any] = []
+        self.filled = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is torch.ops.aten.div:
             self.divisors.append(args[1])
+        self.filled += func.overloadpacket is torch.ops.aten.new_full
         return func(*args, **(kwargs or {}))
 
 
@@ -64,8 +66,17 @@ def test_a_gpu_divides_by_a_tensor(charge: str) -> None:
 
 def test_dividing_by_a_tensor_changes_no_bit_on_a_cpu() -> None:
     x = channels_last(4096, 3, 7, dtype=torch.float32)
-    assert torch.equal(_divided(x, 3.0), x / 3.0) and torch.equal(_divided(x, 4.0), x / 4.0)
-    assert not torch.equal(_divided(x, 3.0), x * (1 / torch.tensor(3.0)))  # what a GPU would make of the number
+    three, four = (_divisor(x, NeuronSpec(tau=tau)) for tau in (3.0, 4.0))
+    assert torch.equal(x / three, x / 3.0) and torch.equal(x / four, x / 4.0)
+    assert not torch.equal(x / three, x * (1 / torch.tensor(3.0)))  # what a GPU would make of the number
+
+
+@pytest.mark.parametrize(("charge", "made"), [("lif-3", 1), ("lif-3-leak", 1), ("lif-2", 0)])
+def test_what_is_divided_by_is_made_once_for_all_steps(charge: str, made: int) -> None:
+    x = torch.empty(9, 3, 4, device="meta", requires_grad=True)
+    with _Divisions() as divided:
+        reference.neuron_multi_step(x, NeuronSpec(**CHARGES[charge]), None, None)
+    assert len(divided.divisors) == 9 and divided.filled == made
 
 
 @pytest.mark.parametrize(

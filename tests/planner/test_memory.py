@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from megasnn.config import OptimizerConfig, PretrainConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.grid import Grid
-from megasnn.optim import state_bytes
+from megasnn.optim import state_bytes, working_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.layout import Layout, with_layout
@@ -97,3 +98,29 @@ def test_as_a_run_foresees_it(ranks, name: str) -> None:
         for part in STATES:
             assert getattr(mine, part) == pytest.approx(theirs[part], rel=1e-9), part
         assert mine.kept + mine.working + mine.messages == pytest.approx(theirs["peak"], rel=0.05)
+
+
+def with_lamb() -> PretrainConfig:
+    return replace(config(2, 1), optimizer=OptimizerConfig(optimizer="lamb", weight_decay_of="head*=0"))
+
+
+def of_lamb_in_a_run(layout: Layout) -> int:
+    grid = layout.grid
+    initialize_model_parallel(grid.tensor, grid.pipeline, weight_parallel_size=grid.weight)
+    try:
+        run = with_layout(with_lamb(), layout)
+        with Engine(run, length=Length(9)) as engine:
+            return working_bytes(engine.distributed.owned, run.optimizer)
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("name", ["one", "data, sharded", "weight", "tensor"])
+def test_what_the_step_of_lamb_takes_is_foreseen(ranks, name: str) -> None:
+    layout = LAYOUTS[name]
+    predictor = Predictor(on_cpu(), with_lamb(), cluster(layout.ranks))
+    (mine,) = predictor.states(layout)
+    assert mine.working == max(ranks(layout.ranks, of_lamb_in_a_run, layout)) > mine.updated
+    (memory,) = predictor.predict(layout).memory
+    others = memory.kept + memory.working + memory.messages + memory.gathered
+    assert memory.update == pytest.approx(max(0.0, 1e-6 * mine.working - others))

@@ -25,7 +25,8 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline import owned_rows_memory
 from megasnn.pipeline.host_memory import HostMemory
 from megasnn.telemetry.allocations import AllocationCounter
-from megasnn.training.memory import step_peak
+from megasnn.telemetry.reporter import Reporter, RunOutline
+from megasnn.training.memory import forecast_memory, step_peak
 
 MODELS: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4),
@@ -189,6 +190,48 @@ def test_with_frozen_weights(ranks, name: str, layout: str) -> None:
     if size > 1:  # measured times would cut it where they like
         parallel = {**parallel, "pipeline_model_parallel_layout": "2|3"}
     found = ranks(size, predicted_and_counted, MODELS[name], parallel, 3, MICRO_BATCH, "fp32", None, FROZEN[name])
+    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
+
+
+def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], precision: str) -> tuple[float, float]:
+    """MB of a whole step with the optimizer's, above weights, gradients and state: as forecast, and counted."""
+    layout = ParallelConfig(**parallel)
+    state = initialize_model_parallel()
+    try:
+        samples = 2 * state.data.size
+        training = TrainingConfig(
+            micro_batch_size=1, global_batch_size=samples, train_iters=9, precision=precision, sparse_products="off"
+        )
+        optimizer = OptimizerConfig(**flags)
+        config = run_config(type(WIDE))(model=WIDE, training=training, parallel=layout, optimizer=optimizer)
+        with Engine(config, length=Length(9)) as engine:
+            images, labels = torch.randn(samples, *WIDE.input_shape), torch.arange(samples)
+            engine.train_step(images, labels)
+            arguments = engine.distributed, engine.steps.optimizer, engine.plan, state
+            forecasts = forecast_memory(config, *arguments, Reporter(RunOutline(1, 1), is_writer=False))
+            mine = forecasts[state.rank]
+            gc.collect()
+            counter = AllocationCounter(state.device)
+            with counter.counting():
+                engine.train_step(images, labels)
+            return mine.kept + mine.working + mine.messages + mine.update, 1e-6 * counter.peak
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    ("flags", "parallel", "precision"),
+    [
+        ({"optimizer": "lamb"}, {}, "fp32"),
+        ({"optimizer": "lamb"}, {}, "fp64"),
+        ({"optimizer": "lamb", "weight_decay": 0.0}, {}, "fp32"),
+        ({"optimizer": "lamb", "weight_decay_of": "blocks.*=0"}, {}, "fp32"),
+        ({"optimizer": "lamb"}, {"use_distributed_optimizer": True}, "fp32"),
+        ({"optimizer": "adamw"}, {}, "fp32"),
+    ],
+)
+def test_what_the_optimizers_step_takes(ranks, flags: dict[str, Any], parallel: dict[str, Any], precision: str) -> None:
+    found = ranks(2 if parallel else 1, _forecast_and_counted, flags, parallel, precision)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.05)
 
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from megasnn.data.remote.address import is_http, shown
-from megasnn.data.remote.incoming import BLOCK, FetchError, Incoming, Interrupted, NotThere, Pace, persist
+from megasnn.data.remote.incoming import BLOCK, FetchError, Incoming, Interrupted, NotFoundError, Pace, persist
 
 TRIES = 8  # a minute, with the pauses between them
 _MAY_PASS = (408, 425, 429)
@@ -36,7 +36,7 @@ def fetch_http(
         authorization: a header for the server of the URL, and none that it leads to; by default user and password of
             the URL.
     Raises:
-        NotThere, FetchError: it cannot be had.
+        NotFoundError, FetchError: it cannot be had.
         OSError: it cannot be written.
     """
     persist(_Transfer(url, incoming, seconds, stop, authorization).receive, incoming, TRIES, stop)
@@ -96,7 +96,7 @@ class _Transfer:
             return Interrupted(problem)
         if error.code >= 500 or error.code in _MAY_PASS:
             return Interrupted(problem, _seconds_to_wait(error.headers))
-        kind = NotThere if error.code in _NOT_THERE else FetchError
+        kind = NotFoundError if error.code in _NOT_THERE else FetchError
         return kind(
             f"cannot fetch {self._incoming.name}: {problem}; correct the address (braces and numbers too), or see that "
             f"the file is there and may be read"

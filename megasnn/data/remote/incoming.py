@@ -17,11 +17,11 @@ class FetchError(ValueError):
     """What a URL stands for cannot be had. The message names the URL and what to do."""
 
 
-class NotThere(FetchError):
+class NotFoundError(FetchError):
     """The server answers that there is no such file, or none for this user."""
 
 
-class Unclear(FetchError):
+class ToolError(FetchError):
     """A program is missing or failed, and did not say whether there is such a file."""
 
 

@@ -15,7 +15,7 @@ from megasnn.cache import CacheError, build_once, cache_folder, name_in_cache
 from megasnn.cache.room import LIMIT, cache_limit
 from megasnn.data.index import INDEX_NAME, Index, ShardRecord
 from megasnn.data.remote.address import beside, file_name, is_http, shown
-from megasnn.data.remote.incoming import FetchError, Incoming, NotThere, Unclear
+from megasnn.data.remote.incoming import FetchError, Incoming, NotFoundError, ToolError
 from megasnn.data.remote.tools import fetch_opened, is_on_hub, rewritten
 from megasnn.data.unpacking import is_packed, unpack
 from megasnn.files.described import LARGEST, described, open_regular
@@ -169,9 +169,9 @@ def remote_index(url: str, options: FetchOptions) -> Index | None:
     incoming = Incoming(shown(place), content, LARGEST, "and an index has fewer; it is damaged")
     try:
         _fetch(place, incoming, options.seconds, threading.Event())
-    except NotThere:
+    except NotFoundError:
         return None
-    except Unclear as error:
+    except ToolError as error:
         _warn_once(f"WARNING: shards are not compared with {INDEX_NAME}, if there is one: {error}\n")
         return None
     return described(Index, content.getvalue(), shown(place), advice=_ADVICE)

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any
 
 from megasnn.data.remote.address import PIPE, is_command, scheme_of, shown
-from megasnn.data.remote.incoming import BLOCK, FetchError, Incoming, Interrupted, NotThere, Unclear, persist
+from megasnn.data.remote.incoming import BLOCK, FetchError, Incoming, Interrupted, NotFoundError, ToolError, persist
 from megasnn.data.remote.programs import AWS, OF_OPENERS, URL, Program
 from megasnn.data.remote.running import Running, start_guarded
 from megasnn.files.described import printable
@@ -48,7 +48,7 @@ def fetch_opened(url: str, incoming: Incoming, seconds: float, stop: threading.E
         url: `rewritten`.
         seconds: of silence after which a program is ended.
     Raises:
-        NotThere, Unclear, FetchError: it cannot be had. OSError: it cannot be written.
+        NotFoundError, ToolError, FetchError: it cannot be had. OSError: it cannot be written.
     """
 
     def receive() -> None:
@@ -82,7 +82,7 @@ def _open(url: str, name: str) -> Running | Any:
     try:
         stream = gopen(url, "rb", bufsize=BLOCK)
     except FileNotFoundError as error:
-        kind = NotThere if scheme_of(url) in ("", "file") else Unclear
+        kind = NotFoundError if scheme_of(url) in ("", "file") else ToolError
         raise kind(f"cannot fetch {name}: {error.filename} is not there; install it, or mount the data") from None
     except (ValueError, ImportError) as error:
         raise FetchError(f"cannot fetch {name}: {error}") from None
@@ -111,7 +111,7 @@ def _opener(url: str) -> Any:
 def _start(program: Program, url: str, name: str) -> Running:
     command = [url if part == URL else part for part in program.command]
     if shutil.which(command[0]) is None:
-        raise Unclear(
+        raise ToolError(
             f"cannot fetch {name}: {command[0]} is not there; install it ({program.install}), or mount the data"
         )
     return Running(start_guarded(command, keeps_errors=True), _in_words(program, url), leads_group=True)
@@ -135,8 +135,8 @@ def _failure(url: str, name: str, status: int, errors: str) -> Exception:
     said = printable(lines[-1].replace(url, shown(url))) if lines else "it does not say why"
     problem = f"{_in_words(program, url)} ended with status {status}: {said}"
     if program.not_there and program.not_there.search(errors):
-        return NotThere(f"cannot fetch {name}: {problem}; correct the address (braces and numbers too)")
-    return Interrupted(problem + program.hint(errors), outcome=Unclear)
+        return NotFoundError(f"cannot fetch {name}: {problem}; correct the address (braces and numbers too)")
+    return Interrupted(problem + program.hint(errors), outcome=ToolError)
 
 
 def _in_words(program: Program, url: str) -> str:
