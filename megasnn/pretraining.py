@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megasnn.checkpoint.choice import first_legible
-from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
+from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.defaults import Values, config_named, defaults_of, sources_of, with_sources
+from megasnn.config.identity import samples_from
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
@@ -94,7 +95,8 @@ def refuse_other_samples(config: PretrainConfig) -> None:
     torch."""
     from megasnn.data.open import sample_format
 
-    if not config.logging.model_summary and (wrong := refusal(sample_format, config.data, config.model.input_shape)):
+    data, shape, evaluates = config.data, config.model.input_shape, config.training.evaluate_only
+    if not config.logging.model_summary and (wrong := refusal(sample_format, data, shape, evaluates)):
         raise ConfigError(wrong)
 
 
@@ -122,7 +124,8 @@ def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
 def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool = True) -> PretrainConfig:
     """The configuration of a run that trains this model, not yet validated; rank 0 says what it takes from --load.
 
-    The checkpoint of --load gives the dimensions and the neuron that neither a flag nor the file of --config gives.
+    The checkpoint of --load gives the dimensions and the neuron that neither a flag nor the file of --config gives, and
+    to an evaluation and to --finetune how samples are made.
 
     Raises:
         as `parse`.
@@ -131,7 +134,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
         given = parse(run_config(model), argv, console_outputs, model.recipes())
     except ConfigError as error:
         raise ConfigError(_of_another_model(model, config_named(argv)) or error.problems) from None
-    saved = _saved_model(model, given.checkpoint)
+    saved = _saved_values(model, given)
     if not saved:
         return given
     config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
@@ -151,7 +154,8 @@ def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig
     try:
         yield
     except ConfigError as error:
-        sources = sources_of(run_config(model), argv, model.recipes(), _saved_model(model, config.checkpoint))
+        given = parse(run_config(model), argv, False, model.recipes())
+        sources = sources_of(run_config(model), argv, model.recipes(), _saved_values(model, given))
         raise ConfigError(with_sources(error.problems, config, sources)) from None
 
 
@@ -175,9 +179,11 @@ def _takes(model: type[Model], name: str) -> bool:
     return True
 
 
-def _saved_model(model: type[Model], options: CheckpointConfig) -> Values:
-    """Dimensions and neuron of the checkpoint to load; empty where it does not say them, or there is none of this
-    model. What is wrong with a checkpoint is told when it is loaded."""
+def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
+    """Dimensions and neuron of the checkpoint to load, and for an evaluation or --finetune what makes its samples;
+    empty where it does not say them, or there is none of this model. What is wrong with a checkpoint is told when it
+    is loaded."""
+    options = given.checkpoint
     try:
         found = first_legible(Path(options.load), options.ckpt_step) if options.load else None
     except OSError:  # a folder that may not be read, a name that is too long
@@ -186,7 +192,10 @@ def _saved_model(model: type[Model], options: CheckpointConfig) -> Values:
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
     try:
-        from_dict(run_config(model), values)
+        built = from_dict(run_config(model), values)
     except ConfigError:
         return {}
-    return values
+    if not (given.training.evaluate_only or options.finetune):
+        return values
+    samples = {"data": samples_from(found.extra, replace(given, model=built.model))}
+    return values if refusal(from_dict, run_config(model), samples) else values | samples

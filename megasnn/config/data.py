@@ -12,6 +12,8 @@ from megasnn.config.checks import FOR_ENGINES, above, at_least, flag, needs, ref
 from megasnn.config.names import name_in
 from megasnn.files.sample_size import SAMPLE_MB
 
+SAMPLE = "sample"
+"""As a path it stands for scikit-learn's digits."""
 CHANGES = (
     *("crop_scale", "crop_ratio", "rand_augment", "rand_augment_ops", "color_jitter", "random_erasing"),
     *("random_erasing_mode", "normalize_images", "center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
@@ -25,7 +27,7 @@ class DataConfig:
 
     for_runs: ClassVar[bool] = True
 
-    data_path: str = "sample"
+    data_path: str = SAMPLE
     """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz), or a URL that webdataset opens (http, s3, gs, and
     pipe: before a command); "sample" is scikit-learn's bundled digits, for models of event frames as recordings of a
     simulated event camera."""
@@ -55,8 +57,9 @@ class DataConfig:
     """Share of the images of which a rectangle is replaced, after all other changes."""
     random_erasing_mode: Literal["pixel", "rand", "const"] | None = None
     """By normal numbers for each pixel (pixel, the default), one for each channel (rand), or the mean (const)."""
-    normalize_images: Literal["generic", "cifar10", "imagenet"] | None = None
-    """Constants by which images in colour are normalised; by default those that go with --augment."""
+    normalize_images: Literal["generic", "cifar10", "imagenet", "digits"] | None = None
+    """Constants by which images are normalised; by default those that go with --augment in colour, generic ones for
+    grey images, and those of the digits for --data-path sample. An evaluation and --finetune take those of --load."""
     center_crop: float | None = None
     """Where the middle of an image is taken, in evaluation and without --augment crop: the share of its shorter side
     that is kept, all of it by default. 0.875 with --image-size 224 is what others call scaling to 256."""
@@ -97,6 +100,20 @@ class DataConfig:
         """Whether samples are changed at random."""
         others = (self.rand_augment, self.color_jitter, self.random_erasing)
         return self.augment != "none" or self.mixes or any(value is not None for value in others)
+
+    def normalisation(self, channels: int, evaluates: bool) -> str:
+        """The name of the constants by which images of so many channels are normalised: of those that are trained on,
+        and of all that is evaluated meanwhile.
+
+        Args:
+            evaluates: and trains on nothing.
+        """
+        path = self.valid_data_path if evaluates and self.valid_data_path is not None else self.data_path
+        if self.normalize_images is not None:
+            return self.normalize_images
+        if path == SAMPLE:
+            return "digits"
+        return AUGMENTATIONS[self.augment].normalisation if channels == 3 else "generic"
 
     @property
     def image_recipe(self) -> ImageRecipe:

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasnn.augment import AUGMENTATIONS
 from megasnn.config.checks import flag
-from megasnn.config.data import CHANGES
+from megasnn.config.data import CHANGES, SAMPLE
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings
 from megasnn.data.event_frames import EventFormat
 from megasnn.data.formats import SampleFormat
-from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat
+from megasnn.data.images import IMAGE_SUFFIXES, NORMALISATIONS, ImageFormat
 from megasnn.data.paths import Address, expand_shards
 from megasnn.data.remote.shard import FetchOptions
 from megasnn.data.shard_list import Decide, by_itself, open_shards
@@ -24,7 +23,6 @@ from megasnn.data.shards import Shard
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
 
-SAMPLE = "sample"
 _KINDS = {**dict.fromkeys(IMAGE_SUFFIXES, "images"), FRAMES: "event frames", EVENTS: "events"}
 
 
@@ -42,32 +40,36 @@ def open_datasets(
     num_classes: int,
     sample_shards: Callable[[bool], tuple[Path, Path]] | None = None,
     decide: Decide = by_itself,
+    evaluates: bool = False,
 ) -> Datasets:
     """Index the shards of ``--data-path`` and ``--valid-data-path`` and check all labels.
 
     ``sample`` stands for scikit-learn's digits, with their own validation split: as images, or as recordings of a
-    simulated event camera. Pixels of images are normalised by the constants of the digits, of CIFAR-10 where its
-    recipe is asked for (``--augment cifar`` on RGB), otherwise by generic ones.
+    simulated event camera. Pixels of images are normalised by the same constants in training and in evaluation
+    (`DataConfig.normalisation`).
 
     Args:
         input_shape: of a sample, as the model takes it: (C, H, W) for images, (T, 2, H, W) for event frames.
         sample_shards: makes the shards that ``sample`` stands for, of recordings or (False) of images, to train and
             to validate on; None where ``sample`` is not asked for.
+        evaluates: and trains on nothing.
 
     Raises:
         ValueError: a shard is missing, cut or empty or cannot be fetched, a sample incomplete, a label out of range,
             the cache not writable; the shards hold another kind of samples than the model takes, or frames of another
             shape; an option does not go with them.
     """
-    format = sample_format(config, input_shape)
+    format = sample_format(config, input_shape, evaluates)
     train, valid = _paths(config, partial(sample_shards, isinstance(format, EventFormat)) if sample_shards else None)
     opened = partial(_dataset, config, format, num_classes, decide)
     return Datasets(opened(train), opened(valid) if valid else None)
 
 
-def sample_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat | ImageFormat:
+def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool = False) -> EventFormat | ImageFormat:
     """How a shard's samples become what the model takes, without looking at any.
 
+    Args:
+        evaluates: and trains on nothing.
     Raises:
         ValueError: no shard holds such samples, or an option does not go with them.
     """
@@ -76,7 +78,8 @@ def sample_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
             f"shards hold images and recordings, and the model takes samples of the shape {list(input_shape)}: train "
             "it with a megasnn.Engine, on batches of your own"
         )
-    format = _event_format(config, input_shape) if len(input_shape) == 4 else _image_format(config, input_shape)
+    events = len(input_shape) == 4
+    format = _event_format(config, input_shape) if events else _image_format(config, input_shape, evaluates)
     format.augmentation(config.augment)
     return format
 
@@ -155,23 +158,18 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
     )
 
 
-def _image_format(config: DataConfig, input_shape: Sequence[int]) -> ImageFormat:
+def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool) -> ImageFormat:
     channels, size, width = input_shape
     if width != size:
         raise ValueError(f"images are made square, and the model takes {size} x {width}; give it a square input_shape")
     given = [name for name, value in _frame_options(config).items() if value is not None]
     if given:
         raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")
-    in_colour = [flag(name) for name in ("rand_augment", "color_jitter", "normalize_images") if getattr(config, name)]
+    normalisation = config.normalisation(channels, evaluates)
+    in_colour = [flag(name) for name in ("rand_augment", "color_jitter") if getattr(config, name)]
+    in_colour += ["--normalize-images"] * (len(NORMALISATIONS[normalisation][0]) > 1)
     if channels != 3 and in_colour:
         raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
-    normalisation: str
-    if config.normalize_images is not None:
-        normalisation = config.normalize_images
-    elif config.data_path == SAMPLE:
-        normalisation = "digits"
-    else:
-        normalisation = AUGMENTATIONS[config.augment].normalisation if channels == 3 else "generic"
     limit, center = config.max_sample_mb << 20, config.center_crop or 1.0
     return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center)
 

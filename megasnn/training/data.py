@@ -32,7 +32,9 @@ class RunData:
         self._config = config
         data, training, model = config.data, config.training, config.model
         shape, decide = model.input_shape, partial(decided_by_first, state.world)
-        self.datasets: Datasets = open_datasets(data, shape, model.num_classes, shards_of_sample, decide)
+        self.datasets: Datasets = open_datasets(
+            data, shape, model.num_classes, shards_of_sample, decide, training.evaluate_only
+        )
         batch, last_batch = training.global_batch_size, data.last_batch
         if not training.evaluate_only:
             micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size

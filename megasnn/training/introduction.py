@@ -15,6 +15,7 @@ import torch
 
 from megasnn.comm.world import why_not_on_gpus
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
+from megasnn.config.data import SAMPLE
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
 from megasnn.engine.arithmetic import told_torch
@@ -208,11 +209,9 @@ def _summary(
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {epoch_samples} samples"
     )
-    data = (
-        "scikit-learn's digits, because there is no --data-path"
-        if config.data.data_path == "sample"
-        else config.data.data_path
-    )
+    data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
+    if data == SAMPLE:
+        data = "scikit-learn's digits, because there is no --data-path"
     spec, kernels = config.neuron.spec, config.neuron.neuron_backend
     sample = torch.empty(1, 1, 1, dtype=engine.context.compute_dtype, device=state.device)
     communicators = [state.communicators.describe()] if ranks > 1 else []

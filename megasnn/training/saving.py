@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import identity, recipe
+from megasnn.config.identity import NORMALISATION, identity, normalisation, recipe
 from megasnn.engine import Engine
 from megasnn.process.fault import is_ending
 from megasnn.random import GENERATOR
@@ -41,6 +41,8 @@ class Saves:
         self._tensors, self._optimizer = engine.checkpoints.tensors, engine.steps.optimizer
         self._model, self._identity = config.model.name, identity(config)
         self._extra = {**place, "recipe": recipe(config), "generator": GENERATOR}
+        if (constants := normalisation(config)) is not None:
+            self._extra[NORMALISATION] = constants
         self._best = self._best_before = begin.best
         self._saved_best = begin.best if begin.saved else None
         self._saves_best = False

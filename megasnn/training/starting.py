@@ -10,7 +10,7 @@ from megasnn import checkpoint
 from megasnn.checkpoint.compare import config_differences
 from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import Identity, changed_recipe, identity, recipe
+from megasnn.config.identity import Identity, changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
@@ -211,7 +211,8 @@ class Start:
                 raise checkpoint.CheckpointError(
                     f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
                 )
-            return StartingPoint(loaded.iteration, 0, _warnings(loaded.remarks), loaded.averaged)
+            remarks = *loaded.remarks, *changed_samples(loaded.extra, self._config)
+            return StartingPoint(loaded.iteration, 0, _warnings(remarks), loaded.averaged)
         # What was loaded as it is: a run that has nothing left to do does not write it again.
         saved = (restarted or options.saves_where_it_loads) and not (loaded.remarks or options.no_load_optim)
         return StartingPoint(
@@ -247,7 +248,7 @@ class Start:
             process_group=self._world.handle,
             leave=head if self._options.reset_head else None,
         )
-        return StartingPoint(notice=_warnings(loaded.remarks))
+        return StartingPoint(notice=_warnings((*loaded.remarks, *changed_samples(loaded.extra, self._config))))
 
     def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
         """Where the data or its order is not what the checkpoint's place in it refers to."""
