@@ -25,18 +25,49 @@ in_one_process() {
 
 # train RUN MODEL/RECIPE FLAGS...: trains in the folder RUN. Flags win over the recipe, and later ones over earlier ones.
 train() {
-    local run=$1 recipe=$2 length=--train-iters each file
+    local run=$1 recipe=$2 length=--train-iters status=0 each file checkpoints tensorboard before
     shift 2
-    "${START[@]}" "$ROOT/pretrain_${recipe%%/*}.py" \
-        --config "$recipe" \
-        --save "$run/checkpoints" \
-        --tensorboard-dir "$run/tensorboard" \
-        "$@"
+    set -- --tensorboard-dir "$run/tensorboard" "$@"
+    if ! evaluates "$@"; then set -- --save "$run/checkpoints" "$@"; fi
+    checkpoints=$(option --save "" "$@") tensorboard=$(option --tensorboard-dir "" "$@")
+    before=$(last_saved "$checkpoints")
+    "${START[@]}" "$ROOT/pretrain_${recipe%%/*}.py" --config "$recipe" "$@" || status=$?
+    if ((status != 0)) && [[ $(last_saved "$checkpoints") == "$before" ]]; then return "$status"; fi
     file=$ROOT/megasnn/models/${recipe/\//\/recipes\/}.json
     for each in samples epochs; do
         if grep -q "\"train_$each\"" "$file"; then length=--train-$each; fi
     done
-    report "$length" "$(option --save "$run/checkpoints" "$@")" "$(option --tensorboard-dir "$run/tensorboard" "$@")"
+    report "$length" "$checkpoints" "$tensorboard"
+    return "$status"
+}
+
+# evaluates FLAGS...: whether they ask for an evaluation alone, which saves nothing.
+evaluates() {
+    local each
+    for each in "$@"; do
+        if [[ $each == --evaluate-only ]]; then return 0; fi
+    done
+    return 1
+}
+
+# saving_every INTERVAL FLAGS...: the flag for it, where the flags ask for a training.
+saving_every() {
+    local interval=$1
+    shift
+    if ! evaluates "$@"; then printf -- '--save-interval %s' "$interval"; fi
+}
+
+# last_saved CHECKPOINTS: the iteration that was saved last; nothing where there is none.
+last_saved() {
+    if [[ -f $1/latest_checkpointed_iteration.txt ]]; then cat "$1/latest_checkpointed_iteration.txt"; fi
+}
+
+# unfinished CHECKPOINTS: whether what was saved last has come less far than the run was to come.
+unfinished() {
+    local saved all
+    saved=$(last_saved "$1")
+    all=$(sed -n 's/.*"kind": "start".*"iterations": \([0-9]*\).*/\1/p' "$1/log.jsonl" 2>/dev/null | tail -n 1)
+    [[ -n $saved && -n $all ]] && ((saved < all))
 }
 
 # ask_for_data NAME FLAGS: says which flags name the data, and ends the script.
@@ -91,9 +122,15 @@ choose_device() {
 # report LENGTH_FLAG CHECKPOINTS TENSORBOARD: where the results are, how to look at them, how to go on. $SUBMIT is the
 # command that a script is started with, where that is not bash.
 report() {
+    local again="${SUBMIT:-bash} $SCRIPT <the same arguments> --load $2 --save $2 --tensorboard-dir $3"
     say ""
-    say "Checkpoints: $2"
+    if [[ -n $2 ]]; then say "Checkpoints: $2"; fi
     say "TensorBoard: $3"
     say "Look at it:  $(dirname "$PYTHON")/tensorboard --logdir $3"
-    say "Train on:    ${SUBMIT:-bash} $SCRIPT <the same arguments> --load $2 --save $2 --tensorboard-dir $3 $1 <more than before>"
+    if [[ -z $2 ]]; then return; fi
+    if unfinished "$2"; then
+        say "Not at the end yet. Go on: $again"
+    else
+        say "Train on:    $again $1 <more than before>"
+    fi
 }

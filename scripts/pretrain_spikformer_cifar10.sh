@@ -18,4 +18,4 @@ fi
 on_ranks 4
 train "$(new_run spikformer_cifar10)" spikformer/cifar10 \
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 32 \
-    $(evaluation_every 400 "$@") --save-interval 400 "$@"
+    $(evaluation_every 400 "$@") $(saving_every 400 "$@") "$@"

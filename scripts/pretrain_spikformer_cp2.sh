@@ -9,4 +9,4 @@ SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_launch.sh"
 
 on_ranks 2
-train "$(new_run spikformer_cp2)" spikformer/digits --context-parallel-size 2 --save-interval 50 "$@"
+train "$(new_run spikformer_cp2)" spikformer/digits --context-parallel-size 2 $(saving_every 50 "$@") "$@"

@@ -6,4 +6,4 @@ SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_launch.sh"
 
 in_one_process
-train "$(new_run spikformer_single)" spikformer/digits --save-interval 50 "$@"
+train "$(new_run spikformer_single)" spikformer/digits $(saving_every 50 "$@") "$@"

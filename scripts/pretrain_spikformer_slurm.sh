@@ -27,4 +27,4 @@ START=(srun "$PYTHON" -m megasnn.process.torchrun --nnodes "$SLURM_NNODES" --npr
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${MASTER_PORT:-29500}")
 train "$ROOT/runs/spikformer_slurm_$SLURM_JOB_ID" spikformer/imagenet \
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
-    $(evaluation_every 2500 "$@") --save-interval 2500 "$@"
+    $(evaluation_every 2500 "$@") $(saving_every 2500 "$@") "$@"

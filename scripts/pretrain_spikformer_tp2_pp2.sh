@@ -9,4 +9,4 @@ source "$(dirname "$SCRIPT")/_launch.sh"
 
 on_ranks 4
 train "$(new_run spikformer_tp2_pp2)" spikformer/digits \
-    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save-interval 50 "$@"
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 $(saving_every 50 "$@") "$@"

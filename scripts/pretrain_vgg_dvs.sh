@@ -17,6 +17,6 @@ if [[ $(option --data-path sample "$@") != sample ]]; then
     exec bash "$(dirname "$SCRIPT")/pretrain_vgg_dvs_cifar10dvs.sh" --tensor-model-parallel-size 2 \
         --pipeline-model-parallel-size 1 "$@"
 fi
-set -- --tensor-model-parallel-size 2 --save-interval 50 "$@"
+set -- --tensor-model-parallel-size 2 $(saving_every 50 "$@") "$@"
 on_ranks_of "$@"
 train "$(new_run vgg_dvs)" vgg_dvs/digits "$@"

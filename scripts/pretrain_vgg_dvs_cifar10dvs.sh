@@ -17,6 +17,6 @@ if [[ -z $(option --data-path "" "$@") ]]; then
     ask_for_data CIFAR10-DVS "--data-path 'SHARDS/train-{00000..00017}.tar' --valid-data-path '...'"
 fi
 set -- --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
-    $(evaluation_every 700 "$@") --save-interval 700 "$@"
+    $(evaluation_every 700 "$@") $(saving_every 700 "$@") "$@"
 on_ranks_of "$@"
 train "$(new_run vgg_dvs_cifar10dvs)" vgg_dvs/cifar10dvs "$@"

@@ -5,6 +5,6 @@ set -euo pipefail
 SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_launch.sh"
 
-set -- --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --save-interval 50 "$@"
+set -- --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 $(saving_every 50 "$@") "$@"
 on_ranks_of "$@"
 train "$(new_run vgg_dvs_tp2_pp2)" vgg_dvs/digits "$@"

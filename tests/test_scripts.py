@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megasnn.config import PretrainConfig, parse, validate
+from megasnn.config import CheckpointConfig, PretrainConfig, parse, validate
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 
@@ -98,9 +98,9 @@ class Started(NamedTuple):
     said: str
 
 
-def start(folder: Path, script: str, arguments: str) -> Started:
-    """What the script starts, and what it says."""
-    for name, text in PROGRAMS.items():
+def start(folder: Path, script: str, arguments: str, python: str = PROGRAMS["python"]) -> Started:
+    """What the script starts, and what it says. With `python` for the program of this name."""
+    for name, text in {**PROGRAMS, "python": python}.items():
         program = folder / name
         program.write_text(f"#!/usr/bin/env bash\n{text}\n")
         program.chmod(0o755)
@@ -137,6 +137,42 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     start_again = "sbatch" if script.endswith("slurm") else "bash"
     script = ROOT / "scripts" / f"pretrain_{run.removesuffix('_7')}.sh"
     assert f"{start_again} {script} <the same arguments>" in started.said
+
+
+@pytest.mark.parametrize("script", [*dict.fromkeys(script for script, *_ in SCRIPTS)])
+def test_a_script_evaluates_and_saves_nothing(script, tmp_path) -> None:
+    started = start(tmp_path, script, f"{DATA} --evaluate-only --load l")
+    assert started.status == 0, started.said
+    model = "vgg_dvs" if script.startswith("vgg") else "spikformer"
+    found = configuration(model, started.words[started.words.index(str(ROOT / f"pretrain_{model}.py")) + 1 :])
+    assert found.training.evaluate_only and found.checkpoint == CheckpointConfig(load="l")
+    assert "TensorBoard:" in started.said and "Checkpoints:" not in started.said and "Train on:" not in started.said
+
+
+@pytest.mark.parametrize(
+    ("saved", "all_of_them", "status", "told"),
+    [(4, 4, 0, "Train on: "), (4, 200, 0, "Go on: "), (4, 200, 1, "Go on: "), (None, 200, 1, None)],
+)
+def test_a_script_says_how_to_go_on(saved, all_of_them, status, told, tmp_path) -> None:
+    """Also where its program was interrupted, with what it has saved."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "log.jsonl").write_text(
+        '{"time": "t", "kind": "start", "iterations": 7, "ranks": 1}\n'
+        f'{{"time": "t", "kind": "start", "iteration": 0, "iterations": {all_of_them}, "ranks": 1}}\n'
+        '{"time": "t", "kind": "iteration", "iteration": 4}\n'
+    )
+    latest = run / "latest_checkpointed_iteration.txt"
+    saves = f"echo {saved} > {latest}" if saved else ":"
+    trains = f"case $1 in -P) ;; -c) echo 0 ;; *) {saves}; exit {status} ;; esac"
+    started = start(tmp_path, "spikformer_single", f"--save {run}", trains)
+    again = f"bash {ROOT}/scripts/pretrain_spikformer_single.sh <the same arguments> --load {run} --save {run} "
+    assert started.status == status
+    assert [line for line in started.said.splitlines() if again in line] == [
+        line for line in started.said.splitlines() if told and told in line
+    ]
+    assert (again in started.said) == (told is not None)
+    assert ("--train-iters <more than before>" in started.said) == (told == "Train on: ")
 
 
 def test_a_megasnn_that_can_be_imported_need_not_be_installed(tmp_path, monkeypatch) -> None:

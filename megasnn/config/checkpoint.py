@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from megasnn.config.checks import at_least, needs
+from megasnn.config.checks import at_least, flag, needs
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class CheckpointConfig:
         wrong += needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
         wrong += needs(self, "keep_last", "keep_every") + needs(self, "finetune", "reset_head")
         wrong += needs(self, "load", "ckpt_step", "finetune", "no_load_optim", "exit_on_missing_checkpoint")
+        wrong += [
+            f"{flag(name)} is empty; give a folder or leave it out"
+            for name in ("save", "load")
+            if (path := getattr(self, name)) is not None and not path.strip()
+        ]
         if self.load and self.load_spikingjelly:
             wrong.append(
                 f"--load {self.load} and --load-spikingjelly {self.load_spikingjelly} both give the initial weights"

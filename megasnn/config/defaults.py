@@ -21,6 +21,15 @@ LARGEST = 1 << 20
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 _NOT_GIVEN = "(not given)"
 _MAY_BE_COMMANDS = ("data_path", "valid_data_path")
+_OF_TRAINING: dict[str, tuple[str, ...]] = {
+    "checkpoint": (
+        *("save", "save_interval", "async_save", "keep_last", "keep_every", "keep_best"),
+        *("finetune", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
+    ),
+    "logging": ("profile_steps", "profile_ranks", "record_memory_history"),
+}
+"""What a file says of a training and an evaluation has no use for."""
+_STARTS = ("load", "load_spikingjelly", "ckpt_step")
 _FLAGS = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 
@@ -38,7 +47,7 @@ def sources_of(
     """What gives values beside the flags, and which ones; a later source replaces the values of those before it.
 
     They are the file that `--config` names, and the variant that `--variant` names, whose dimensions replace those of
-    the file.
+    the file. With `--evaluate-only` the file says nothing of what only a training does, as saving.
 
     Args:
         recipes: files that `--config` takes by a name.
@@ -54,6 +63,8 @@ def sources_of(
         _refuse_commands(given, flags)
         if "variant" in given.get("model", {}):
             given["model"] = {**_dimensions(plain, given["model"]["variant"]), **given["model"]}
+        if flags.evaluate_only:
+            given = _for_evaluation(given, starts=flags.load is None and flags.load_spikingjelly is None)
         sources[f"--config {in_message(flags.config)}"] = given
     if flags.variant != _NOT_GIVEN:
         variant = None if _is_none(flags.variant) else flags.variant
@@ -93,11 +104,29 @@ def _early_flags(argv: Sequence[str]) -> argparse.Namespace:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", nargs="?")
     early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
-    for name in _MAY_BE_COMMANDS:
-        early.add_argument(flag(name), nargs="?")
+    for name in (*_MAY_BE_COMMANDS, "load", "load_spikingjelly"):
+        early.add_argument(flag(name), f"--{name}", nargs="?")
+    early.add_argument("--evaluate-only", "--evaluate_only", action=argparse.BooleanOptionalAction)
     flags = early.parse_known_args(list(argv))[0]
     flags.config = None if _is_none(flags.config) else flags.config
     return flags
+
+
+def _for_evaluation(given: dict[str, Any], starts: bool) -> dict[str, Any]:
+    """The values of a file without what only a training does.
+
+    Args:
+        starts: whether what the file loads is evaluated, rather than what a flag gives.
+    """
+    left_out = {part: {*names} for part, names in _OF_TRAINING.items()}
+    if not starts:
+        left_out["checkpoint"] |= {*_STARTS}
+    if given.get("logging", {}).get("eval_iters") == 0:
+        left_out["logging"] |= {"eval_iters"}
+    return {
+        part: {name: value for name, value in values.items() if name not in left_out.get(part, ())}
+        for part, values in given.items()
+    }
 
 
 def _is_none(text: str | None) -> bool:

@@ -108,7 +108,7 @@ def _evaluation_problems(config: PretrainConfig) -> list[str]:
     if config.training.evaluate_only:
         if options.load is None and options.load_spikingjelly is None:
             wrong.append("--evaluate-only needs --load or --load-spikingjelly")
-        if options.save is not None:
+        if options.save:
             wrong.append(f"--evaluate-only saves nothing: leave --save {options.save} out")
         if logging.eval_iters == 0:
             wrong.append("--evaluate-only has no meaning with --eval-iters 0")

@@ -83,6 +83,7 @@ def introduce(
         "start",
         {
             "iteration": iteration,
+            "iterations": length.iterations,
             "ranks": state.world.size,
             **grid,
             **({"context_parallel": sharing} if sharing else {}),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megasnn.config import ConfigError, parse, to_dict, to_json
+from megasnn.config import CheckpointConfig, ConfigError, parse, to_dict, to_json, validate
 from megasnn.config.names import table_of
 from megasnn.files.described import in_message
 from megasnn.models.model import run_config
@@ -196,3 +196,28 @@ def test_it_is_refused_before_torch_is_imported(tmp_path) -> None:
     ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.stdout.split() == ["2", "False"]
     assert f"--config {path}: unknown name training.seeds" in ended.stderr and "Traceback" not in ended.stderr
+
+
+OF_A_RUN = {
+    "checkpoint": {
+        **{"save": "a", "save_interval": 2, "keep_last": 1, "keep_best": True, "finetune": True, "reset_head": True},
+        **{"load": "b", "ckpt_step": 3},
+    },
+    "logging": {"eval_iters": 0, "profile_steps": "3", "tensorboard_dir": "t", "eval_interval": 5},
+    "training": {"train_iters": 9},
+}
+
+
+def test_an_evaluation_takes_nothing_of_a_file_that_is_for_training(tmp_path) -> None:
+    """What a run was given need not be taken back; what a flag gives is refused."""
+    path = written(tmp_path, OF_A_RUN)
+    found = spikformer(path, "--load", "a", "--evaluate-only")
+    assert found.checkpoint == CheckpointConfig(load="a")
+    assert (found.logging.eval_iters, found.logging.profile_steps) == (None, None)
+    assert (found.logging.tensorboard_dir, found.training.train_iters) == ("t", 9)
+    validate(found, 1)
+    own = spikformer(path, "--evaluate_only").checkpoint
+    assert own == CheckpointConfig(load="b", ckpt_step=3)
+    assert spikformer(path, "--no-evaluate-only").checkpoint.save == "a"
+    with pytest.raises(ConfigError, match="--evaluate-only saves nothing: leave --save c out"):
+        validate(spikformer(path, "--load", "a", "--evaluate-only", "--save", "c"), 1)
