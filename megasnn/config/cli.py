@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import fields
+from itertools import groupby, takewhile
+from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -13,7 +15,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from megasnn.config.checks import ConfigError
+from megasnn.config.checks import ConfigError, flag
+from megasnn.config.data import PATHS
 from megasnn.config.defaults import Values, defaults_of
 from megasnn.config.help import flag_groups
 from megasnn.config.names import refused_names
@@ -45,11 +48,11 @@ def parse(
     Raises:
         SystemExit: 0 after the help, 2 after an error in the command line.
         ConfigError: the file of `--config` cannot be read, or is none of this configuration; a flag has a name that
-            its table refuses with a reason.
+            its table refuses with a reason; the shell has made several words of a path.
     """
     silence = io.StringIO()
     defaults = defaults_of(config_class, argv, recipes, saved)
-    if wrong := refused_names(defaults, argv):
+    if wrong := [*refused_names(defaults, argv), *_expanded_by_the_shell(argv)]:
         raise ConfigError(wrong)
     with ExitStack() as stack:
         if not console_outputs:  # tyro's own option lets some errors through
@@ -57,6 +60,25 @@ def parse(
             stack.enter_context(redirect_stderr(silence))
         given = command_line(flag_groups(defaults, recipes), argv, config=(tyro.conf.OmitArgPrefixes,))
     return _from_groups(defaults, given)
+
+
+def _expanded_by_the_shell(argv: Sequence[str]) -> list[str]:
+    """What is wrong where paths of shards were not in quotes."""
+    found = {name: _values_of(name, argv) for name in map(flag, PATHS)}
+    return [
+        f"{name} takes one value, and here are {values}, as a shell makes them of braces and stars: put it in quotes, "
+        f'as {name} "train-{{00000..00009}}.tar"'
+        for name, values in found.items()
+        if values > 1
+    ]
+
+
+def _values_of(name: str, argv: Sequence[str]) -> int:
+    """How many words follow a flag, or how many times it follows itself with one of them."""
+    behind = [argv[place + 1 :] for place, word in enumerate(argv) if word == name]
+    words = [[*takewhile(lambda each: not each.startswith("-"), rest)] for rest in behind]
+    with_value = groupby(argv, methodcaller("startswith", f"{name}="))
+    return max(map(len, [*words, *([*same] for is_so, same in with_value if is_so)]), default=0)
 
 
 def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:

@@ -14,6 +14,8 @@ from megasnn.files.sample_size import SAMPLE_MB
 
 SAMPLE = "sample"
 """As a path it stands for scikit-learn's digits."""
+PATHS = ("data_path", "valid_data_path")
+"""Fields that name shards, or commands whose output is one."""
 CHANGES = (
     *("crop_scale", "crop_ratio", "rand_augment", "rand_augment_ops", "color_jitter", "random_erasing"),
     *("random_erasing_mode", "normalize_images", "center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megasnn.config.checks import ConfigError, flag
+from megasnn.config.data import PATHS
 from megasnn.config.serialise import ABOUT, as_flag, from_dict, to_dict
 from megasnn.files.described import DescriptionError, FreeForm, described, in_message, open_regular, read_bounded
 
@@ -20,7 +21,6 @@ Values = Mapping[str, Mapping[str, Any]]
 LARGEST = 1 << 20
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 _NOT_GIVEN = "(not given)"
-_MAY_BE_COMMANDS = ("data_path", "valid_data_path")
 _OF_TRAINING: dict[str, tuple[str, ...]] = {
     "checkpoint": (
         *("save", "save_interval", "async_save", "keep_last", "keep_every", "keep_best"),
@@ -73,23 +73,34 @@ def sources_of(
 
 
 def with_sources(problems: Iterable[str], config: Any, sources: Mapping[str, Values]) -> list[str]:
-    """Problems of a configuration, each with what has given the values that it is about, where that is no flag."""
+    """Problems of a configuration, each with what has given the values that it is about, where that is no flag, and
+    which flag takes them back, where there is one."""
     values = {name: value for part in to_dict(config).values() for name, value in part.items()}
+    plain = {
+        name: value for part, each in to_dict(type(config)()).items() if part != "model" for name, value in each.items()
+    }
+    optional = {name for name, value in plain.items() if value is None}
     given: dict[str, tuple[str, Any]] = {}
     for source, parts in sources.items():
         given |= {name: (source, value) for part in parts.values() for name, value in part.items()}
-    return [problem + _told_sources(problem, values, given) for problem in problems]
+    return [problem + _told_sources(problem, values, given, optional) for problem in problems]
 
 
-def _told_sources(problem: str, values: dict[str, Any], given: dict[str, tuple[str, Any]]) -> str:
+def _told_sources(
+    problem: str, values: dict[str, Any], given: dict[str, tuple[str, Any]], optional: Collection[str]
+) -> str:
+    taken_back = []
     told: dict[str, list[str]] = {}
     for name in dict.fromkeys(each.replace("-", "_") for each in _FLAGS.findall(problem)):
         source, value = given.get(name, ("", None))
         if value is not None and value == values.get(name):
             # A path may hold a password.
-            shown = flag(name) if name in _MAY_BE_COMMANDS else in_message(as_flag(name, value))
+            shown = flag(name) if name in PATHS else in_message(as_flag(name, value))
             told.setdefault(source, []).append(shown)
+            taken_back += [f"{flag(name)} none"] * (name in optional)
     texts = [f"{source} gives {' '.join(flags)}" for source, flags in told.items()]
+    if taken_back:
+        texts.append(f"{' or '.join(taken_back)} takes it back")
     return f" ({'; '.join(texts)})" if texts else ""
 
 
@@ -104,7 +115,7 @@ def _early_flags(argv: Sequence[str]) -> argparse.Namespace:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", nargs="?")
     early.add_argument("--variant", nargs="?", default=_NOT_GIVEN)
-    for name in (*_MAY_BE_COMMANDS, "load", "load_spikingjelly"):
+    for name in (*PATHS, "load", "load_spikingjelly"):
         early.add_argument(flag(name), f"--{name}", nargs="?")
     early.add_argument("--evaluate-only", "--evaluate_only", action=argparse.BooleanOptionalAction)
     flags = early.parse_known_args(list(argv))[0]
@@ -161,7 +172,7 @@ def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> di
 
 def _refuse_commands(values: dict[str, Any], flags: argparse.Namespace) -> None:
     """Raises ConfigError where a file names a command to be run, unless a flag replaces it: files are strangers'."""
-    for name in _MAY_BE_COMMANDS:
+    for name in PATHS:
         paths = values.get("data", {}).get(name) or ""
         if getattr(flags, name) is None and any(part.startswith("pipe:") for part in paths.split("::")):
             raise ConfigError(

@@ -161,3 +161,23 @@ def test_other_ranks_can_keep_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(run_config(Spikformer), ["--lr", "fast"], console_outputs=False)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "words"),
+    [
+        ("--train-iters 2 --data-path a.tar b.tar c.tar", "--data-path", 3),
+        ("--valid-data-path a.tar b.tar --data-path c.tar", "--valid-data-path", 2),
+        ("--data-path=a.tar --data-path=b.tar --train-iters 2", "--data-path", 2),  # the last one would win
+    ],
+)
+def test_a_path_that_the_shell_has_expanded_wants_quotes(flags, name, words) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(run_config(Spikformer), flags.split())
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{name} takes one value, and here are {words}, as a shell") and "in quotes" in problem
+
+
+def test_a_later_path_still_wins() -> None:
+    flags = "--data-path=a.tar --train-iters 2 --data-path=b.tar --valid-data-path c --data-path d"
+    assert parse(run_config(Spikformer), flags.split()).data.data_path == "d"

@@ -33,6 +33,16 @@ CLASS = run_config(Spikformer)
             "--variant spikformer_ti --num-heads 7 --train-iters 2",
             "--embed-dim 256 must be a multiple of --num-heads 7 (--variant spikformer_ti gives --embed-dim 256)",
         ),
+        (
+            "--config spikformer/digits --eval-iters 0",
+            "--eval-interval 50 has no meaning with --eval-iters 0 "
+            "(--config spikformer/digits gives --eval-interval 50; --eval-interval none takes it back)",
+        ),
+        (
+            "--config spikformer/digits --data-path x",
+            "--eval-interval 50 needs --valid-data-path "
+            "(--config spikformer/digits gives --eval-interval 50; --eval-interval none takes it back)",
+        ),
         ("--train-iters 2 --lr-warmup-iters 10", "--lr-warmup-iters 10 is more than --train-iters 2"),
         (
             "--config spikformer/digits --train-iters 2 --lr-warmup-iters 20",
