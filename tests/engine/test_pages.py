@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import runpy
 from pathlib import Path
 
@@ -43,6 +45,21 @@ def test_the_loop_of_the_page_learns(folder: Path, capsys) -> None:
 def test_the_loop_of_the_readme(folder: Path, capsys) -> None:
     runpy.run_path(str(program("README.md", "From Python", folder)))
     assert "torch.Size([8, 10])" in capsys.readouterr().out and (folder / "checkpoints" / "iter_0000002").is_dir()
+
+
+def losses(path: str, folder: str) -> list[float]:
+    """What the program of the README prints before its evaluation, in a folder of its own."""
+    torch.manual_seed(17 + torch.distributed.get_rank())
+    Path(folder).mkdir(exist_ok=True)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path)
+    return [float(line) for line in printed.getvalue().splitlines()[:2]]
+
+
+def test_the_loop_of_the_readme_computes_the_same_on_two_ranks(ranks, tmp_path: Path) -> None:
+    path = str(program("README.md", "From Python", tmp_path))
+    (alone,) = ranks(1, losses, path, str(tmp_path / "1"))
+    assert ranks(2, losses, path, str(tmp_path / "2")) == [pytest.approx(alone, rel=1e-6)] * 2
 
 
 def test_the_tracker_of_the_page_keeps_what_a_run_tells(tmp_path: Path) -> None:
