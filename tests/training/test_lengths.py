@@ -81,6 +81,8 @@ def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
     for size, layout in ((1, ""), (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")):
         outcomes = ranks(size, train, cache, *again, *layout.split())
         assert {outcome.iteration for outcome in outcomes} == {3}
+    entries = map(json.loads, (tmp_path / "run/log.jsonl").read_text().splitlines())
+    assert [entry["iterations"] for entry in entries if entry["kind"] == "start"] == [3]  # the scripts read it
     expected, *found = [*validations(tmp_path / "run"), *validations(tmp_path / "again")]
     assert len(found) == 2
     for each in found:
