@@ -112,6 +112,9 @@ class ChunkGraphs:
             self._lack()
         try:
             yield
+        except BaseException:
+            self._forget()
+            raise
         finally:
             self._pass = None
 
@@ -150,6 +153,13 @@ class ChunkGraphs:
         if not self._makes:
             self._lack()
         return self._makes
+
+    def _forget(self) -> None:
+        """What was seen first in a step that ends here. Layers that it has not come to would get their graphs in a later
+        step than those before them, whose backward would be captured for gradients from elsewhere."""
+        for steps in self._seen.values():
+            for shapes in [each for each, step in steps.items() if step == self._step]:
+                del steps[shapes]
 
     def _lack(self) -> None:
         """Graphs may be made in the next step of this kind."""
