@@ -155,8 +155,8 @@ class ChunkGraphs:
         return self._makes
 
     def _forget(self) -> None:
-        """What was seen first in a step that ends here. Layers that it has not come to would get graphs in a later
-        step than those before them, whose backward would be captured for gradients from elsewhere."""
+        """What was seen first in a step that ends here. Layers that it has not come to would get their graphs in a
+        later step than those before them, whose backward would be captured for gradients from elsewhere."""
         for steps in self._seen.values():
             for shapes in [each for each, step in steps.items() if step == self._step]:
                 del steps[shapes]
