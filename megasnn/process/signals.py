@@ -13,8 +13,8 @@ import threading
 import time
 from types import TracebackType
 
+from megasnn.process.early import SIGNALS
 from megasnn.process.fault import CAUSE_SECONDS, is_ending, tell_end
-from megasnn.process.launch import SIGNALS
 
 # A launcher passes on what the terminal has sent to all processes already: that is one request, not two.
 SAME_REQUEST_SECONDS = 1.0
