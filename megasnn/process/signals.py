@@ -77,7 +77,9 @@ class StopSignals:
                 text = f"{number.name}: the run ends after this step or evaluated batch; once more ends it at once"
                 sys.stderr.write(f"[rank {self._rank}] {text}\n")
         elif time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
-            self._end(number, f"{number.name} again: ending at once; what was saved before stays")
+            # torchrun sends SIGTERM, whichever signal it gets the second time.
+            again = "again" if number.name == self.requested else f"after {self.requested}, perhaps a launcher's for it"
+            self._end(number, f"{number.name} {again}: ending at once; what was saved before stays")
 
     def _end(self, number: signal.Signals, text: str) -> None:
         tell_end(self._rank, text)
