@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from megasnn import pretrain
+from megasnn.process.early import signals_end_it
 
 
 def main(argv: list[str]) -> int:
-    return pretrain("spikformer", argv)
+    with signals_end_it():
+        from megasnn import pretrain
+
+        return pretrain("spikformer", argv)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import sys
 
-from megasnn import pretrain
+from megasnn.process.early import signals_end_it
 
 
 def main(argv: list[str]) -> int:
-    return pretrain("vgg_dvs", argv)
+    with signals_end_it():
+        from megasnn import pretrain
+
+        return pretrain("vgg_dvs", argv)
 
 
 if __name__ == "__main__":

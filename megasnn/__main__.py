@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasnn.models.table import MODELS
-from megasnn.pretraining import pretrain
+from megasnn.process.early import signals_end_it
 from megasnn.version import __version__
 
 USAGE = (
-    f"usage: python -m megasnn {{{','.join(MODELS)}}} [flags]; --help after it lists them, --version in its place "
+    "usage: python -m megasnn {MODELS} [flags]; --help after it lists them, --version in its place "
     "tells the version. A model of your own has a script that ends with megasnn.pretrain(YourModel), or an entry in "
     "megasnn/models/table.py\n"
 )
@@ -21,14 +20,22 @@ USAGE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status of the run; 2 without a model's name. By default it reads the command line."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    with signals_end_it():
+        return _chosen(list(sys.argv[1:] if argv is None else argv))
+
+
+def _chosen(argv: list[str]) -> int:
+    from megasnn.models.table import MODELS
+    from megasnn.pretraining import pretrain
+
+    usage = USAGE.replace("MODELS", ",".join(MODELS))
     if argv and argv[0] in MODELS:
         return pretrain(argv[0], argv[1:])
     if argv in (["--help"], ["-h"], ["--version"]):
-        sys.stdout.write(f"megasnn {__version__}\n" if argv == ["--version"] else USAGE)
+        sys.stdout.write(f"megasnn {__version__}\n" if argv == ["--version"] else usage)
         return 0
     given = f"unknown model {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
-    sys.stderr.write(given + USAGE)
+    sys.stderr.write(given + usage)
     return 2
 
 

@@ -6,8 +6,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
 # on_ranks NUMBER: so many ranks on this machine.
 on_ranks() {
+    trap 'say "told to stop (SIGINT) while starting"; exit 130' INT
     prepare_python
     choose_device "$1"
+    trap - INT
     START=("$PYTHON" -m megasnn.process.torchrun --standalone --nproc-per-node "$1")
 }
 
@@ -19,7 +21,9 @@ on_ranks_of() {
 }
 
 in_one_process() {
+    trap 'say "told to stop (SIGINT) while starting"; exit 130' INT
     prepare_python
+    trap - INT
     START=("$PYTHON")
 }
 
@@ -110,7 +114,7 @@ new_run() {
 # choose_device RANKS: as many GPUs as ranks, or the CPU with one thread a rank.
 choose_device() {
     local gpus
-    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+    gpus=$("$PYTHON" -c 'from signal import *; signal(SIGINT, SIG_DFL); import torch; print(torch.cuda.device_count())')
     if ((gpus >= $1)); then
         say "Training on $1 of $gpus GPUs, over NCCL."
         return

@@ -81,7 +81,8 @@ class DistributedModel:
         windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
             the mean over them; evaluation sees the logits of all time steps.
         waits_after_actions: see PipelineExecutor.
-        wants_to_stop: asked in each step; the run is to end after it, as far as this rank is concerned.
+        wants_to_stop: asked in each step and each batch of an evaluation; the run is to end after it, as far as this
+            rank is concerned.
         rows_have_owners: whether each row of a trained parameter belongs to one of the replicas.
         graphs: how layers become CUDA graphs; None: they do not.
 
@@ -95,7 +96,7 @@ class DistributedModel:
         owners: the replicas that own other rows of parameters than this one; where rows have no owners, all replicas.
         described: the parameters and buffers of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
-        stop_votes: how many ranks wanted that in the last step, the same on every rank.
+        stop_votes: how many ranks wanted that in the last step or batch, the same on every rank.
         correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
         norm: of the last step's gradient, the same on every rank; gradient_norm: what it follows from, and clips.
         verdict: whether steps count. voided: called when one does not, before it is done again or the run
@@ -275,17 +276,19 @@ class DistributedModel:
 
     def _sums(self, loss: Tensor) -> StepSums:
         """Collective over the world."""
-        device = self.state.device
-        wants = torch.tensor([self._wants_to_stop()], dtype=torch.float64)
         mine = torch.cat(
             [
                 self._where_logits_are(torch.stack([loss, self._correct_here])),
-                without_waiting(wants, device),
+                self._vote(),
                 self.verdict.checks.count(),
                 self.gradient_norm.squares(),
             ]
         )
         return StepSums(all_reduce_sum(mine, self.state.world, "step"))
+
+    def _vote(self) -> Tensor:
+        """Whether this rank wants to stop, `[1]`."""
+        return without_waiting(torch.tensor([self._wants_to_stop()], dtype=torch.float64), self.state.device)
 
     def _read(self, sums: StepSums) -> tuple[float, float]:
         """What a step came to: the one place in it where the host waits for the device.
@@ -321,18 +324,18 @@ class DistributedModel:
 
         while True:
             totals.zero_()
-            *values, found = torch.cat([totals, self._forward(micro_batches, consume)]).tolist()
+            *values, self.stop_votes, found = torch.cat([totals, self._forward(micro_batches, consume)]).tolist()
             if self.verdict.accepts(found):
                 return values
 
     def predict(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Forward in evaluation; `consume` gets the output for all time steps and the labels, where the logits are.
         Where a boundary did not fit its format, it gets all of them again."""
-        while not self.verdict.accepts(self._forward(micro_batches, consume).item()):
+        while not self.verdict.accepts(self._forward(micro_batches, consume)[1].item()):
             pass
 
     def _forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> Tensor:
-        """Returns how much the checks of all ranks have found, `[1]`."""
+        """Returns how many ranks want to stop, and how much the checks of all ranks have found, `[2]`."""
 
         def consume_whole(output: Bundle, labels: Tensor) -> None:
             whole = self._windows.joined(output)
@@ -345,7 +348,7 @@ class DistributedModel:
             with self.verdict.checks.collecting(), self.context.cast_weights.kept():
                 self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
             self._forget_windows()
-        return all_reduce_sum(self.verdict.checks.count(), self.state.world, "step")
+        return all_reduce_sum(torch.cat([self._vote(), self.verdict.checks.count()]), self.state.world, "step")
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, on every rank, of what hosts know; no device takes part."""

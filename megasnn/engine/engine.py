@@ -65,7 +65,8 @@ class Engine:
             `megasnn.validate` has passed.
         length: of the training; by default `train_iters` of the flags.
         plan: of the pipeline; by default measured and balanced.
-        wants_to_stop: asked on every rank in each step; `stop_votes` tells how many ranks have answered True.
+        wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` tells how many
+            ranks have answered True.
         flags: values for all that the configuration leaves at its defaults.
 
     Attributes:
@@ -136,7 +137,7 @@ class Engine:
 
     @property
     def stop_votes(self) -> float:
-        """How many ranks wanted to stop in the last step, the same on every rank."""
+        """How many ranks wanted to stop in the last step or batch of an evaluation, the same on every rank."""
         return self.distributed.stop_votes
 
     # --- training

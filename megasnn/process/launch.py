@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
 
 from megasnn.config import ConfigError, PretrainConfig
+from megasnn.process.early import end_without_a_line, signals_end_it
 from megasnn.process.terminal import keep_going
 from megasnn.process.torchrun import tell_torchrun
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What asks a run for its end."""
 # torchrun stops the other ranks as soon as the first one ends, and they may be slower to say what is wrong.
 OTHERS_SPEAK_S = 3.0
 
@@ -39,6 +36,11 @@ def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> in
     Raises:
         SystemExit: after the help.
     """
+    with signals_end_it():  # megasnn.process.signals takes over when the ranks join
+        return _launched(read, train)
+
+
+def _launched(read: Callable[[bool], Config], train: Callable[[Config], int]) -> int:
     training = threading.Event()
     keep_going(training.is_set)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -55,52 +57,25 @@ def launch(read: Callable[[bool], Config], train: Callable[[Config], int]) -> in
             sys.stderr.write(f"[rank {rank}] {error}\n" if isinstance(error, ConfigError) else "")
         else:
             sys.stderr.write(f"[rank {rank}] the command line is wrong; the first rank of this machine says where\n")
+        end_without_a_line()
         if world_size > 1:
             # The rank that speaks is the first to end, so that it is the one that torchrun names.
             time.sleep(OTHERS_SPEAK_S if speaks else 2 * OTHERS_SPEAK_S)
         return 2
     training.set()
-    with _signals_end_it(rank):
-        try:
-            return train(config)
-        except Exception as error:  # what goes wrong in training is told there; this comes of importing what it needs
-            brief = f"{type(error).__name__} while starting"
-            text = misfit(error) or "".join(traceback.format_exception(error)).rstrip()
-            tell_torchrun(brief, text)
-            if speaks:  # what is installed is the same for all ranks of a machine
-                sys.stderr.write(f"[rank {rank}] while starting: {text}\n")
-                time.sleep(OTHERS_SPEAK_S if world_size > 1 else 0)
-            else:
-                sys.stderr.write(f"[rank {rank}] {brief}: {str(error).partition(chr(10))[0]}\n")
-                time.sleep(2 * OTHERS_SPEAK_S)
-            return 1
-
-
-@contextmanager
-def _signals_end_it(rank: int) -> Iterator[None]:
-    """A signal while torch is imported ends the process with a line; megasnn.process.signals takes over after that.
-
-    Behind it signals do what they did before, for a program or a notebook that goes on after a run.
-    """
-
-    def end(number: int, frame: object) -> None:
-        sys.stderr.write(f"[rank {rank}] told to stop ({signal.Signals(number).name}) while starting\n")
-        os._exit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, woken = {number: signal.getsignal(number) for number in SIGNALS}, signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
     try:
-        yield
-    finally:
-        listening = signal.set_wakeup_fd(woken)
-        if listening >= 0:
-            os.close(listening)  # which ends the thread of megasnn.process.signals
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        return train(config)
+    except Exception as error:  # what goes wrong in training is told there; this comes of importing what it needs
+        brief = f"{type(error).__name__} while starting"
+        text = misfit(error) or "".join(traceback.format_exception(error)).rstrip()
+        tell_torchrun(brief, text)
+        if speaks:  # what is installed is the same for all ranks of a machine
+            sys.stderr.write(f"[rank {rank}] while starting: {text}\n")
+            time.sleep(OTHERS_SPEAK_S if world_size > 1 else 0)
+        else:
+            sys.stderr.write(f"[rank {rank}] {brief}: {str(error).partition(chr(10))[0]}\n")
+            time.sleep(2 * OTHERS_SPEAK_S)
+        return 1
 
 
 # In pip's one pass they fit (pyproject.toml). A later `pip install` of one of them, or torch from PyTorch's index for

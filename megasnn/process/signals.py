@@ -13,8 +13,8 @@ import threading
 import time
 from types import TracebackType
 
+from megasnn.process.early import SIGNALS
 from megasnn.process.fault import CAUSE_SECONDS, is_ending, tell_end
-from megasnn.process.launch import SIGNALS
 
 # A launcher passes on what the terminal has sent to all processes already: that is one request, not two.
 SAME_REQUEST_SECONDS = 1.0
@@ -44,6 +44,11 @@ class StopSignals:
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         threading.Thread(target=self._read, args=(reading,), name="megasnn-signals", daemon=True).start()
 
+    @property
+    def status(self) -> int:
+        """The exit status of this rank where the request leaves nothing that counts."""
+        return 1 if self.requested is None else 128 + signal.Signals[self.requested]
+
     def __enter__(self) -> StopSignals:
         self._training = True
         return self
@@ -69,10 +74,12 @@ class StopSignals:
             # A launcher sends SIGTERM when another rank is gone, and then nothing can be saved any more.
             time.sleep(CAUSE_SECONDS)
             if not is_ending():
-                text = f"{number.name}: the run ends after this step; once more ends it at once"
+                text = f"{number.name}: the run ends after this step or evaluated batch; once more ends it at once"
                 sys.stderr.write(f"[rank {self._rank}] {text}\n")
         elif time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
-            self._end(number, f"{number.name} again: ending at once; what was saved before stays")
+            # torchrun sends SIGTERM, whichever signal it gets the second time.
+            again = "again" if number.name == self.requested else f"after {self.requested}, perhaps a launcher's for it"
+            self._end(number, f"{number.name} {again}: ending at once; what was saved before stays")
 
     def _end(self, number: signal.Signals, text: str) -> None:
         tell_end(self._rank, text)

@@ -16,17 +16,22 @@ import sys
 import time
 from contextlib import suppress
 
+from megasnn.process.early import signals_end_it
+
 _LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 
 
 def main(argv: list[str]) -> int:
     """The exit status: 0, or 1 when a rank failed or a signal came."""
-    try:
-        from torch.distributed import run
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    except KeyboardInterrupt:
-        return _failed("SIGINT while it started")
+    with signals_end_it(status=lambda number: 1, who="torchrun:"):  # until torchrun takes them, before it starts ranks
+        return _run(argv)
+
+
+def _run(argv: list[str]) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     for name in _LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
@@ -38,8 +43,6 @@ def main(argv: list[str]) -> int:
         return _failed(f"rank {rank}: {told}")
     except SignalException as error:
         return _failed(signal.Signals(error.sigval).name)
-    except KeyboardInterrupt:
-        return _failed("SIGINT")
     return 0
 
 

@@ -56,6 +56,22 @@ class RunData:
         """Whether there are samples to evaluate on."""
         return self.datasets.valid is not None
 
+    @property
+    def samples_to_evaluate(self) -> int:
+        """In a whole evaluation."""
+        samples, limit = len(self.datasets.valid or ()), self._config.logging.eval_iters
+        return samples if limit is None else min(samples, limit * self._config.training.global_batch_size)
+
+    def skipped_over_replicas(self, engine: Engine, samples: int, training: bool) -> int:
+        """Broken samples that were replaced, of all replicas, from those that this rank has counted; 0 where that is
+        not allowed. Collective."""
+        if not self._config.data.skip_broken_samples:
+            return 0
+        # All ranks of a replica that read images come to the same choice.
+        shared = engine.batches.read_alike(training) and engine.state.context.rank
+        counts = engine.takes_images and engine.state.tensor.rank == 0 and not shared
+        return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
+
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
         """Reads this rank's shares of the global batches."""
         config, state, samples = self._config, engine.state, engine.distributed.context.sharing_samples

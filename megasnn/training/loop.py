@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 
 from megasnn.comm.agreement import all_do
 from megasnn.comm.statistics import statistics
@@ -26,6 +25,7 @@ from megasnn.telemetry.memory import memory_scalars
 from megasnn.telemetry.ranges import nvtx_ranges
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
+from megasnn.training.evaluation import Evaluations
 from megasnn.training.hosts import host_notice
 from megasnn.training.introduction import introduce, log_folder
 from megasnn.training.memory import MemoryForecast, announce, compare, forecast_memory
@@ -48,6 +48,7 @@ class TrainingRun:
     Attributes:
         engine: the model, its optimizer, and the steps.
         saved: False when the last checkpoint that should be there is not.
+        evaluations: what becomes of them.
     """
 
     def __init__(
@@ -86,6 +87,9 @@ class TrainingRun:
             self.reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             tell, complete = self.reporter.line, self.reporter.saved
             self.saves = Saves(config, self.engine, claimed, self.data.place, begin, tell, complete)
+            self.evaluations = Evaluations(
+                config, self.engine, self.data, self.saves, self.reporter, begin.owes_evaluation
+            )
             notices = [host_notice(state), claimed.notice if claimed is not None else "", begin.notice]
             self._memory = self._introduce(notices)
             undo.pop_all()
@@ -143,15 +147,18 @@ class TrainingRun:
         """
         with self.stop, statistics.counting(), nvtx_ranges(self.config.logging.nvtx_ranges):
             if self.config.training.evaluate_only:
-                self._evaluate_if(True)
+                self.evaluations.run()
                 return
             self._compare_replicas_if(True)
             # What was sent and how long it took until here is no part of any iteration.
             statistics.reset()
             self.reporter.begin()
+            if self.evaluations.owed and self.iteration < self.iterations:
+                self.evaluations.run()
+                self._save_if(self.saves.at_best(self.iteration))
             trace = StepTrace(self.config, self.state, self.iterations, self.iteration, self.reporter.line)
             with closing(self.data.loader(self.engine).batches(self.consumed_samples)) as batches:
-                while self.iteration < self.iterations:
+                while self.iteration < self.iterations and not self.engine.stop_votes:
                     with self.watch.timers("data"), placed("while reading a batch"):
                         batch = next(batches)
                     self._iterate(batch, trace)
@@ -160,13 +167,14 @@ class TrainingRun:
             trace.close(self.iteration)
             if self.engine.stop_votes:
                 self.reporter.line(f"asked to stop: the run ends at iteration {self.iteration} of {self.iterations}")
-            self._evaluate_if(self.config.logging.eval_iters != 0 and not self.engine.stop_votes)
+            else:
+                self.evaluations.at_the_end()
             self._save_if(True)
             self.saved = self.saves.finish()
             compare(self._memory, self.state, self.reporter)
 
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
-        logging, options = self.config.logging, self.config.checkpoint
+        options = self.config.checkpoint
         number = self.iteration + 1
         logs = self._logs(number)
         self.watch.spikes.enabled = logs
@@ -174,8 +182,7 @@ class TrainingRun:
         with self._profiled(number, batch), trace.around(number):
             result = self.engine.train_on(batch)
         self.watch.spikes.enabled = False
-        if not (self.engine.batches.read_alike(training=True) and self.state.context.rank):  # counted on another rank
-            self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
+        self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
             if self.engine.steps.without_gradient:
                 self.reporter.line(notice_of(self.engine.steps.without_gradient))
@@ -188,17 +195,21 @@ class TrainingRun:
         if logs:
             measured = self.watch.since_last(self.iteration)
             predicted = memory_scalars([each.total for each in self._memory], "predicted")
-            skipped = self._over_replicas(self._skipped_samples)
+            skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
             self.reporter.log(
                 self.iteration, self.consumed_samples, {**measured.scalars, **predicted}, measured.layers, skipped,
                 measured.unfit_tensors,
             )  # fmt: skip
             self.pictures.add(self.iteration, measured.layers)
         self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)
+        self.evaluations.begin(self.iteration)
         if self.engine.stop_votes:
             return
         last = self.iteration == self.iterations or self._should_exit()  # `train` evaluates and saves then
-        self._evaluate_if(_due(self.iteration, logging.eval_interval) and logging.eval_iters != 0 and not last)
+        if self.evaluations.owed and not last:
+            self.evaluations.run()
+            if self.engine.stop_votes:
+                return
         saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
         self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
         self._save_if(saves)
@@ -237,33 +248,11 @@ class TrainingRun:
 
     def _wants_to_stop(self) -> bool:
         """After a signal to this rank, or when a callback has asked for it; after so many minutes by the first rank's
-        clock, since clocks differ."""
+        clock, since clocks differ, but not within an evaluation: one that takes as long would never be finished."""
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.monotonic() - self._started > 60 * minutes
-        return self.stop.requested is not None or self.reporter.asked_to_stop or (late and self.state.rank == 0)
-
-    def _over_replicas(self, skipped_samples: int) -> int:
-        """This rank's broken samples that were replaced -> those of all replicas; 0 where that is not allowed."""
-        if not self.config.data.skip_broken_samples:
-            return 0
-        # All ranks of a replica that read images come to the same choice.
-        mine = skipped_samples if self.engine.takes_images and self.state.tensor.rank == 0 else 0
-        return int(self.engine.distributed.sum_over_ranks([float(mine)])[0])
-
-    @placed("while evaluating")
-    def _evaluate_if(self, due: bool) -> None:
-        if not due or not self.data.evaluates:
-            return
-        limit, loader = self.config.logging.eval_iters, self.data.loader(self.engine, training=False)
-        if self.engine.steps.average is not None:
-            self.saves.settle()  # its values take the weights' place
-        of_training = statistics.counting(False)  # what is logged is the traffic of training
-        with of_training, self.reporter.pause(), closing(loader.batches(limit=limit)) as batches:
-            record = self.engine.evaluate_on(batches)
-            counts = not (self.engine.batches.read_alike(training=False) and self.state.context.rank)
-            skipped = self._over_replicas(loader.skipped * counts)
-        self.saves.found(self.iteration, record.top1)
-        self.reporter.evaluation(replace(record, skipped_samples=skipped))
+        late = late and self.state.rank == 0 and not self.evaluations.running
+        return self.stop.requested is not None or self.reporter.asked_to_stop or late
 
     @placed("while saving")
     def _save_if(self, due: bool) -> None:
@@ -271,7 +260,7 @@ class TrainingRun:
             return
         self._compare_replicas_if(True)
         with self.reporter.pause():
-            self.saves.save(self.iteration, self.consumed_samples)
+            self.saves.save(self.iteration, self.consumed_samples, self.evaluations.owed)
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""

@@ -35,15 +35,16 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     """A whole run as a program: the exit status, with the error named on this rank's standard error.
 
     0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
-    3: it has come to its end, but the last checkpoint could not be written. Mistakes in flags, data and checkpoints and
-    replicas that differ are told without a traceback; anything else with it.
+    3: it has come to its end, but the last checkpoint could not be written. 128 and a signal's number: that signal to
+    this rank has ended an evaluation that was all there was to do; the other ranks have 1. Mistakes in flags, data and
+    checkpoints and replicas that differ are told without a traceback; anything else with it.
 
     Args:
         config: validated (megasnn.config.validate).
         callbacks: are told what happens.
     """
     try:
-        return 0 if _train(config, callbacks) else SAVE_FAILED
+        return _train(config, callbacks)
     except Exception as error:
         cause, _ = cause_and_place(error)
         mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
@@ -56,11 +57,11 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     return 1
 
 
-def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
+def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     """A whole run: joins the ranks, then trains, or with --model-summary prints what would be trained.
 
     Returns:
-        False when the last checkpoint could not be written.
+        the exit status.
     Raises:
         whatever goes wrong on this rank, after the other ranks have been told; see megasnn.process.fault.
     """
@@ -79,13 +80,13 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
                 parallel.weight_parallel_size,
                 parallel.context_parallel_size,
             )
-        saved = True
+        status = 0
         try:
             if config.logging.model_summary:
                 with placed(f"on pipeline stage {state.pipeline.rank}"):
                     print_summary(config, state)
             else:
-                saved = _trained(config, state, stop, callbacks, watch)
+                status = _trained(config, state, stop, callbacks, watch)
         except Exception:
             if state.world.size == 1:  # the program may go on, with another run
                 destroy_model_parallel()
@@ -93,13 +94,13 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> bool:
         destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    return saved
+    return status
 
 
 def _trained(
     config: PretrainConfig, state: ParallelState, stop: StopSignals, callbacks: Sequence[Callback], watch: FaultWatch
-) -> bool:
-    """Builds, loads, trains, evaluates, saves; False when the last checkpoint could not be written."""
+) -> int:
+    """Builds, loads, trains, evaluates, saves; the exit status."""
     stage = f"pipeline stage {state.pipeline.rank}"
     watch.place = lambda: f"rank {state.rank}, {stage}"
     with placed(f"on {stage}"):
@@ -121,4 +122,6 @@ def _trained(
                     run.close()
             raise
         run.close()
-    return run.saved
+    if config.training.evaluate_only and not run.evaluations.finished:
+        return stop.status
+    return 0 if run.saved else SAVE_FAILED

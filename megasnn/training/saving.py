@@ -71,14 +71,20 @@ class Saves:
         if self._saver is not None:
             self._saver.prepare(self._tensors, self._optimizer)
 
-    def save(self, iteration: int, consumed_samples: int) -> None:
-        """Saves unless this iteration is saved already, or tells why it cannot be. Collective."""
+    def save(self, iteration: int, consumed_samples: int, owes_evaluation: bool = False) -> None:
+        """Saves unless this iteration is saved already, or tells why it cannot be. Collective.
+
+        Args:
+            owes_evaluation: an evaluation is due after this iteration, and the run that goes on makes it first.
+        """
         if self._saver is None:
             return
         self._settle_best()
         extra = dict(self._extra)
         if self._best is not None:
             extra["best"] = asdict(self._best)
+        if owes_evaluation:
+            extra["owes_evaluation"] = True
         progress = checkpoint.Progress(
             iteration, consumed_samples, extra, self._identity, self._engine.checkpoints.layout(), self._model,
             self.at_best(iteration) and self._best != self._saved_best,

@@ -142,6 +142,7 @@ class StartingPoint:
         averaged: whether the average of the weights was loaded.
         best: the best evaluation before.
         saved: whether a checkpoint in the folder of --save is of this very state.
+        owes_evaluation: whether the run before was asked to stop before it had finished an evaluation that was due.
     """
 
     iteration: int = 0
@@ -150,6 +151,7 @@ class StartingPoint:
     averaged: bool = False
     best: Best | None = None
     saved: bool = False
+    owes_evaluation: bool = False
 
 
 class Start:
@@ -222,6 +224,7 @@ class Start:
             loaded.averaged,
             Best.read(loaded.extra.get("best")) if options.keep_best else None,
             saved,
+            loaded.extra.get("owes_evaluation") is True,
         )
 
     def _changes(self, saved: Mapping[str, object]) -> list[str]:

@@ -125,14 +125,32 @@ def lose_the_gpu_in_evaluation() -> None:
     mock.patch.object(PipelineChunk, "forward", counted).start()
 
 
+def slow_evaluation() -> None:
+    """Each forward without gradients takes a while. Writes down the process id in the third one."""
+    forward, calls = PipelineChunk.forward, iter(range(1_000))
+
+    def slowed(self: PipelineChunk, *arguments: Any) -> Any:
+        if not torch.is_grad_enabled():
+            if next(calls) == 2:
+                _write_down_pid()
+            time.sleep(0.2)
+        return forward(self, *arguments)
+
+    mock.patch.object(PipelineChunk, "forward", slowed).start()
+
+
+def _write_down_pid() -> None:
+    path = Path(os.environ[PID_FILE])
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+
+
 def stall_in_step() -> None:
     """Writes down the process id and does not go on, so that the test can kill it there."""
 
     def stall() -> None:
         time.sleep(0.5)  # so that the other ranks come to where they wait for this one
-        path = Path(os.environ[PID_FILE])
-        path.with_suffix(".new").write_text(str(os.getpid()))
-        path.with_suffix(".new").rename(path)
+        _write_down_pid()
         while True:
             time.sleep(0.1)
 
@@ -266,6 +284,7 @@ FAULTS = {
         run_out_of_gpu_memory,
         lose_the_gpu_in_backward,
         lose_the_gpu_in_evaluation,
+        slow_evaluation,
         stall_in_step,
         raise_in_weight_gradient,
         slow_rank,

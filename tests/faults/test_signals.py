@@ -78,6 +78,18 @@ def test_a_second_signal_ends_at_once(tmp_path, number) -> None:
     assert "because of rank 1: ended without a word" in lines_of(0, ended.output[0])[0]
 
 
+def test_a_second_signal_of_another_kind_is_not_the_first_again(tmp_path) -> None:
+    """As torchrun passes a second Ctrl-C on."""
+    ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 1))
+    ranks.kill_stalled(signal.SIGINT)
+    wait_for(ranks, "once more ends it at once")
+    time.sleep(1.2)
+    os.kill(ranks.processes[1].pid, signal.SIGTERM)
+    ended = ranks.end(10)
+    assert ended.status == [1, 143]
+    assert "SIGTERM after SIGINT, perhaps a launcher's for it: ending" in lines_of(1, ended.output[1])[1]
+
+
 def test_before_training_there_is_nothing_to_save(tmp_path) -> None:
     ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("leave_before_joining", 1))
     ranks.processes[1].join(30)
