@@ -50,8 +50,8 @@ class StepSums:
     """What a step came to, summed over all ranks, on the device: nothing has waited for it.
 
     Attributes:
-        values: float64 `[4 + parameters]`: loss, correct samples, votes to stop, findings of checks, and the parts that
-            `GradientNorm` sums.
+        values: float64 `[5 + parameters]`: loss, correct samples, votes to stop, ranks that lack CUDA graphs, findings
+            of checks, and the parts that `GradientNorm` sums.
     """
 
     values: Tensor
@@ -59,12 +59,12 @@ class StepSums:
     @property
     def norm(self) -> Tensor:
         """The gradient's, without sizes."""
-        return self.values[4:].sum().sqrt()
+        return self.values[5:].sum().sqrt()
 
     @property
     def is_void(self) -> Tensor:
         """Whether the step must change nothing, without sizes: something was found, or loss or norm are not finite."""
-        loss, found = self.values[0], self.values[3]
+        loss, found = self.values[0], self.values[4]
         return (found != 0) | ~(loss.isfinite() & self.norm.isfinite())
 
 
@@ -279,16 +279,16 @@ class DistributedModel:
         mine = torch.cat(
             [
                 self._where_logits_are(torch.stack([loss, self._correct_here])),
-                self._vote(),
+                self._told(self._wants_to_stop(), self.executor.lacks_graphs),
                 self.verdict.checks.count(),
                 self.gradient_norm.squares(),
             ]
         )
         return StepSums(all_reduce_sum(mine, self.state.world, "step"))
 
-    def _vote(self) -> Tensor:
-        """Whether this rank wants to stop, `[1]`."""
-        return without_waiting(torch.tensor([self._wants_to_stop()], dtype=torch.float64), self.state.device)
+    def _told(self, *what: bool) -> Tensor:
+        """What this rank's host has to say."""
+        return without_waiting(torch.tensor(what, dtype=torch.float64), self.state.device)
 
     def _read(self, sums: StepSums) -> tuple[float, float]:
         """What a step came to: the one place in it where the host waits for the device.
@@ -296,7 +296,8 @@ class DistributedModel:
         Returns:
             the loss, and how much the checks have found.
         """
-        total, self.correct, self.stop_votes, found, *parts = sums.values.tolist()
+        total, self.correct, self.stop_votes, lacking, found, *parts = sums.values.tolist()
+        self.executor.make_graphs(lacking > 0)
         self.norm = self.gradient_norm.of(parts)
         return total, found
 
@@ -348,7 +349,8 @@ class DistributedModel:
             with self.verdict.checks.collecting(), self.context.cast_weights.kept():
                 self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
             self._forget_windows()
-        return all_reduce_sum(torch.cat([self._vote(), self.verdict.checks.count()]), self.state.world, "step")
+        mine = torch.cat([self._told(self._wants_to_stop()), self.verdict.checks.count()])
+        return all_reduce_sum(mine, self.state.world, "step")
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, on every rank, of what hosts know; no device takes part."""

@@ -18,6 +18,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.edges import without_graph
+from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.interfaces import ActionObserver, GradientSync, LossFunction, OutputConsumer, WeightStore
 from megasnn.pipeline.kept_input import KeptInput
@@ -85,6 +86,8 @@ class PipelineExecutor:
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         self._current: Action | None = None
+        self._trained: tuple[int, ...] = ()  # the sizes of the last step's micro-batches
+        self._making: set[tuple[int, ...]] = set()  # of which steps will make CUDA graphs
         self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
         self.host_memory = HostMemory(state.device)
         self._transfers = Transfers(self._placement, state, wires, wholes, boundaries)
@@ -135,9 +138,12 @@ class PipelineExecutor:
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
                 f"{len(micro_batches)} on {self._placement}"
             )
-        sizes = [micro.size for micro in micro_batches]
-        recorded = [] if forward_only else [chunk.graphs for chunk in self._chunks.values() if chunk.graphs is not None]
-        makes_graphs = any([graphs.begin(sizes) for graphs in recorded])
+        sizes = tuple(micro.size for micro in micro_batches)
+        makes_graphs = not forward_only and sizes in self._making
+        if not forward_only:
+            self._trained = sizes
+            for graphs in self._graphs:
+                graphs.begin(makes_graphs)
         actions = schedule.actions[self._state.pipeline.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.SCATTER_GRADIENTS)
@@ -165,6 +171,20 @@ class PipelineExecutor:
             self._sync.wait()
         self._current = None
         return run
+
+    @property
+    def lacks_graphs(self) -> bool:
+        """Whether layers of this rank lacked CUDA graphs in the last step that they have in later ones."""
+        return any(graphs.lacks for graphs in self._graphs)
+
+    @property
+    def _graphs(self) -> list[ChunkGraphs]:
+        return [chunk.graphs for chunk in self._chunks.values() if chunk.graphs is not None]
+
+    def make_graphs(self, makes: bool) -> None:
+        """After a step, alike on all ranks: whether CUDA graphs are made in the next one with micro-batches of the same
+        sizes."""
+        (self._making.add if makes else self._making.discard)(self._trained)
 
     def place(self) -> str | None:
         """Rank, stage, action and micro-batch of now, or of what failed; None between steps. For another thread."""

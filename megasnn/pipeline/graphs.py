@@ -11,7 +11,7 @@ A graph computes on memory that stays where it is, with numbers that stay what t
 - Gradients of parameters are added inside of the graphs, and counted when those were replayed.
 
 A layer runs without a graph in the first step that it sees an input of some shape in: kernels are compiled and chosen
-then. Graphs are made in steps of which that is said before they begin, so that no message is waited for meanwhile (see
+then. Graphs are made in steps of which all ranks have agreed on that before, since it takes memory (see
 Transfers.announce); what lacks a graph in another step goes without.
 
 What forward keeps, and the dense outputs and gradients of all layers stay in memory for every slot.
@@ -46,6 +46,8 @@ class ChunkGraphs:
         layers: of the chunk, by name.
         sharing: those that take what another layer takes too, or take it twice.
         weight_gradients: where they leave the second part of their backward.
+    Attributes:
+        lacks: whether something had no graph in the last step that has one in later ones.
     Raises:
         ValueError: a layer cannot have graphs, and all of them must.
     """
@@ -69,28 +71,22 @@ class ChunkGraphs:
         self._addresses: list[int] = []
         self._step, self._slots = 0, dict[int, int]()
         self._pass: MicroBatchPass | None = None
-        self._sizes: tuple[int, ...] = ()
-        self._complete: set[tuple[int, ...]] = set()  # steps that have all their graphs, by the sizes of micro-batches
-        self._makes = False
+        self._makes = self.lacks = False
         for name in self._layers:
             if name in sharing:
                 self._leave_out(name, "its input is taken several times, and gradients would be added in another order")
         self._look()
 
-    def begin(self, sizes: Sequence[int]) -> bool:
+    def begin(self, makes: bool) -> None:
         """Before each step. Raises RuntimeError where tensors are no longer where graphs know them.
 
         Args:
-            sizes: samples of each micro-batch.
-        Returns:
-            whether graphs may be made in the step.
+            makes: whether graphs may be made in it.
         """
-        self._step, self._slots, self._sizes = self._step + 1, {}, tuple(sizes)
+        self._step, self._slots, self._makes, self.lacks = self._step + 1, {}, makes, False
         self._look()
-        self._makes = self._sizes not in self._complete
-        if self._makes and any(self._seen.values()):
+        if makes:
             self._capture.make_room()
-        self._complete.add(self._sizes)  # as long as nothing is found to be lacking
         tensors = [t for layer in self._layers.values() for t in (*layer.parameters(), *layer.buffers())]
         addresses = [each.data_ptr() for t in tensors for each in (t, t.grad) if each is not None]
         if self._graphs and addresses != self._addresses:
@@ -99,7 +95,6 @@ class ChunkGraphs:
                 "into them instead, or use --cuda-graphs off"
             )
         self._addresses = addresses
-        return self._makes
 
     @contextmanager
     def begun(self, micro_batch: int) -> Iterator[None]:
@@ -109,7 +104,7 @@ class ChunkGraphs:
             slot = self._slots[micro_batch] = next(each for each in range(len(taken) + 1) if each not in taken)
             self._pass = MicroBatchPass(slot, self._capture.pool(), self._may_make, self._fail)
         elif self._makes:
-            self._lack()
+            self.lacks = True
         try:
             yield
         except BaseException:
@@ -132,8 +127,7 @@ class ChunkGraphs:
         elif shapes not in steps:
             self._tell(name, f"its inputs have changing shapes: now {shapes_text(*inputs)}, after {MOST_SHAPES} others")
         first = steps.get(shapes)
-        if first == self._step:
-            self._lack()
+        self.lacks |= first == self._step
         if self._pass is None or name in self._left_out or first in (None, self._step):
             y = apply_layer(layer, inputs[0], samples, *inputs[1:])
             if name not in self._left_out and not any(each.requires_grad for each in entries_of(y).values()):
@@ -150,8 +144,7 @@ class ChunkGraphs:
         return self._graphs[key].apply(entries, samples, self._pass)
 
     def _may_make(self) -> bool:
-        if not self._makes:
-            self._lack()
+        self.lacks |= not self._makes
         return self._makes
 
     def _forget(self) -> None:
@@ -160,10 +153,6 @@ class ChunkGraphs:
         for steps in self._seen.values():
             for shapes in [each for each, step in steps.items() if step == self._step]:
                 del steps[shapes]
-
-    def _lack(self) -> None:
-        """Graphs may be made in the next step of this kind."""
-        self._complete.discard(self._sizes)
 
     # --- what runs without
 
@@ -183,7 +172,7 @@ class ChunkGraphs:
         self._left_out.add(name)
         # What was given to this layer's graphs is made anew. Micro-batches under way hold the graphs that they need.
         self._graphs, self._room = {}, self._new_room()
-        self._complete.clear()
+        self.lacks = True
 
     def _tell(self, name: str, why: str) -> None:
         if self._is_required:

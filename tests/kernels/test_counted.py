@@ -103,6 +103,8 @@ def test_launches_of_a_step_with_graphs_and_without(asked: str) -> None:
             engine.distributed.forward_backward(
                 [MicroBatchInput(images, labels, samples, e) for e in places], 2 * samples
             )
+            executor = engine.distributed.executor
+            executor.make_graphs(executor.lacks_graphs)  # 0 was read, as tensors without values say
             given.append(list(found.numbers))
         launches = sum(work.count for of in (found.forward, found.backward) for work in of.values())
         layers = sum(map(len, engine.distributed.chunks.values()))

@@ -31,6 +31,7 @@ from megasnn.pipeline.graph_room import MicroBatchPass
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.layer_graphs import LayerGraphs
 from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.watch import Watch
@@ -87,6 +88,31 @@ def with_and_without(
 def test_graphs_change_no_bit(ranks, ranks_wanted: int, model: str, flags: str) -> None:
     """Of weights, their average, running statistics and losses: dropout, uneven micro-batches, several under way."""
     ranks(ranks_wanted, with_and_without, model, flags)
+
+
+def steps_that_make() -> list[bool]:
+    """Of each step, whether this rank's transfers were told that graphs may be made; the first rank leaves a layer out
+    in the fourth one."""
+    found, begin = list[bool](), Transfers.begin
+
+    def noted(self: Transfers, *given: Any) -> None:
+        found.append(given[3])
+        begin(self, *given)
+
+    flags = f"{FLAGS['vgg_dvs']} {SIZES} --global-batch-size 4 {PIPELINE} 1f1b {LAYOUT} 2|2 --cuda-graphs auto"
+    config = parse(run_config(MODELS["vgg_dvs"]), flags.split())
+    with recorded_graphs(), mock.patch.object(Transfers, "begin", noted):
+        with Engine(config, length=Length(6)) as engine:
+            for step in range(6):
+                if step == 3 and engine.state.rank == 0:
+                    engine.distributed.chunks[0].layers[0].register_forward_hook(lambda *_: None)
+                engine.train_step(torch.rand(4, *config.model.input_shape), torch.arange(4))
+    return found
+
+
+def test_ranks_agree_on_the_steps_that_make_graphs(ranks) -> None:
+    """What is posted in them counts on all ranks posting alike."""
+    assert ranks(2, steps_that_make) == [[False, True, False, False, True, False]] * 2
 
 
 @pytest.mark.parametrize("watched", [1, 2])
