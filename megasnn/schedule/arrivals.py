@@ -59,9 +59,10 @@ def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     then. With these, no ranks wait for each other for ever where computations wait for all that is on its way from and
     to their rank, however fast each of them is.
 
-    All ranks are followed in one order, in which a computation comes when all that its rank has sent is posted. A rank
-    posts what is on its way to it before it goes on: then nobody waits for that who does not compute, and nothing is
-    posted whose sender may wait for this rank. The schedule is valid.
+    All ranks are followed in one order. A rank posts what is on its way to it before it goes on: then nobody waits for
+    that who does not compute, and nothing is posted whose sender may wait for this rank. In the order a computation
+    comes when all that its rank has sent is posted, so that nobody is far ahead, and few receives need room at once.
+    The schedule is valid.
     """
     on_its_way: list[list[Action]] = [[] for _ in schedule.actions]  # to a rank, and not posted there
     unposted = [0] * schedule.ranks  # how many of a rank's sends

@@ -270,6 +270,18 @@ def test_what_was_sent_for_certain_is_posted_so_that_all_ranks_may_wait_for_thei
             assert _ends_anyhow(schedule, posts=True)
 
 
+@pytest.mark.parametrize(("name", "most"), [("gpipe", 1), ("1f1b", 2), ("zb1p", 2)])
+def test_few_receives_need_room_at_once_where_memory_is_taken(name: str, most: int) -> None:
+    schedule, found = plan_schedule(name, 4, 1).training(16), 0
+    for rank, actions in enumerate(schedule.actions):
+        posts, posted = sent_by_then(schedule, rank), set[Action]()
+        for action in actions:
+            posted.update(posts.get(action, ()))
+            found = max(found, len(posted))
+            posted.discard(action)
+    assert found == most
+
+
 @pytest.mark.parametrize("ranks_of_pipeline", [2, 3, 4])
 def test_of_random_schedules_ranks_may_wait_too(ranks_of_pipeline: int) -> None:
     schedules = [random_schedule(seed, ranks_of_pipeline) for seed in range(60)]
