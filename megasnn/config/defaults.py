@@ -65,6 +65,9 @@ def sources_of(
             given["model"] = {**_dimensions(plain, given["model"]["variant"]), **given["model"]}
         if flags.evaluate_only:
             given = _for_evaluation(given, starts=flags.load is None and flags.load_spikingjelly is None)
+        if "data" in given:  # what a run was not told of samples, its checkpoint may tell
+            told = saved.get("data", {})
+            given["data"] = {name: v for name, v in given["data"].items() if v is not None or name not in told}
         sources[f"--config {in_message(flags.config)}"] = given
     if flags.variant != _NOT_GIVEN:
         variant = None if _is_none(flags.variant) else flags.variant
@@ -130,6 +133,10 @@ def _for_evaluation(given: dict[str, Any], starts: bool) -> dict[str, Any]:
         starts: whether what the file loads is evaluated, rather than what a flag gives.
     """
     left_out = {part: {*names} for part, names in _OF_TRAINING.items()}
+    begun, saved = (given.get("checkpoint", {}).get(name) for name in ("load", "save"))
+    if starts and begun and saved and begun != saved:
+        text = f"the file of --config begins with {in_message(begun)} and saves in {in_message(saved)}"
+        raise ConfigError([f"--evaluate-only: {text}: give one of them to --load"])
     if not starts:
         left_out["checkpoint"] |= {*_STARTS}
     if given.get("logging", {}).get("eval_iters") == 0:

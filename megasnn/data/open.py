@@ -129,8 +129,9 @@ def _check_kind(config: DataConfig, shard: Shard, format: SampleFormat) -> None:
     given = [name for name, value in _frame_options(config).items() if value is not None]
     if given:
         raise ValueError(
-            f"{', '.join(given)}: shard {shard.source} holds finished frames; leave it out, or preprocess again with "
-            f"it (or with --keep-events, to choose in training)"
+            f"{', '.join(given)}: shard {shard.source} holds finished frames; leave it out (where a checkpoint gives "
+            f"it, {given[0]} none takes it back), or preprocess again with it (or with --keep-events, to choose in "
+            f"training)"
         )
 
 

@@ -44,7 +44,8 @@ def signals_end_it(
 
     before, woken = {number: signal.getsignal(number) for number in SIGNALS}, signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        if before[number] is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, end)
     try:
         yield
     finally:

@@ -23,14 +23,10 @@ _LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agen
 
 def main(argv: list[str]) -> int:
     """The exit status: 0, or 1 when a rank failed or a signal came."""
-    with signals_end_it(status=lambda number: 1, who="torchrun:"):  # until torchrun takes them, before it starts ranks
-        return _run(argv)
-
-
-def _run(argv: list[str]) -> int:
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with signals_end_it(status=lambda number: 1, who="torchrun:"):  # while there are no ranks yet
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in _LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -43,6 +39,8 @@ def _run(argv: list[str]) -> int:
         return _failed(f"rank {rank}: {told}")
     except SignalException as error:
         return _failed(signal.Signals(error.sigval).name)
+    except KeyboardInterrupt:  # before torchrun takes signals, or where it was told not to take this one
+        return _failed("SIGINT")
     return 0
 
 

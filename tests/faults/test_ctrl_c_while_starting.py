@@ -68,3 +68,32 @@ def test_ranks(tmp_path) -> None:
     assert status == 1 and lines[-1] == "torchrun: stopped, because of SIGINT"
     assert [line for line in lines if "while starting" in line] == ["[rank 0] told to stop (SIGINT) while starting"]
     assert not [line for line in lines if "Traceback" in line or "KeyboardInterrupt" in line]
+
+
+WAITS = """
+import os, pathlib, time
+pathlib.Path(os.environ["RUNNING"], str(os.getpid())).touch()
+time.sleep(60)
+"""
+
+
+def test_a_launcher_that_was_told_not_to_take_sigint_leaves_no_rank_behind(tmp_path) -> None:
+    program, running = tmp_path / "waits.py", tmp_path / "running"
+    program.write_text(WAITS)
+    running.mkdir()
+    listens = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    arguments = [*LAUNCHER, "--signals-to-handle", "SIGTERM", str(program)]
+    command = f"{listens}; import os, sys; os.execv(sys.executable, [sys.executable, *{arguments!r}])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUNNING": str(running), "OMP_NUM_THREADS": "1"}
+    started = [sys.executable, "-c", command]
+    with subprocess.Popen(started, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while len(ranks := [int(each.name) for each in running.iterdir()]) < 2:
+                assert process.poll() is None
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=40)
+        finally:
+            process.kill()
+    assert process.returncode == 1 and told.splitlines()[-1] == "torchrun: stopped, because of SIGINT"
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]

@@ -10,7 +10,7 @@ import pytest
 
 from megasnn.checkpoint import find_checkpoint, read_metadata
 from megasnn.checkpoint.description import METADATA, to_text
-from megasnn.config import PretrainConfig
+from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.identity import NORMALISATION, normalisation
 from megasnn.models.table import MODELS
 from megasnn.pretraining import configuration, pretrain
@@ -67,6 +67,24 @@ def test_an_evaluation_finds_what_the_training_found(trained, shard, tmp_path, c
     (other,) = run(tmp_path / "other", *evaluate, "--normalize-images", "generic", "--center-crop", "1")
     told = "--normalize-images from cifar10 to generic, --center-crop from 0.5 to 1.0"
     assert other != loss and f"{WARNING}{told}\n" in capsys.readouterr().out
+
+
+def test_what_a_run_was_not_told_its_checkpoint_tells_beside_its_config(trained, shard) -> None:
+    folder, _ = trained
+    file = ("--config", f"{folder}/config.json", "--load", folder, "--evaluate-only", "--valid-data-path", shard)
+    assert read(*file, "--augment", "none").data.normalize_images == "cifar10"
+    assert read(*file, "--normalize-images", "generic").data.normalize_images == "generic"
+
+
+def test_an_evaluation_is_told_which_of_two_checkpoints_it_is_of(trained, tmp_path) -> None:
+    folder, _ = trained
+    values = json.loads(Path(folder, "config.json").read_text())
+    values["checkpoint"]["load"] = "before"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    file = ("--config", str(tmp_path / "config.json"), "--evaluate-only")
+    with pytest.raises(ConfigError, match="begins with before and saves in .*: give one of them to --load"):
+        read(*file)
+    assert read(*file, "--load", folder).checkpoint.load == folder
 
 
 def test_fine_tuning_takes_the_constants_and_says_it(trained, shard, tmp_path, capsys) -> None:
