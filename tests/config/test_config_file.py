@@ -216,8 +216,10 @@ def test_an_evaluation_takes_nothing_of_a_file_that_is_for_training(tmp_path) ->
     assert (found.logging.eval_iters, found.logging.profile_steps) == (None, None)
     assert (found.logging.tensorboard_dir, found.training.train_iters) == ("t", 9)
     validate(found, 1)
-    own = spikformer(path, "--evaluate_only").checkpoint
-    assert own == CheckpointConfig(load="b", ckpt_step=3)
+    with pytest.raises(ConfigError, match="begins with b and saves in a: give one of them to --load"):
+        spikformer(path, "--evaluate_only")
     assert spikformer(path, "--no-evaluate-only").checkpoint.save == "a"
     with pytest.raises(ConfigError, match="--evaluate-only saves nothing: leave --save c out"):
         validate(spikformer(path, "--load", "a", "--evaluate-only", "--save", "c"), 1)
+    own = written(tmp_path, {**OF_A_RUN, "checkpoint": {**OF_A_RUN["checkpoint"], "save": "b"}})
+    assert spikformer(own, "--evaluate_only").checkpoint == CheckpointConfig(load="b", ckpt_step=3)
