@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
@@ -34,23 +34,14 @@ def needed_by_senders(schedule: Schedule, rank: int) -> dict[Action, int]:
     The schedule is valid: all of it is worked off here, as the ranks would do it.
     """
     sent: dict[Action, int] = {}  # by the receive, what the send needs
-    places, needed = [0] * schedule.ranks, [0] * schedule.ranks
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for each, actions in enumerate(schedule.actions):
-            while places[each] < len(actions):
-                action = actions[places[each]]
-                if action.kind in RECEIVES:
-                    if action not in sent:
-                        break
-                    needed[each] = max(needed[each], sent[action])
-                places[each] += 1
-                goes_on = True
-                if each == rank:
-                    needed[each] = places[each]
-                if action.kind in SENDS:
-                    sent[action.peer] = needed[each]
+    needed, own = [0] * schedule.ranks, 0
+    for each, action in _worked_off(schedule, lambda each, action: action.kind not in RECEIVES or action in sent):
+        if action.kind in RECEIVES:
+            needed[each] = max(needed[each], sent[action])
+        if each == rank:
+            needed[each] = own = own + 1
+        if action.kind in SENDS:
+            sent[action.peer] = needed[each]
     return {action: sent[action] for action in schedule.actions[rank] if action.kind in RECEIVES}
 
 
@@ -66,30 +57,40 @@ def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     """
     on_its_way: list[list[Action]] = [[] for _ in schedule.actions]  # to a rank, and not posted there
     unposted = [0] * schedule.ranks  # how many of a rank's sends
-    places = [0] * schedule.ranks
     sent, found = set[Action](), dict[Action, list[Action]]()
-    goes_on = True
+
+    def comes(each: int, action: Action) -> bool:
+        if action.kind not in COMPUTE | RECEIVES:
+            return True
+        for receive in on_its_way[each]:
+            unposted[schedule.placement[receive.peer.chunk]] -= 1
+        if each == rank and on_its_way[each]:
+            found.setdefault(action, []).extend(on_its_way[each])
+        on_its_way[each].clear()
+        return action in sent if action.kind in RECEIVES else not unposted[each]
+
+    for each, action in _worked_off(schedule, comes):
+        if action.kind in SENDS:
+            sent.add(action.peer)
+            on_its_way[schedule.placement[action.peer.chunk]].append(action.peer)
+            unposted[each] += 1
+    return found
+
+
+def _worked_off(schedule: Schedule, comes: Callable[[int, Action], bool]) -> Iterator[tuple[int, Action]]:
+    """All actions that come, each with its rank: the ranks go on in turn, each as far as it can.
+
+    Args:
+        comes: whether a rank can do its next action; asked again in the next turn where it cannot.
+    """
+    places, goes_on = [0] * schedule.ranks, True
     while goes_on:
         goes_on = False
         for each, actions in enumerate(schedule.actions):
-            while places[each] < len(actions):
-                action = actions[places[each]]
-                if action.kind in COMPUTE or action.kind in RECEIVES:
-                    for receive in on_its_way[each]:
-                        unposted[schedule.placement[receive.peer.chunk]] -= 1
-                        goes_on = True
-                    if each == rank and on_its_way[each]:
-                        found.setdefault(action, []).extend(on_its_way[each])
-                    on_its_way[each].clear()
-                if action.kind in COMPUTE and unposted[each] or action.kind in RECEIVES and action not in sent:
-                    break
-                if action.kind in SENDS:
-                    sent.add(action.peer)
-                    on_its_way[schedule.placement[action.peer.chunk]].append(action.peer)
-                    unposted[each] += 1
+            while places[each] < len(actions) and comes(each, actions[places[each]]):
+                yield each, actions[places[each]]
                 places[each] += 1
                 goes_on = True
-    return found
 
 
 def peers(placement: Sequence[int], rank: int) -> list[int]:
