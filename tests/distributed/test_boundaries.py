@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from unittest import mock
 
@@ -26,7 +26,7 @@ from megasnn.layers import (
 from megasnn.layers.handed_on import handed_on
 from megasnn.models.building import describe
 from megasnn.models.description import Carried
-from megasnn.models.layer import layer
+from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
@@ -260,10 +260,14 @@ class InPairs(nn.Module):
         return self.unit(_needs_two(x) if self.training else x)
 
 
+def in_pairs() -> Iterable[Layer]:
+    yield layer("mine", InPairs())
+    yield layer("own", ConvNormNeuron(4, 4))
+
+
 def _loss_of_five(flags: dict[str, object]) -> float:
     """In evaluation, which leaves one sample over."""
-    layers = lambda: [layer("mine", InPairs()), layer("own", ConvNormNeuron(4, 4))]  # noqa: E731
-    with Engine(between(layers), micro_batch_size=2, global_batch_size=4, train_iters=1, **flags) as engine:
+    with Engine(between(in_pairs), micro_batch_size=2, global_batch_size=4, train_iters=1, **flags) as engine:
         images = torch.rand(5, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
         return engine.evaluate(images, torch.arange(5) % 4).loss
 

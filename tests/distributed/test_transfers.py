@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,15 +58,20 @@ class _Link:
         return torch.empty(0)
 
 
+def _transfers(placement: Sequence[int], rank: int, wholes: list[int] | None = None, boundaries: Any = None) -> Any:
+    """Those of a rank on a grid that has nothing but a pipeline."""
+    group = Group("pipeline", tuple(range(max(placement) + 1)), rank)
+    state: Any = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
+    return Transfers(placement, state, WireOptions(), wholes, boundaries)
+
+
 def _links(schedule: Schedule, rank: int, wholes: list[int] | None = None, steps: int = 3) -> dict[int, _Link]:
     """The links of a rank, as the last one of some steps leaves them."""
-    group = Group("pipeline", tuple(range(schedule.ranks)), rank)
-    state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
-    transfers = Transfers(schedule.placement, state, WireOptions(), wholes)  # type: ignore[arg-type]
+    transfers = _transfers(schedule.placement, rank, wholes)
     links = dict[int, _Link]()
     for _ in range(steps):
         links = {peer: _Link() for peer in transfers._receivers}
-        transfers._receivers = links  # type: ignore[assignment]
+        transfers._receivers = links
         # Every micro-batch has a size of its own, so that it can be told in a key.
         transfers.begin(schedule, range(schedule.micro_batches), lambda action: ONE)
         for position, action in enumerate(schedule.actions[rank]):
@@ -181,13 +187,11 @@ def test_nothing_that_may_not_be_sent_yet_is_posted_in_the_first_step() -> None:
 
 def test_steps_of_another_kind_post_nothing_early_either() -> None:
     """More micro-batches and wider messages take new memory, and so do CUDA graphs where they are made."""
-    group = Group("pipeline", (0, 1), 1)
-    state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
-    transfers = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
+    transfers = _transfers((0, 1), 1)
 
     def posts(micro_batches: int, graphs: bool = False, last: int = 2) -> bool:
         schedule, link = generate("1f1b", 2, micro_batches), _Link()
-        transfers._receivers = {0: link}  # type: ignore[dict-item]
+        transfers._receivers = {0: link}
         transfers.begin(schedule, [2] * (micro_batches - 1) + [last], lambda action: ONE, graphs)
         for position, action in enumerate(schedule.actions[1]):
             if action.kind in COMPUTE:
@@ -320,11 +324,9 @@ class _Told:
 def test_in_a_first_step_nothing_is_posted_before_a_tensor_that_its_receiver_is_told(name: str, chunks: int) -> None:
     schedule, posted = plan_schedule(name, 3, chunks).training(9), 0
     for rank in range(3):
-        group = Group("pipeline", (0, 1, 2), rank)
-        state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
-        transfers = Transfers(schedule.placement, state, WireOptions(), None, _Told())  # type: ignore[arg-type]
+        transfers = _transfers(schedule.placement, rank, boundaries=_Told())
         lines = {peer: _Line(_sent(schedule, peer, rank)) for peer in transfers._receivers}
-        transfers._receivers = lines  # type: ignore[assignment]
+        transfers._receivers = lines
         transfers.begin(schedule, range(9), lambda action: ONE)
         for position, action in enumerate(schedule.actions[rank]):
             if action.kind in COMPUTE:
@@ -363,9 +365,7 @@ def test_a_schedule_is_read_once_for_all_steps() -> None:
 
     first = generate("1f1b", 3, 4)
     other = replace(first, actions=tuple(map(Counted, first.actions)))
-    group = Group("pipeline", (0, 1, 2), 1)
-    state = SimpleNamespace(pipeline=group, downward=group, device=CPU, communicators=Communicators(CPU))
-    transfers = Transfers(first.placement, state, WireOptions())  # type: ignore[arg-type]
+    transfers = _transfers(first.placement, 1)
     coming = []
     for schedule in (first, other, other, other, first):
         transfers.begin(schedule, range(4), lambda action: ONE)

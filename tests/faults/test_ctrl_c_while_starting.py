@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,23 +24,27 @@ PROGRAM = (str(ROOT / "pretrain_spikformer.py"), *TINY)
 LAUNCHER = ("-m", "megasnn.process.torchrun", "--standalone", "--nproc-per-node", "2")
 
 
+def started(arguments: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+    """Python with these arguments, in a group of its own. It listens to SIGINT: behind `&` a shell starts programs that
+    ignore it, and these tests may be one."""
+    listens = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    command = f"{listens}; import os, sys; os.execv(sys.executable, [sys.executable, *{list(arguments)!r}])"
+    return subprocess.Popen(
+        [sys.executable, "-c", command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def ended(folder: Path, slow: str, *arguments: str, ranks: int = 1) -> tuple[int, list[str]]:
     """Status and lines of Python with these arguments, interrupted with its group while so many ranks import `slow`."""
     (folder / f"{slow}.py").write_text(SLOW)
     importing = folder / "importing"
     importing.mkdir()
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "IMPORTING": str(importing), "OMP_NUM_THREADS": "1"}
-    # Behind `&` a shell starts programs that ignore SIGINT, and these tests may be one.
-    listens = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)"
-    command = f"{listens}; import os, sys; os.execv(sys.executable, [sys.executable, *{list(arguments)!r}])"
-    with subprocess.Popen(
-        [sys.executable, "-c", command],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with started(arguments, PYTHONPATH=f"{folder}:{ROOT}", IMPORTING=str(importing)) as process:
         try:
             while len(list(importing.iterdir())) < ranks:
                 assert process.poll() is None
@@ -81,18 +86,14 @@ def test_a_launcher_that_was_told_not_to_take_sigint_leaves_no_rank_behind(tmp_p
     program, running = tmp_path / "waits.py", tmp_path / "running"
     program.write_text(WAITS)
     running.mkdir()
-    listens = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)"
-    arguments = [*LAUNCHER, "--signals-to-handle", "SIGTERM", str(program)]
-    command = f"{listens}; import os, sys; os.execv(sys.executable, [sys.executable, *{arguments!r}])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUNNING": str(running), "OMP_NUM_THREADS": "1"}
-    started = [sys.executable, "-c", command]
-    with subprocess.Popen(started, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    arguments = *LAUNCHER, "--signals-to-handle", "SIGTERM", str(program)
+    with started(arguments, PYTHONPATH=str(ROOT), RUNNING=str(running)) as process:
         try:
             while len(ranks := [int(each.name) for each in running.iterdir()]) < 2:
                 assert process.poll() is None
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
-            _, told = process.communicate(timeout=40)
+            told, _ = process.communicate(timeout=40)
         finally:
             process.kill()
     assert process.returncode == 1 and told.splitlines()[-1] == "torchrun: stopped, because of SIGINT"
