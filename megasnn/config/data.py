@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.augment import AUGMENTATIONS
@@ -85,12 +85,8 @@ class DataConfig:
     """Count samples that cannot be read and go on, instead of stopping."""
     max_sample_mb: int = SAMPLE_MB
     """A sample that takes more megabytes, in its file or decoded, cannot be read."""
-    max_unpacked_gb: float | None = None
-    """Gigabytes that a .tar.gz shard may unpack to; 100 times its own size by default."""
-    fetch_ahead: int = 4
-    """Shards behind URLs that a rank fetches at a time, before it needs them."""
     fetch_timeout: float = 60.0
-    """Seconds after which a source of shards that sends nothing, or less than a kilobyte each, is asked again."""
+    """Seconds of silence after which a source of shards behind a URL, or the processes that read, are given up."""
 
     @property
     def mixes(self) -> bool:
@@ -133,10 +129,7 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         wrong = at_least(self, 0, "num_workers") + at_least(self, 1, "frame_duration", "max_sample_mb")
-        wrong += at_least(self, 1, "fetch_ahead") + above(self, 0, "fetch_timeout")
-        wrong += self._fetching_problems() + self._change_problems()
-        if self.max_unpacked_gb is not None and not self.max_unpacked_gb > 0:
-            wrong.append(f"--max-unpacked-gb must be above 0, got {self.max_unpacked_gb}")
+        wrong += above(self, 0, "fetch_timeout") + self._change_problems()
         if self.frame_duration is not None and self.split_by is not None:
             wrong.append(f"--split-by {self.split_by} and --frame-duration {self.frame_duration} exclude each other")
         wrong += [
@@ -145,17 +138,6 @@ class DataConfig:
             if path is not None and not path.strip()
         ]
         return wrong
-
-    def _fetching_problems(self) -> list[str]:
-        """How shards are fetched, where none is."""
-        paths = (self.data_path, self.valid_data_path or "")
-        if any(beginning in path for path in paths for beginning in ("://", "pipe:")):
-            return []
-        return [
-            f"{flag(each.name)} {value} is for shards behind URLs, and --data-path names none"
-            for each in fields(self)
-            if each.name in ("fetch_ahead", "fetch_timeout") and (value := getattr(self, each.name)) != each.default
-        ]
 
     def _change_problems(self) -> list[str]:
         wrong = above(self, 0, "crop_scale", "color_jitter", "random_erasing", "mixup_alpha", "cutmix_alpha")

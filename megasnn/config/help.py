@@ -21,7 +21,7 @@ RARELY_USED = {
         *("crop_scale", "crop_ratio", "rand_augment_ops", "random_erasing_mode", "normalize_images", "center_crop"),
         *("mixup_off_epoch",),
         *("last_batch", "split_by", "frame_duration", "normalize_frames"),
-        *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb", "fetch_ahead", "fetch_timeout"),
+        *("skip_broken_samples", "max_sample_mb", "fetch_timeout"),
     ),
     "training": ("evaluate_only", "exit_interval", "exit_duration_in_mins", "bptt_steps", "tet_lambda", "tet_mean"),
     "optimizer": (

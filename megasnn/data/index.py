@@ -7,39 +7,64 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import with_config
-
-from megasnn.files.described import STRICT, Count, FreeForm, PlainName, Sha256, open_regular, read_described
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, with_config
 
 INDEX_NAME = "index.json"
 WORK_FOLDER = ".preprocess"
 """Exists in a folder whose preprocessing has begun and not ended."""
 VERSION: Literal[1] = 1
 _BLOCK = 1 << 20
-_ADVICE = "it is no index of shards: make the shards again, or remove it to use them unchecked"
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Read = TypeVar("Read")
 
 
-@with_config(STRICT)
+@with_config(_STRICT)
+@dataclass(frozen=True)
+class Members:
+    """The samples of a shard in file order: their keys and classes, and where their data lie in the tar, in bytes.
+
+    Attributes:
+        suffixes: endings of the samples' data that occur.
+    """
+
+    keys: list[str]
+    labels: list[int]
+    offsets: list[_Count]
+    sizes: list[_Count]
+    suffixes: list[str]
+
+    def __post_init__(self) -> None:
+        if len({len(self.keys), len(self.labels), len(self.offsets), len(self.sizes)}) > 1:
+            raise ValueError("keys, labels, offsets and sizes should have one entry for each sample")
+
+
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out."""
+    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out.
 
-    file: PlainName
+    Attributes:
+        members: where its samples lie; None where that has to be read from the tar.
+    """
+
+    file: Annotated[str, Field(pattern=r"^[^/\0]+$")]
     split: str
-    samples: Count
-    size: Count
-    sha256: Sha256
+    samples: _Count
+    size: _Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     broken: list[str]
+    members: Members | None = None
 
 
-@with_config(STRICT)
+@with_config(_STRICT)
 @dataclass(frozen=True)
 class Index:
     """A folder of shards: the options they were made with, the class names by number, the shards; the version."""
 
-    options: FreeForm
+    options: dict[str, JsonValue]
     classes: list[str]
     shards: list[ShardRecord]
     version: Literal[1] = VERSION
@@ -48,16 +73,23 @@ class Index:
         return [shard for shard in self.shards if shard.split == split]
 
 
-def read_index(folder: Path) -> Index | None:
-    """The index of a folder of shards; None where there is none.
+def parse_json(kind: type[Read], content: bytes, source: object) -> Read:
+    """JSON as a value of a dataclass. Raises ValueError, naming `source` and the field that is wrong."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(
+            f"{source}: {field}: {first['msg']}; make the shards again, or remove it to use them unchecked"
+        ) from None
 
-    Raises:
-        DescriptionError: it cannot be read, is of another version, or a field of it makes no sense.
-    """
+
+def read_index(folder: Path) -> Index | None:
+    """The index of a folder of shards; None where there is none. Raises ValueError for one that makes no sense."""
     path = folder / INDEX_NAME
-    if not os.path.lexists(path):
-        return None
-    return read_described(Index, path, advice=_ADVICE)
+    return parse_json(Index, path.read_bytes(), path) if os.path.lexists(path) else None
 
 
 def require_finished(folder: Path) -> None:
@@ -88,14 +120,15 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
             wrong.append(f"{path} is missing, or no file")
         elif (size := path.stat().st_size) != record.size:
             wrong.append(f"{path} has {size} bytes, its index says {record.size}")
-        elif (found := _sha256(path, progress)) != record.sha256:
+        elif (found := sha256_of(path, progress)) != record.sha256:
             wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
     return wrong
 
 
-def _sha256(path: Path, progress: Callable[[int], object]) -> str:
+def sha256_of(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
+    """Checksum of a file, as hexadecimal text."""
     digest = hashlib.sha256()
-    with open_regular(path) as file:  # training reads shards that are links too
+    with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
             progress(len(block))
