@@ -1,7 +1,7 @@
 """AEDAT 2.0 and 3.1: lines of text that begin with '#', then events of 8 bytes.
 
-AEDAT 2.0 is what jAER writes and CIFAR10-DVS is published in, AEDAT 3.1 what cAER writes and DVS128 Gesture is published
-in. Coordinates and polarity are those of SpikingJelly's readers.
+CIFAR10-DVS is published in AEDAT 2.0 (jAER), DVS128 Gesture in AEDAT 3.1 (cAER). Coordinates and polarity are those of
+SpikingJelly's readers.
 
 Sources: the AEDAT 2.0 and 3.1 format pages of inivation; jAER's chip classes DVS128 and DavisChip.
 """
@@ -60,7 +60,7 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
         raise RecordingError(name, f"is cut: it ends inside an event of {_EVENT_BYTES} bytes, at byte {len(data)}")
     chip = next((line for line in lines if re.match(r"#\s*AEChip\s*:", line, re.IGNORECASE)), None)
     sensor = (sensor or DVS128) if chip is None else _sensor_in(chip)
-    if sensor not in SENSORS.values():
+    if sensor is None or sensor not in SENSORS.values():
         known = ", ".join(f"{sensor} ({size.height} x {size.width})" for sensor, size in SENSORS.items())
         raise RecordingError(name, f"comes from a sensor of unknown addresses ({chip or sensor}); known: {known}")
     words = np.frombuffer(data, ">u4", offset=start).astype(np.uint32)

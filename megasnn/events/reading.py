@@ -1,13 +1,12 @@
-"""Reads recordings of every format: AEDAT here and in `aedat`, N-MNIST, NumPy arrays; DAT, EVT and AEDAT 4 by faery.
+"""Reads recordings: AEDAT 2.0 and 3.1 (`megasnn.events.aedat`), N-MNIST and NumPy here; AEDAT 4, DAT and EVT by faery.
 
-Faery is optional (``pip install megasnn[events]``). N-MNIST and NumPy files without a size of the sensor take the one
-that the caller passes.
+Faery is optional (``pip install megasnn[events]``). It gives an event that comes late the time of the one before it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
@@ -44,12 +43,12 @@ def read_recording(
     sort: bool = False,
     limit: int = SAMPLE_BYTES,
 ) -> Recording:
-    """Reads and checks a recording. Its format follows from how it begins; that of .bin, .bs2, .dat, .raw from its name.
+    """Reads and checks a recording; its format follows from how it begins, for .bin, .bs2, .dat, .raw from its name.
 
     Args:
         path: of the file.
-        sensor_size: height and width, for files that do not say it. Without it .bin and .bs2 have N-MNIST's (34, 34) and
-            AEDAT 2.0 without an AEChip line is a DVS128's.
+        sensor_size: height and width, for files that do not say it. Without it .bin and .bs2 have N-MNIST's (34, 34),
+            and AEDAT 2.0 without an AEChip line is a DVS128's.
         sort: puts events in order of time instead of refusing a recording that is not: some cameras send a few late.
         limit: bytes that the file, and its events in memory, may have.
 

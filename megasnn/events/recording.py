@@ -105,9 +105,7 @@ def check_recording(recording: Recording, name: str, sort: bool = False) -> Reco
     for axis, values, limit in (("x", events.x, sensor.width), ("y", events.y, sensor.height)):
         if values.max() >= limit:
             index = int((values >= limit).argmax())
-            raise RecordingError(
-                name, f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}; pass its sensor size"
-            )
+            raise RecordingError(name, f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}")
     backwards = events.t[1:] < events.t[:-1]
     if backwards.any():
         if not sort:
