@@ -43,7 +43,7 @@ class AsStored(SampleFormat):
     """Images in their own size, frames as they are; of events, `time_steps` frames of equal numbers of events."""
 
     time_steps: int
-    limit: int
+    limit: int = SAMPLE_MB << 20
     kind, suffixes, axes = "samples", (), ()
 
     def decode(self, data: bytes) -> NDArray[Any]:
@@ -90,7 +90,7 @@ def read_samples(
     chosen = [position.sample for position in order.positions(0, min(count, samples))]
     labels = [int(dataset.labels[sample]) for sample in chosen]
     captions = [
-        f"{dataset.key(sample)}   class {label}" + (f" ({names[label]})" if label in names else "")
+        f"{dataset.key(sample)}   class {label}" + (f" ({names[label]})" if names.get(label, str(label)) != str(label) else "")
         for sample, label in zip(chosen, labels, strict=True)
     ]
     return [dataset.sample(sample) for sample in chosen], captions

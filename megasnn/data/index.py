@@ -50,7 +50,7 @@ class ShardRecord:
         members: where its samples lie; None where that has to be read from the tar.
     """
 
-    file: Annotated[str, Field(pattern=r"^[^/\0]+$")]
+    file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
     samples: _Count
     size: _Count

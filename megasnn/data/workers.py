@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, parent_process
+from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,7 @@ def worker_context() -> Any:
     """
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megasnn.data.reading", "megasnn.data.workers"])
+    resource_tracker.ensure_running()  # which would unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
     try:
         forkserver.ensure_running()
@@ -96,10 +98,12 @@ class WorkerWatch:
                 item = next(iterator)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, EOFError, OSError) as error:  # EOFError: it died while it handed memory over
+                is_silent = "timed out" in str(error)
+                wait([each.sentinel for each in self._workers], 0.0 if is_silent else 1.0)
                 if lost := [each for each in self._workers if not each.is_alive()]:
                     raise ChildProcessError(_how_lost(lost[0])) from error
-                if "timed out" not in str(error):
+                if not is_silent:
                     raise
                 waited += STEP_SECONDS
                 self._complain(waited)
