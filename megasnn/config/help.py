@@ -30,8 +30,8 @@ RARELY_USED = {
         *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "sgd_nesterov"),
     ),
     "parallel": (
-        *("strict_wire", "pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
-        *("check_replicas_interval", "replica_mismatch", "context_parallel_cut"),
+        *("pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
+        *("check_replicas_interval", "context_parallel_cut"),
     ),
     "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
     "logging": (

@@ -38,7 +38,7 @@ from megasnn.telemetry.device_name import name_of
 def wire_options(parallel: ParallelConfig) -> WireOptions:
     """How tensors travel between stages."""
     asked = parallel.pipeline_gradient_dtype
-    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
+    return WireOptions(None if asked is None else getattr(torch, PRECISIONS[asked].products))
 
 
 def plan_of(

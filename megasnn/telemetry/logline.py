@@ -52,7 +52,6 @@ class IterationRecord:
         skipped_iterations: iterations without an optimizer step since the last line.
         nan_iterations: iterations with a loss that was not finite since the last line.
         skipped_samples: broken samples replaced by others since the run began, over all ranks.
-        unfit_tensors: tensors between stages since the last line that did not fit their packed format and went dense.
     """
 
     iteration: int
@@ -70,7 +69,6 @@ class IterationRecord:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     skipped_samples: Annotated[int, "data/skipped_samples"] = 0
-    unfit_tensors: Annotated[int, "communication/unfit_tensors"] = 0
 
 
 def format_iteration(record: IterationRecord, throughput: bool = True, now: datetime | None = None) -> str:
@@ -95,7 +93,6 @@ def format_iteration(record: IterationRecord, throughput: bool = True, now: date
         "number of skipped iterations": record.skipped_iterations,
         "number of nan iterations": record.nan_iterations,
         "number of skipped samples": record.skipped_samples,
-        "tensors that did not fit and went dense": record.unfit_tensors,
     }
     return " | ".join([*parts, *(f"{name}: {count}" for name, count in counts.items() if count)])
 

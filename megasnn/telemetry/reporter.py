@@ -135,7 +135,6 @@ class Reporter:
         more: Mapping[str, float],
         layers: Sequence[LayerSpikes] = (),
         skipped_samples: int = 0,
-        unfit_tensors: int = 0,
     ) -> None:
         """The log line and the scalars of the iterations since the last one.
 
@@ -143,7 +142,7 @@ class Reporter:
             samples: consumed up to here.
             more: goes to TensorBoard and the JSON log only, as the layers do.
         """
-        record = self._record(iteration, samples, skipped_samples, unfit_tensors)
+        record = self._record(iteration, samples, skipped_samples)
         self._progress.line(format_iteration(record, self._outline.throughput))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
@@ -153,7 +152,7 @@ class Reporter:
         self.tried.again()
         self._call("log", record, scalars)
 
-    def _record(self, iteration: int, samples: int, skipped_samples: int, unfit_tensors: int) -> IterationRecord:
+    def _record(self, iteration: int, samples: int, skipped_samples: int) -> IterationRecord:
         now = time.perf_counter()
         interval, self._interval = self._interval, _Interval(now)
         steps, last = interval.steps, interval.steps[-1]
@@ -176,7 +175,6 @@ class Reporter:
             skipped_iterations=sum(step.skipped for step in steps),
             nan_iterations=sum(not math.isfinite(step.loss) for step in steps),
             skipped_samples=skipped_samples,
-            unfit_tensors=unfit_tensors,
         )
 
     def _seconds_left(self, iteration: int) -> float:

@@ -76,7 +76,6 @@ class TrainingRun:
             {axis: state.group(axis) for axis in HOLDING_AXES},
             state.world,
             state.communicators.wire,
-            mends=config.parallel.replica_mismatch == "majority",
         )
         with ExitStack() as undo, placed("while starting the run"):
             undo.callback(self.engine.close)
@@ -196,10 +195,8 @@ class TrainingRun:
             measured = self.watch.since_last(self.iteration)
             predicted = memory_scalars([each.total for each in self._memory], "predicted")
             skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
-            self.reporter.log(
-                self.iteration, self.consumed_samples, {**measured.scalars, **predicted}, measured.layers, skipped,
-                measured.unfit_tensors,
-            )  # fmt: skip
+            scalars = {**measured.scalars, **predicted}
+            self.reporter.log(self.iteration, self.consumed_samples, scalars, measured.layers, skipped)
             self.pictures.add(self.iteration, measured.layers)
         self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)
         self.evaluations.begin(self.iteration)
@@ -266,17 +263,12 @@ class TrainingRun:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
         if not (due and self.config.parallel.replica_interval and self.replicas.compares):
             return
-        self.saves.settle()  # the majority's values may take the place of what is being saved
         try:
             with self.watch.timers("compare_replicas"):
-                mended = self.replicas(self.iteration)
+                self.replicas(self.iteration)
         except ReplicaError:
             self.saves.finish()
             raise
-        if mended:
-            self.engine.distributed.refresh_copies()
-            self.reporter.line(f"WARNING: {mended}")
-            self.reporter.text("replicas", mended)
 
     def close(self) -> None:
         self.saves.close()
