@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from megasnn.registry import Registry
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, Action, Kind, Schedule
-from megasnn.table import Table
 
 _OF_ALL_UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1, Kind.WEIGHT_GRADIENT: -1}
 _OF_ALL_UNITS[Kind.SYNC_GRADIENTS] = -1
@@ -47,7 +47,7 @@ def _of_units(action: Action, firsts: Sequence[int]) -> Iterator[Action]:
         yield Action(units[0] if kind in _OF_FIRST_UNIT else units[-1], kind, m)
 
 
-RECOMPUTE: Table[Callable[[int, int], bool]] = Table(
+RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
     "--recompute",
     {
         "never": lambda micro_batch, micro_batches: False,

@@ -19,7 +19,7 @@ from megasnn.events import (
     resize_frames,
 )
 from tests.events.files import event_lists, random_events
-from tools.benchmark.spikingjelly_events import utils
+from tests.events.spikingjelly_events import utils
 
 SENSOR = SensorSize(5, 7)
 quick = settings(max_examples=150, deadline=None)

@@ -13,7 +13,7 @@ from megasnn.events import Events, RecordingError, decode_recording, read_record
 from megasnn.events.aedat3 import PACKET_HEADER
 from tests.events import files
 from tests.events.files import equal, event_lists, random_events, write
-from tools.benchmark.spikingjelly_events import cifar10_dvs, utils
+from tests.events.spikingjelly_events import cifar10_dvs, utils
 
 quick = settings(max_examples=40, deadline=None)
 

@@ -13,8 +13,8 @@ import pytest
 
 from megasnn.events import FrameOptions, decode_recording, events_to_frames, read_recording
 from tests.events.files import write
+from tests.events.spikingjelly_events import cifar10_dvs, utils
 from tests.events.test_readers import like_spikingjelly
-from tools.benchmark.spikingjelly_events import cifar10_dvs, utils
 
 FOLDER = os.environ.get("MEGASNN_DATA")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="MEGASNN_DATA names no folder with recordings")

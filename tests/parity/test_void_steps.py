@@ -31,8 +31,8 @@ from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.telemetry.timers import Timers
 from megasnn.training.watch import Watch
 from tests.models.networks import CLASSES, between
+from tests.nccl_like import nccl_like
 from tests.parity.test_schedules import SCHEDULES, digest
-from tools.benchmark.nccl_like import nccl_like
 
 SIZES, UNFIT = (3, 3, 3, 2), {"drop", "first sum", "second sum"}
 
