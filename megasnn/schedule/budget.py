@@ -82,12 +82,16 @@ def _need(
 
 
 def _cheapest_first(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> list[Choice]:
-    """All forwards of a rank that can be computed again: the most bytes per second first, a unit's together."""
+    """All forwards of a rank that can be computed again: the most bytes per second first, a unit's together.
+
+    Of a unit the last micro-batch is first: when it is computed again, the activations of those before it are gone.
+    """
     repeated = with_recompute(schedule.actions[rank], lambda unit, m: True)
     choices = [(unit, m) for unit, kind, m in repeated if kind is Kind.RECOMPUTE and m is not None]
 
-    def dear(choice: Choice) -> tuple[float, Choice]:
-        unit = units[choice[0]]
-        return -(unit.held - unit.entering) / max(unit.again, 1e-9), choice
+    def rank_of(choice: Choice) -> tuple[float, int, int]:
+        number, m = choice
+        unit = units[number]
+        return -(unit.held - unit.entering) / max(unit.again, 1e-9), number, -m
 
-    return sorted((each for each in choices if units[each[0]].held > units[each[0]].entering), key=dear)
+    return sorted((each for each in choices if units[each[0]].held > units[each[0]].entering), key=rank_of)
