@@ -33,7 +33,6 @@ CONTENTS = {
             "weight_parallel",
             "cuda_graphs",
             "clusters",
-            "scale",
         ),
     ],
     "Runs": ["checkpoints", "restarts", "security"],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megasnn.table import Table, later
+from megasnn.registry import Registry, later
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -97,7 +97,7 @@ def _lamb_working(parameters: Sequence[Stepped]) -> int:
 
 _ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_eps")
 
-OPTIMIZERS: Table[OptimizerRecipe] = Table(
+OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
     "--optimizer",
     {
         "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _moments, _ADAM_FLAGS, takes_found_inf=True),
@@ -115,7 +115,7 @@ OPTIMIZERS: Table[OptimizerRecipe] = Table(
 )
 
 # Name -> (part of the iterations after the warm-up that is done) -> part of the way from --min-lr to --lr.
-DECAY_STYLES: Table[Callable[[float], float]] = Table(
+DECAY_STYLES: Registry[Callable[[float], float]] = Registry(
     "--lr-decay-style",
     {
         "constant": lambda done: 1.0,

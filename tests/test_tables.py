@@ -24,12 +24,12 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
 from megasnn.precisions import PRECISIONS, Precision
+from megasnn.registry import Registry
 from megasnn.schedule import SCHEDULES, Action, Kind, Schedule, plan_schedule
 from megasnn.schedule.actions import COMPUTE
 from megasnn.schedule.evaluate import forecasts_of_named
 from megasnn.schedule.named import FixedOrder, equal_costs
 from megasnn.schedule.partition import PLACEMENTS
-from megasnn.table import Table
 from tests.training.runs import Outcome, train, whole
 
 TABLES = (
@@ -81,7 +81,7 @@ def adam(groups: Any, lr: float) -> torch.optim.Optimizer:
 
 @contextmanager
 def one_of_each() -> Iterator[None]:
-    entries: list[tuple[Table[Any], Any]] = [
+    entries: list[tuple[Registry[Any], Any]] = [
         (SCHEDULES, FixedOrder("one more ahead", one_more_ahead, lambda stages, *_: stages + 1)),
         (NEURONS, Neuron("halves", half, leaks=False)),
         (LOSSES, Loss("as mse", loss)),

@@ -10,18 +10,18 @@ from typing import Any, Literal, get_type_hints
 import tyro
 
 from megasnn.config.checks import flag, refusal
-from megasnn.table import Table
+from megasnn.registry import Registry
 
 
 @dataclass(frozen=True, eq=False)
 class _Choices:
-    table: Table[Any]
+    table: Registry[Any]
 
     def __call__(self) -> Any:
         return Literal[self.table.choices]
 
 
-def name_in(table: Table[Any]) -> Any:
+def name_in(table: Registry[Any]) -> Any:
     """For `Annotated[str, name_in(TABLE)]`, the type of a field that holds a name of the table."""
     return tyro.conf.arg(constructor_factory=_Choices(table), help_behavior_hint=_default)
 
@@ -32,7 +32,7 @@ def _default(label: str) -> str:
     return "(required)" if default == label else f"(default: {default})"
 
 
-def table_of(hint: Any) -> Table[Any] | None:
+def table_of(hint: Any) -> Registry[Any] | None:
     """The table that a field's type takes a name from; None for other types."""
     for each in getattr(hint, "__metadata__", ()):
         factory = getattr(each, "constructor_factory", None)
@@ -41,7 +41,7 @@ def table_of(hint: Any) -> Table[Any] | None:
     return None
 
 
-def summaries(table: Table[Any]) -> str:
+def summaries(table: Registry[Any]) -> str:
     """What the names stand for, as far as the table says it, in a line for --help."""
     told = {name: getattr(entry, "summary", "") for name, entry in table.items()}
     return " ".join(f"{name}: {summary}." for name, summary in told.items() if summary)
@@ -74,7 +74,7 @@ def refused_names(config: Any, argv: Sequence[str]) -> list[str]:
     ]
 
 
-def flags_of_others(part: Any, field: str, table: Table[Any]) -> list[str]:
+def flags_of_others(part: Any, field: str, table: Registry[Any]) -> list[str]:
     """Flags that were given although they belong to other names of a table than the one that `field` holds."""
     chosen, wrong = getattr(part, field), []
     for name in dict.fromkeys(name for entry in table.values() for name in entry.flags):

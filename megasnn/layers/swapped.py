@@ -23,8 +23,8 @@ from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm, TemporalEffectiveBatchNorm
 from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values
+from megasnn.registry import Registry
 from megasnn.sharded_tensors import declare_parameter
-from megasnn.table import Table
 
 
 class _Steps(nn.Module):
@@ -218,7 +218,7 @@ def spec_of(node: Any) -> NeuronSpec | None:
 
 Swap = Callable[[Any, BuildContext, ModuleInitialiser | None], nn.Module]
 
-SWAPS: Table[Swap] = Table(
+SWAPS: Registry[Swap] = Registry(
     "megasnn.shard",
     {
         **dict.fromkeys(("Conv1d", "Conv2d"), SwappedConv),

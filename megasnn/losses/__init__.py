@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasnn.table import Table, later
+from megasnn.registry import Registry, later
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Loss:
     mixes: bool = False
 
 
-LOSSES: Table[Loss] = Table(
+LOSSES: Registry[Loss] = Registry(
     "--loss",
     {
         "cross-entropy": Loss(

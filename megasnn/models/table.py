@@ -11,9 +11,9 @@ from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.table import Table
+from megasnn.registry import Registry
 
-MODELS: Table[type[Model]] = Table(
+MODELS: Registry[type[Model]] = Registry(
     "model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer)}
 )
 

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.benchmark.links import Links
-from tools.benchmark.queued_device import Device, Operation, Timing
+from tests.links import Links
+from tests.queued_device import Device, Operation, Timing
 
 NAME = "waiting"  # torch.distributed and megasnn take a name with "nccl" in it for GPUs
 LIMIT = 60.0  # seconds that a wait may take

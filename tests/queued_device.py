@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from tools.benchmark.links import Links
+from tests.links import Links
 
 
 class HangError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Names and what they stand for: one table for each kind of name, which everything that takes such a name asks."""
+"""Registries of names: one for each kind of name, asked by everything that takes such a name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Entry = TypeVar("Entry")
 
 
-class Table(dict[str, Entry]):
+class Registry(dict[str, Entry]):
     """The entries of one kind by name, in the order in which they are shown.
 
     Whoever brings an entry of his own puts it in, as into any dictionary, before flags are read.
