@@ -32,7 +32,7 @@ from megasnn.planner.layout import Layout
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
-from megasnn.telemetry.device_name import name_of
+from megasnn.telemetry.memory import device_name
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:
@@ -86,7 +86,7 @@ def _costs_of_plan(config: PretrainConfig, state: ParallelState) -> PipelineCost
     """Those that `--layer-costs` names, read by the first rank; None where it names none."""
     if config.parallel.layer_costs is None:
         return None
-    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), name_of(state.device)
+    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
     return decided_by_first(state.world, lambda: planned_costs(config, state.grid, here, device))
 
 
@@ -127,7 +127,7 @@ def _surroundings(
     tensors = [(each.name, *each.tensor.shape) for each in describe_tensors(model, context)]
     made = json.dumps([[name for name, _ in named], tensors])
     parts = to_dict(replace(config, parallel=replace(config.parallel, memory_budget=None)))
-    device = name_of(state.device)
+    device = device_name(state.device)
     sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
     read = [parts[each] for each in ("model", "neuron", "training", "parallel")]
     flags = json.dumps([*read, config.optimizer.freeze])
