@@ -36,7 +36,7 @@ RARELY_USED = {
     "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
     "logging": (
         *("log_throughput", "log_pictures_interval", "model_summary"),
-        *("profile_steps", "profile_ranks", "nvtx_ranges", "record_memory_history"),
+        *("profile_steps", "profile_ranks"),
     ),
     "neuron": ("decay_input", "detach_reset", "surrogate_alpha", "neuron_backend"),
 }

@@ -26,7 +26,7 @@ from megasnn.grid import HOLDING_AXES
 from megasnn.optim import WeightAverage, build_optimizer, learning_rate, takes_found_inf
 from megasnn.parallel_state import abandon_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.records import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
 
 

@@ -22,7 +22,6 @@ from megasnn.process.fault import placed
 from megasnn.process.signals import StopSignals
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
-from megasnn.telemetry.ranges import nvtx_ranges
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
 from megasnn.training.evaluation import Evaluations
@@ -33,7 +32,7 @@ from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
 from megasnn.training.starting import Start, claim, refuse_other_model
-from megasnn.training.trace import StepTrace, require_traceable
+from megasnn.training.trace import StepTrace
 from megasnn.training.watch import Watch
 
 
@@ -61,7 +60,6 @@ class TrainingRun:
         self.config, self.state, self.stop = config, state, stop or StopSignals(state.rank)
         self._started = time.monotonic()
         self._skipped_samples, self._prepared, self.saved = 0, False, True
-        require_traceable(config, state.device)
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config, state)
@@ -144,7 +142,7 @@ class TrainingRun:
 
         With --evaluate-only, one evaluation.
         """
-        with self.stop, statistics.counting(), nvtx_ranges(self.config.logging.nvtx_ranges):
+        with self.stop, statistics.counting():
             if self.config.training.evaluate_only:
                 self.evaluations.run()
                 return

@@ -10,8 +10,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars
-from megasnn.telemetry.rasters import RasterRecorder
-from megasnn.telemetry.spikes import LayerSpikes, SpikeRecorder
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder
 from megasnn.telemetry.timers import Timers
 
 
@@ -72,8 +71,8 @@ class Watch:
         state = self._state
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
         same, rows = (state.summed, None) if self._by_samples else (state.data, state.context.handle)
-        groups = same.handle, state.tensor.handle, state.pipeline.handle
-        layers = self.spikes.reduce(*groups, self._order, rows)
+        others = state.tensor.handle, rows
+        layers = self.spikes.reduce(same.handle, others, state.pipeline.handle, self._order)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
