@@ -90,7 +90,8 @@ def read_samples(
     chosen = [position.sample for position in order.positions(0, min(count, samples))]
     labels = [int(dataset.labels[sample]) for sample in chosen]
     captions = [
-        f"{dataset.key(sample)}   class {label}" + (f" ({names[label]})" if names.get(label, str(label)) != str(label) else "")
+        f"{dataset.key(sample)}   class {label}"
+        + (f" ({names[label]})" if names.get(label, str(label)) != str(label) else "")
         for sample, label in zip(chosen, labels, strict=True)
     ]
     return [dataset.sample(sample) for sample in chosen], captions

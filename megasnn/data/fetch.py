@@ -26,7 +26,7 @@ import requests
 from megasnn.cache import build_once, cache_folder, name_in_cache
 from megasnn.data.index import INDEX_NAME, Index, ShardRecord, parse_json, sha256_of
 from megasnn.data.shards import Shard, is_packed, open_shard, unpack
-from megasnn.telemetry.progress import byte_bar
+from megasnn.telemetry.log import byte_bar
 
 PIPE = "pipe:"
 """Begins a command whose output is a shard. Only a command line may give one."""
