@@ -54,14 +54,19 @@ def start_worker(number: int) -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """Starts processes that do not run the user's script once more, which may lack a guard, or be no file at all."""
-    main = sys.modules["__main__"]
+def _starting() -> Iterator[None]:
+    """Starts processes that do not run the user's script once more, which may lack a guard, or be no file at all.
+
+    A rank that is a daemon of multiprocessing may start them too: they end with it by themselves.
+    """
+    main, options = sys.modules["__main__"], multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    daemon = options.pop("daemon", None)
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        options.update({} if daemon is None else {"daemon": daemon})
 
 
 def _end_with_rank() -> None:
@@ -89,7 +94,7 @@ class WorkerWatch:
             ChildProcessError: a worker has ended, or none gives anything for too long; the message names it.
         """
         before = multiprocessing.active_children()
-        with _without_main():
+        with _starting():
             iterator = iter(loader)
         self._workers += [each for each in multiprocessing.active_children() if each not in before]
         waited = 0.0

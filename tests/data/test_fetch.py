@@ -78,7 +78,7 @@ def test_the_samples_are_those_of_local_files_and_each_shard_is_fetched_once(fol
     assert sorted(server.asked) == sorted([path.name for path in folder.glob("*.tar")] * times)
 
 
-def _open_on_a_rank(rank: int, url: str, cache: str) -> list[int] | str:
+def _open_on_a_rank(url: str, cache: str) -> list[int] | str:
     os.environ["MEGASNN_CACHE"] = cache
     try:
         return samples(opened(url))
