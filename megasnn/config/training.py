@@ -64,12 +64,6 @@ class TrainingConfig:
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Annotated[str, name_in(PRECISIONS)] = "fp32"
     """Types of weights and products. There is no fp16: it would need a scaled loss, which bf16 does without."""
-    fp32_products: Literal["auto", "ieee", "split"] = "auto"
-    """How --precision fp32 multiplies in layers that take spikes or small counts, on a GPU. ieee: as it is. split: as
-    two products of TF32 on tensor cores where spikes are an operand, and three for the gradient of the input. auto:
-    split where errors against float64, measured at the start for each shape of layer, are at most 1.5 times those of
-    ieee and it is faster; the log tells where. ieee on a CPU, and with --deterministic, since measured times differ
-    from run to run."""
     sparse_products: Literal["auto", "off"] = "auto"
     """How --precision fp32 and fp64 multiply in layers that take spikes or small counts, on a CPU. auto: outputs and
     gradients of weights are sums over the values that are not 0, where these are at most 40 % of an input; their terms
@@ -138,8 +132,6 @@ class TrainingConfig:
         wrong += at_least(self, 1, "train_iters", "train_epochs")
         wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
         wrong += from_zero_to_below_one(self, "label_smoothing", "tet_lambda") + self._loss_problems()
-        if self.fp32_products != "auto" and self.precision != "fp32":
-            wrong.append(f"--fp32-products {self.fp32_products} is for --precision fp32, not {self.precision}")
         if self.micro_batch_size > self.global_batch_size >= 1:
             wrong.append(
                 f"--micro-batch-size {self.micro_batch_size} is larger than "

@@ -250,8 +250,6 @@ def _arithmetic_problems(config: PretrainConfig) -> list[str]:
     wrong = []
     if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
         wrong.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
-    if training.fp32_products == "split" and parallel.device == "cpu":
-        wrong.append("--fp32-products split is for GPUs, not --device cpu; use auto or ieee")
     if (
         training.deterministic
         and parallel.pipeline_gradient_dtype == "bf16"

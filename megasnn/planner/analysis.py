@@ -162,7 +162,6 @@ def identity(config: PretrainConfig) -> FreeForm:
                 "model": {"name": config.model.name, **to_dict(config.model)},
                 "neuron": to_dict(config.neuron),
                 "precision": training.precision,
-                "fp32_products": training.fp32_products,
                 "sparse_products": training.sparse_products,
                 "gradients_between_stages": config.parallel.pipeline_gradient_dtype,
             }

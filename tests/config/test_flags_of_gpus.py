@@ -13,7 +13,6 @@ from megasnn.pretraining import pretrain, refuse_other_device
 RUN = "--config spikformer/digits --train-iters 10"
 OF_GPUS = {
     "--cuda-graphs on": "there are none with --device cpu; use auto or off (--device auto comes to the CPU here: torch",
-    "--fp32-products split": "is for GPUs, not --device cpu; use auto or ieee (--device auto comes to the CPU here: ",
     "--precision tf32": "is for GPUs, not --device cpu; use --precision fp32 (--device auto comes to the CPU here: ",
     "--wait-after-actions": "is for GPUs, not --device cpu: leave it out (--device auto comes to the CPU here: torch",
     "--device cuda": "and torch finds no GPU: ",
