@@ -13,8 +13,8 @@ from typing import Any
 from megasnn.checkpoint.choice import first_legible
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
-from megasnn.config.defaults import Values, config_named, defaults_of, sources_of, with_sources
 from megasnn.config.identity import samples_from
+from megasnn.config.sources import Values, early_flags, sources_of, with_sources
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
@@ -133,7 +133,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     try:
         given = parse(run_config(model), argv, console_outputs, model.recipes())
     except ConfigError as error:
-        raise ConfigError(_of_another_model(model, config_named(argv)) or error.problems) from None
+        raise ConfigError(_of_another_model(model, early_flags(argv).config) or error.problems) from None
     saved = _saved_values(model, given)
     if not saved:
         return given
@@ -160,7 +160,7 @@ def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig
 
 
 def _of_another_model(model: type[Model], name: str | None) -> list[str]:
-    """What is wrong where --config names a recipe, or a file that a run wrote, of other models than this one."""
+    """One sentence where --config names a recipe, or a file that a run wrote, of other models than this one."""
     if name is None or _takes(model, name):
         return []
     fits = [other.name for other in MODELS.values() if other is not model and _takes(other, name)]
@@ -172,17 +172,13 @@ def _of_another_model(model: type[Model], name: str | None) -> list[str]:
 
 def _takes(model: type[Model], name: str) -> bool:
     """Whether a model can be trained with a file of --config."""
-    try:
-        defaults_of(run_config(model), ["--config", name], model.recipes(), {})
-    except ConfigError:
-        return False
-    return True
+    return not refusal(sources_of, run_config(model), ["--config", name], model.recipes(), {})
 
 
 def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
     """Dimensions and neuron of the checkpoint to load, and for an evaluation or --finetune what makes its samples;
-    empty where it does not say them, or there is none of this model. What is wrong with a checkpoint is told when it
-    is loaded."""
+    empty where it does not say them, or there is none of this model. A damaged checkpoint is reported when it is
+    loaded."""
     options = given.checkpoint
     try:
         found = first_legible(Path(options.load), options.ckpt_step) if options.load else None

@@ -14,7 +14,7 @@ from megasnn.batching import micro_batches_of
 from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.serialise import to_dict
+from megasnn.config.values import to_dict
 from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
@@ -29,7 +29,6 @@ from megasnn.planner.analysis import read, whose
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
-from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
 from megasnn.telemetry.device_name import name_of
@@ -37,8 +36,7 @@ from megasnn.telemetry.device_name import name_of
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:
     """How tensors travel between stages."""
-    asked = parallel.pipeline_gradient_dtype
-    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
+    return WireOptions()
 
 
 def plan_of(
@@ -60,16 +58,14 @@ def plan_of(
     request = PipelineRequest(
         schedule=parallel.pipeline_schedule,
         chunks_per_rank=parallel.chunks_per_rank,
-        memory_limit=parallel.pipeline_memory_limit,
+        memory_limit=None,
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=context.largest_share(training.micro_batch_size),
         micro_batches=tuple(counts),
         predicts=config.logging.profile_pipeline,
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
-        offloads=parallel.offload_activations,
         costs_kept_as=None if parallel.memory_budget is None else _surroundings(config, model, context, state),
-        weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
         scatters=parallel.weight_gradients == "scattered",
         rows_have_owners=parallel.use_distributed_optimizer,
     )

@@ -1,4 +1,4 @@
-"""Names for what runs, in the traces of torch.profiler and of NVIDIA's tools."""
+"""Names for what runs, in the traces of torch.profiler."""
 
 from __future__ import annotations
 
@@ -10,41 +10,17 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-_for_nvidia = False
-
 
 def named(name: str) -> AbstractContextManager[object]:
     """What runs inside is a range of this name in a trace that is being taken; otherwise it costs nothing."""
     if not is_traced():
         return nullcontext()
-    return _named_for_nvidia(name) if torch.cuda.is_available() else profiler.record_function(name)
+    return profiler.record_function(name)
 
 
 def is_traced() -> bool:
-    """Whether torch.profiler, or `torch.autograd.profiler.emit_nvtx`, records what this process does, or there are to
-    be ranges for a tool of NVIDIA's."""
-    return profiler._is_profiler_enabled or _for_nvidia
-
-
-@contextmanager
-def nvtx_ranges(wanted: bool) -> Iterator[None]:
-    """Inside, there are NVTX ranges if they are wanted; without, only while torch.profiler records."""
-    global _for_nvidia
-    before, _for_nvidia = _for_nvidia, wanted
-    try:
-        yield
-    finally:
-        _for_nvidia = before
-
-
-@contextmanager
-def _named_for_nvidia(name: str) -> Iterator[None]:
-    with profiler.record_function(name):
-        torch.cuda.nvtx.range_push(name)  # `range` would take braces in a name for something to fill in
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    """Whether torch.profiler, or `torch.autograd.profiler.emit_nvtx`, records what this process does."""
+    return profiler._is_profiler_enabled
 
 
 class BackwardRanges:

@@ -20,19 +20,10 @@ from megasnn.training.introduction import log_folder
 _MOST_EVENTS = 100_000  # of a history of memory
 
 
-def require_traceable(config: PretrainConfig, device: torch.device) -> None:
-    """Raises ValueError where what only GPUs have is to be recorded, and there is none."""
-    if config.logging.record_memory_history and device.type != "cuda":
-        raise ValueError("--record-memory-history is of the memory of GPUs, and this run is on a CPU: leave it out")
-    if config.logging.nvtx_ranges and device.type != "cuda":
-        raise ValueError("--nvtx-ranges is for NVIDIA's tools on GPUs, and this run is on a CPU: leave it out")
-
-
 class StepTrace:
-    """Takes the trace of --profile-steps, on the ranks of --profile-ranks. What fails here ends no run.
+    """Takes the trace of --profile-steps, on the ranks of the first replica. What fails here ends no run.
 
-    Close it: where the run ends before the last of the steps, the trace has those that there were. With --nvtx-ranges a
-    tool of NVIDIA's takes it: there may be only one at a time that asks the driver for what runs.
+    Close it: where the run ends before the last of the steps, the trace has those that there were.
 
     Args:
         done: iterations that an earlier part of the run has made.
@@ -51,11 +42,11 @@ class StepTrace:
                 f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
                 f"{iterations}: the trace has what lies in both, and is not written where nothing does"
             )
-        self._steps = steps if options.profiles_rank(state.rank) else range(0)
-        self._records_memory, self._is_for_nvidia = options.record_memory_history, options.nvtx_ranges
+        self._steps = steps if state.data.rank == 0 else range(0)
+        self._records_memory = state.device.type == "cuda"
         self._folder = (log_folder(config) or Path()) / "traces"
         self._rank = state.rank
-        self._profile: profile | _ByNvidia | None = None
+        self._profile: profile | None = None
         self._first = 0
 
     @contextmanager
@@ -81,7 +72,7 @@ class StepTrace:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        taken = _ByNvidia() if self._is_for_nvidia else profile(activities=activities)
+        taken = profile(activities=activities)
         taken.start()
         self._profile, self._first = taken, number
         if self._records_memory:
@@ -96,12 +87,11 @@ class StepTrace:
             if writes:
                 self._write_all(taken, f"rank{self._rank}-{self._first}-{number}")
         if self._records_memory:
-            with self._tried("the end of --record-memory-history"):
+            with self._tried("the end of the history of memory"):
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _write_all(self, taken: profile | _ByNvidia, name: str) -> None:
-        if isinstance(taken, profile):
-            self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
+    def _write_all(self, taken: profile, name: str) -> None:
+        self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
         if self._records_memory:
             self._write(f"{name}.memory.pickle", torch.cuda.memory._dump_snapshot)
 
@@ -115,16 +105,6 @@ class StepTrace:
         finally:
             partial.unlink(missing_ok=True)
         self._line(f"wrote {path}")
-
-
-class _ByNvidia:
-    """A trace that `nsys profile --capture-range=cudaProfilerApi` takes and writes."""
-
-    def start(self) -> None:
-        torch.cuda.profiler.start()
-
-    def stop(self) -> None:
-        torch.cuda.profiler.stop()
 
 
 def _to_stderr(rank: int) -> Callable[[str], None]:

@@ -326,19 +326,6 @@ def test_without_any_row_of_spikingjelly_the_part_fails(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "gpu", "met"),
-    [
-        ({"ieee": 4.0, "split": 2.0, "auto": 2.0}, "NVIDIA H100", [True, True]),
-        ({"ieee": 4.0, "split": 2.1, "auto": 2.0}, "NVIDIA H100", [False, True]),
-        ({"ieee": 4.0, "split": 2.0, "auto": 2.2}, "NVIDIA H100", [True, False]),
-        ({"ieee": 4.0, "split": 5.0, "auto": 4.1}, "GeForce RTX 4090", [None, True]),
-    ],
-)
-def test_split_products_are_held_against_ieee(times: dict[str, float], gpu: str, met: list[bool | None]) -> None:
-    assert [each.is_met for each in gpu_models.against_ieee("model", times, gpu)] == met
-
-
-@pytest.mark.parametrize(
     ("gpus", "ranks", "stages"),
     [
         (1, (), ()),

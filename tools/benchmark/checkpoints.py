@@ -32,7 +32,7 @@ from megasnn.checkpoint.saving import Progress
 from megasnn.checkpoint.snapshot import COPYING_THREADS
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.serialise import to_dict
+from megasnn.config.values import to_dict
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from tools.benchmark.conversion import ConversionTask, measure_conversion

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megasnn.models.vgg_dvs.dimensions import VggDvs
@@ -26,14 +25,10 @@ JELLIES = tuple(f"{SPIKINGJELLY}-{kernels}" for kernels in ("torch", "triton", "
 LEAST_FASTER = {"spikformer_ti 224": 1.5, "vgg_dvs 48": 1.3}
 MOST_MEMORY = 0.5
 LEAST_BF16 = 1.3  # x tf32
-WAYS = ("ieee", "split", "auto")
-LEAST_SPLIT = 2.0  # x IEEE, on a GPU for data centres
-LEAST_AUTO = 1 / 1.05  # x the faster of both
 LEAST_ELSEWHERE = 2.5  # x SpikingJelly, in all that is neither a convolution nor a product
 PRODUCTS = re.compile(
     r"conv|gem[mv]|nvjet|splitk|winograd|xmma|cutlass|fprop|dgrad|wgrad|(?:^|::)(?:add|b)?mm\b", re.IGNORECASE
 )
-DATA_CENTRE = re.compile(r"\b(A100|A800|H100|H800|H200|GH200|B200|GB200|B300)")
 
 Lines = Mapping[str, Mapping[str, Any]]
 
@@ -74,22 +69,9 @@ def _compared(setting: Setting, name: str, precision: str, lines: Lines) -> Iter
 
 
 def of_fp32(setting: Setting, name: str) -> Iterator[Figure]:
-    """Products of fp32 as they are, split for tensor cores, and as measured. On a CPU, where none is split, as they
-    are."""
-    times = {}
-    for way in WAYS if setting.is_gpu else WAYS[:1]:
-        times[way] = _measured(setting, name, "fp32", (MEGASNN,), {}, way)[MEGASNN]["step_ms"]["median"]
-        yield Figure(f"{name} fp32 {way}", times[way], "ms")
-    if setting.is_gpu:
-        yield from against_ieee(name, times, torch.cuda.get_device_name(setting.device))
-
-
-def against_ieee(name: str, times: Mapping[str, float], gpu: str) -> Iterator[Figure]:
-    """Args: times: of a step, by the way of forming products."""
-    least = LEAST_SPLIT if DATA_CENTRE.search(gpu) else None
-    yield Figure(f"{name}: fp32 split against IEEE", times["ieee"] / times["split"], "x", least)
-    best = min(times["ieee"], times["split"])
-    yield Figure(f"{name}: fp32 auto against the faster of both", best / times["auto"], "x", LEAST_AUTO)
+    """Time of a step in fp32."""
+    line = _measured(setting, name, "fp32", (MEGASNN,), {})[MEGASNN]
+    yield Figure(f"{name} fp32", line["step_ms"]["median"], "ms")
 
 
 def _gain(lines: Lines, other: Lines) -> float:
@@ -103,7 +85,6 @@ def _measured(
     precision: str,
     rows: tuple[str, ...],
     dropped: dict[str, str],
-    fp32_products: str = "auto",
 ) -> dict[str, Mapping[str, Any]]:
     """The lines of the benchmark by row, without SpikingJelly's rows that do not run here.
 
@@ -115,7 +96,6 @@ def _measured(
             _model(setting, name),
             rows=rows,
             precision=precision,
-            fp32_products=fp32_products,
             device=setting.name,
             global_batch_size=model_of(setting, name)[1],
             rounds=1 if setting.is_tiny else 3,
