@@ -26,12 +26,13 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     """Trains a model as the flags say; the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
-        model: its class, or its name in the table (megasnn/models/table.py). A class that the table lacks is put in.
-        argv: flags, without the program's name. None: those of this process, which then ends with the exit status, so
-            that a script needs no more than this call.
+        model: its class, or its name in the table (megasnn/models/table.py). A class that it lacks is put in.
+        argv: flags, without the program's name; a notebook has to give them. None: those of this process, which then
+            ends with the exit status, so that a script needs no more than this call.
         callbacks: are told what happens in the run.
     Raises:
-        ValueError: the table does not know the name, or knows another model by it; callbacks of another type.
+        ValueError: the registry does not know the name, or knows another model by it; callbacks of another type; no
+            `argv` in a notebook.
         SystemExit: after the help, and without `argv` always.
     """
     chosen = _in_table(model)
@@ -40,6 +41,8 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
         each for each in (callbacks if listed else [callbacks]) if not (listed and isinstance(each, Callback))
     ]:
         raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {others[0]!r}")
+    if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
+        raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
 
     def read(speaks: bool) -> PretrainConfig:

@@ -38,9 +38,7 @@ train() {
     "${START[@]}" "$ROOT/pretrain_${recipe%%/*}.py" --config "$recipe" "$@" || status=$?
     if ((status != 0)) && [[ $(last_saved "$checkpoints") == "$before" ]]; then return "$status"; fi
     file=$ROOT/megasnn/models/${recipe/\//\/recipes\/}.json
-    for each in samples epochs; do
-        if grep -q "\"train_$each\"" "$file"; then length=--train-$each; fi
-    done
+    if grep -q '"train_epochs"' "$file"; then length=--train-epochs; fi
     report "$length" "$checkpoints" "$tensorboard"
     return "$status"
 }

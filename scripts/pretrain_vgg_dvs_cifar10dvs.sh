@@ -8,7 +8,7 @@
 #
 # The recipe is the one of temporal efficient training (Deng et al. 2022): 10 frames of 48 x 48, mirrored and rolled,
 # Adam at 1e-3 with a cosine, 300 epochs of 9,000 samples in batches of 128. Arguments are passed on and win over the
-# recipe. Without GPUs an iteration takes a minute: try `--global-batch-size 16 --train-samples 800` first.
+# recipe. Without GPUs an iteration takes a minute: try `--global-batch-size 16 --train-epochs none --train-iters 50` first.
 set -euo pipefail
 SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_launch.sh"

@@ -80,7 +80,7 @@ def flag_names(config_class: type[Any]) -> dict[str, tuple[str, ...]]:
 
 def _unknown(word: str, known: Sequence[str]) -> str:
     name = word.partition("=")[0].replace("_", "-")
-    near = get_close_matches(name, known, 1)
+    near = get_close_matches(name, known, 1, 0.75)
     return f"unknown flag {name}" + "".join(f"; is it {each}?" for each in near)
 
 

@@ -29,9 +29,8 @@ class LoggingConfig:
     """At each log line, measure when every rank did what in the step before it, and set it beside the simulation:
     bubble in the log, charts in TensorBoard."""
     profile_steps: str | None = None
-    """Iterations "10-12" of which torch.profiler writes a trace, with actions, layers and messages by name, and on GPUs
-    a history of memory, for each rank of the first replica, into the folder traces beside the event files or
-    checkpoints."""
+    """Iterations "10-12" of which torch.profiler writes a trace for each rank of the first replica, with actions,
+    layers and messages by name, into the folder traces beside the event files or checkpoints."""
     eval_interval: Size | None = None
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: Count | None = None

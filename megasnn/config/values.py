@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -61,7 +61,7 @@ def build_part(part: type[Config], values: Any, name: str, texts: bool = False) 
     wrong = [f"unknown name {name}.{in_message(each)}" for each in values if each not in known]
     values = {each: value for each, value in values.items() if each in known}
     try:
-        adapter = _adapter(part)
+        adapter = _adapter(part)  # type: ignore[arg-type]  # hashable
         built = (
             adapter.validate_python(values, strict=False)
             if texts
@@ -76,7 +76,7 @@ def build_part(part: type[Config], values: Any, name: str, texts: bool = False) 
 
 def field_problems(error: ValidationError) -> list[str]:
     """One sentence for each field that pydantic refuses: flag, value, and what it should be."""
-    told = {}
+    told: dict[str, str] = {}
     for each in error.errors(include_url=False):
         name, text = str(each["loc"][0]) if each["loc"] else "", each["msg"].partition(", unable")[0]
         own = each["type"] == "value_error"
@@ -86,7 +86,7 @@ def field_problems(error: ValidationError) -> list[str]:
     return list(told.values())
 
 
-@lru_cache
+@cache
 def _adapter(part: Any) -> TypeAdapter[Any]:
     return TypeAdapter(part)
 

@@ -126,5 +126,5 @@ def _surroundings(
     device = name_of(state.device)
     sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
     read = [parts[each] for each in ("model", "neuron", "training", "parallel")]
-    flags = json.dumps([*read, config.optimizer.freeze])
+    flags = json.dumps([*read, config.optimizer.lr_scale_of])
     return flags, made, *code, *map(str, sizes)

@@ -9,15 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megasnn.config import PretrainConfig
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.tried import Tried
 from megasnn.training.introduction import log_folder
-
-_MOST_EVENTS = 100_000  # of a history of memory
 
 
 class StepTrace:
@@ -43,7 +40,6 @@ class StepTrace:
                 f"{iterations}: the trace has what lies in both, and is not written where nothing does"
             )
         self._steps = steps if state.data.rank == 0 else range(0)
-        self._records_memory = state.device.type == "cuda"
         self._folder = (log_folder(config) or Path()) / "traces"
         self._rank = state.rank
         self._profile: profile | None = None
@@ -75,8 +71,6 @@ class StepTrace:
         taken = profile(activities=activities)
         taken.start()
         self._profile, self._first = taken, number
-        if self._records_memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
 
     def _end(self, number: int, writes: bool = True) -> None:
         taken, self._profile = self._profile, None
@@ -85,15 +79,7 @@ class StepTrace:
         with self._tried("the trace of --profile-steps"):
             taken.stop()
             if writes:
-                self._write_all(taken, f"rank{self._rank}-{self._first}-{number}")
-        if self._records_memory:
-            with self._tried("the end of the history of memory"):
-                torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _write_all(self, taken: profile, name: str) -> None:
-        self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
-        if self._records_memory:
-            self._write(f"{name}.memory.pickle", torch.cuda.memory._dump_snapshot)
+                self._write(f"rank{self._rank}-{self._first}-{number}.pt.trace.json", taken.export_chrome_trace)
 
     def _write(self, name: str, write: Callable[[str], Any]) -> None:
         """A file that is whole or not there."""

@@ -296,7 +296,5 @@ def test_flags_that_do_not_go_together() -> None:
         validate(parse(config, [*flags, "--recompute", "always"]), 1)
     with pytest.raises(ConfigError, match=r"--memory-budget 100 with --bptt-steps 2: .* leave it out"):
         validate(parse(config, [*flags, "--memory-budget", "100"]), 1)
-    with pytest.raises(ConfigError, match=r"--offload-activations with --recompute never: .* use --recompute always"):
-        validate(parse(config, ["--train-iters", "1", "--offload-activations"]), 1)
     with pytest.raises(ConfigError, match=r"--memory-budget 100 with --recompute always: .* leave one of them out"):
         validate(parse(config, ["--train-iters", "1", "--memory-budget", "100", "--recompute", "always"]), 1)

@@ -31,7 +31,7 @@ def test_epochs_in_iterations() -> None:
     assert training.length(16).iterations == 6
     with pytest.raises(ValueError, match="--train-epochs 3 of 2 training samples is less than one --glob"):
         training.length(2)
-    alone = TrainingConfig(evaluate_only=True, train_samples=80, micro_batch_size=4, global_batch_size=8)
+    alone = TrainingConfig(evaluate_only=True, micro_batch_size=4, global_batch_size=8)
     assert alone.length(20).iterations == 0
 
 

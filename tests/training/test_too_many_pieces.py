@@ -24,7 +24,7 @@ def trained(most: int, *flags: str) -> str:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--use-distributed-optimizer --ema-decay 0.5 --freeze patch_embed",
+        "--use-distributed-optimizer --ema-decay 0.5 --lr-scale-of patch_embed=0",
         "--tensor-model-parallel-size 2",
         "--optimizer sgd",
     ],
