@@ -14,7 +14,7 @@ SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_launch.sh"
 
 if [[ -z $(option --data-path "" "$@") ]]; then
-    ask_for_data CIFAR10-DVS "--data-path 'SHARDS/train-{00000..00017}.tar' --valid-data-path '...'"
+    ask_for_data CIFAR10-DVS "--data-path 'SHARDS/train-{00000..00017}.tar' --valid-data-path '...'" "$@"
 fi
 set -- --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
     $(evaluation_every 700 "$@") $(saving_every 700 "$@") "$@"
