@@ -47,8 +47,9 @@ class ParallelConfig:
     """Forwards that are computed again for their backward, layer by layer: between the two, only each layer's input is
     kept, spikes as bits. except-last: not those of a step's last micro-batch. No bit of the result changes."""
     memory_budget: Positive | None = None
-    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. As few seconds as
-    possible of forwards are computed again so that it is kept; the plan is printed and lies beside the run."""
+    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. Forwards are
+    computed again so that it is kept, those first that save most for their time; the plan is printed and lies beside
+    the run."""
     layer_costs: str | None = None
     """Costs file of a plan (tools/plan.py --measure --costs): cut and order of the pipeline follow it, as they were
     planned. By default layers are measured at the start of every run whose cut or order depends on them."""

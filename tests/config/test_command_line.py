@@ -18,6 +18,7 @@ from megasnn.config.cli import ORDER, flag_names, help_texts
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.table import MODELS
+from tools import flags as flag_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,3 +172,13 @@ def test_errors_of_several_values_are_a_list() -> None:
         cli("--lr", "0", "--seed", "-1", "--depth", "x")
     assert [problem.split()[0] for problem in refused.value.problems] == ["--depth", "--lr", "--seed"]
     assert str(refused.value).count("\n") == 3
+
+
+def test_the_page_of_flags_is_that_of_the_parser() -> None:
+    """Written anew by `python tools/flags.py > docs/flags.md`; where flags are used may change without."""
+    written, wanted = (ROOT / "docs" / "flags.md").read_text(), flag_page.page()
+    assert [line.rpartition(" | ")[0] for line in written.splitlines()] == [
+        line.rpartition(" | ")[0] for line in wanted.splitlines()
+    ]
+    names = [name for part, names in flag_names(run_config(Spikformer)).items() for name in names if part != "model"]
+    assert wanted.count("\n| `--") == len(names) + 1

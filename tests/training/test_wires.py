@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -60,22 +59,3 @@ def test_what_does_not_fit_goes_dense_from_then_on_and_changes_nothing(ranks, ca
     two = whole(ranks(2, _with_a_stranger, cache, *PP2, *flags))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert scalars(tmp_path)["7_communication/unfit_tensors"] == 1
-
-
-def _ends(cache: str, *flags: str) -> str:
-    """What stops this rank. Leaving the groups is what the other rank learns it by: nobody may hold on to them."""
-    try:
-        _with_a_stranger(cache, *flags)
-    except Exception as error:
-        return str(error)
-    finally:
-        torch.distributed.destroy_process_group()
-        gc.collect()
-    return "nothing"
-
-
-def test_strict_wires_stop_the_run_and_name_the_place(ranks, cache) -> None:
-    first, last = ranks(2, _ends, cache, *PP2, "--pipeline-model-parallel-layout", "7|1", "--strict-wire")
-    place = "rank 0, pipeline stage 0, action 0SEND_F2, micro-batch 2"
-    assert first.startswith(f"{place}: ValueError: pack_counts takes integers from 0 to 255")
-    assert "--strict-wire" in first and last == first
