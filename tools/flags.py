@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
@@ -19,8 +20,8 @@ from megasnn.models.spikformer.dimensions import Spikformer
 ROOT = Path(__file__).parents[1]
 HEAD = """# Flags
 
-Every flag that all models share; those of a model are in `python -m megasnn MODEL --help`. Values come from the defaults, then
-`--variant`, the recipe or file of `--config`, and flags; later ones win. A switch has a negative form, `--no-shuffle`.
+Every flag that all models share; those of a model are in `python -m megasnn MODEL --help`. Values come from the
+defaults, the recipe or file of `--config`, `--variant`, and flags; later ones win. A switch has a negative form, `--no-shuffle`.
 `python tools/flags.py > docs/flags.md` writes this page.
 
 | flag | default | what it does | used in |
@@ -45,7 +46,8 @@ def page() -> str:
     ]
     for part, names in flag_names(type(config)).items():
         values = getattr(config, part)
-        texts = help_texts(type(values))
+        of: Any = type(values)
+        texts = help_texts(of)
         named = {f"{file.parts[-3]}/{file.stem}": {*json.loads(text).get(part, {})} for file, text in recipes.items()}
         rows += [
             row(name, shown(getattr(values, name)), texts[name], pages | scripts, named)

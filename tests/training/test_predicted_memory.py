@@ -74,7 +74,7 @@ def predicted_and_counted(
             precision=precision,
             bptt_steps=bptt_steps,
         )
-        frozen = OptimizerConfig(lr_scale_of=freeze)
+        frozen = OptimizerConfig(lr_scale_of=freeze and f"{freeze}=0")
         config: PretrainConfig = run_config(type(model))(
             model=model, training=training, parallel=layout, optimizer=frozen
         )
