@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.cli import flag_names, help_texts
 from megasnn.config.values import shown
@@ -21,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 HEAD = """# Flags
 
 Every flag that all models share; those of a model are in `python -m megasnn MODEL --help`. Values come from the
-defaults, the recipe or file of `--config`, `--variant`, and flags; later ones win. A switch has a negative form, `--no-shuffle`.
-`python tools/flags.py > docs/flags.md` writes this page.
+defaults, the recipe or file of `--config`, `--variant`, and flags; later ones win. A switch has a negative form:
+`--no-shuffle`. `python tools/flags.py > docs/flags.md` writes this page.
 
 | flag | default | what it does | used in |
 |---|---|---|---|
@@ -31,7 +30,7 @@ defaults, the recipe or file of `--config`, `--variant`, and flags; later ones w
 
 def page() -> str:
     """Text of docs/flags.md."""
-    config: PretrainConfig = run_config(Spikformer)()
+    config: Any = run_config(Spikformer)()
     pages = {file.stem: file.read_text() for file in sorted((ROOT / "docs").glob("*.md")) if file.stem != "flags"}
     scripts = {f"scripts/{file.name}": file.read_text() for file in sorted((ROOT / "scripts").glob("*.sh"))}
     recipes = {file: file.read_text() for file in sorted((ROOT / "megasnn" / "models").rglob("recipes/*.json"))}

@@ -34,7 +34,7 @@ from megasnn.free_memory import keep_free_memory
 from megasnn.models.model import Model
 from megasnn.optim import require_course, require_matches
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.records import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
 
 

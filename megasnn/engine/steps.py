@@ -22,7 +22,7 @@ from megasnn.engine.without_gradient import names_without_gradient
 from megasnn.grid import HOLDING_AXES
 from megasnn.optim import WeightAverage, build_optimizer, learning_rate, takes_found_inf
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.records import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
 
 

@@ -195,7 +195,6 @@ class TrainingRun:
             skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
             self.reporter.log(
                 self.iteration, self.consumed_samples, {**measured.scalars, **predicted}, measured.layers, skipped,
-                measured.unfit_tensors,
             )  # fmt: skip
             self.pictures.add(self.iteration, measured.layers)
         self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)

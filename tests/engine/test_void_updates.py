@@ -24,7 +24,7 @@ from megasnn.optim import build_optimizer, takes_found_inf
 from megasnn.pipeline.executor import PipelineError
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Shard
-from megasnn.telemetry.logline import StepResult
+from megasnn.telemetry.records import StepResult
 from tests.models.networks import CLASSES, between
 
 FLAGS = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "clip_grad": 0.01, "ema_decay": 0.9}

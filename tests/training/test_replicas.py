@@ -13,7 +13,7 @@ from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.data_parallel.checksum import in_memory_order
 from megasnn.engine import Engine
-from megasnn.telemetry.logline import StepResult
+from megasnn.telemetry.records import StepResult
 from tests.training.runs import train
 
 WEIGHT = "blocks.0.mlp.fc1.conv.weight"
