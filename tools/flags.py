@@ -30,7 +30,8 @@ defaults, the recipe or file of `--config`, `--variant`, and flags; later ones w
 
 def page() -> str:
     """Text of docs/flags.md."""
-    config: Any = run_config(Spikformer)()
+    made: Any = run_config(Spikformer)
+    config = made()
     pages = {file.stem: file.read_text() for file in sorted((ROOT / "docs").glob("*.md")) if file.stem != "flags"}
     scripts = {f"scripts/{file.name}": file.read_text() for file in sorted((ROOT / "scripts").glob("*.sh"))}
     recipes = {file: file.read_text() for file in sorted((ROOT / "megasnn" / "models").rglob("recipes/*.json"))}

@@ -100,7 +100,6 @@ class TrainingRun:
             self.data.length.epoch_samples,
             logging.tensorboard_dir,
             log_folder(self.config),
-            True,
             resumed,
         )
 
