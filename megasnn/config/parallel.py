@@ -46,11 +46,9 @@ class ParallelConfig:
     """Which forwards are computed again for their backward, layer by layer: between the two, only each layer's input is
     kept, spikes as bits. except-last: not those of a step's last micro-batch. No bit of the result changes."""
     memory_budget: float | None = None
-    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. As few seconds as
-    possible of forwards are computed again so that it is kept; the plan is printed and lies beside the run."""
-    offload_activations: bool = False
-    """With --recompute or --memory-budget: what forwards are computed again from is moved to the host's memory and back
-    (on a GPU pinned, and while it computes). No bit of the result changes."""
+    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. Forwards are
+    computed again so that it is kept, those first that save most for their time; the plan is printed and lies beside
+    the run."""
     layer_costs: str | None = None
     """Costs file of a plan (tools/plan.py --measure --costs): cut and order of the pipeline follow it, as they were
     planned. By default layers are measured at the start of every run whose cut or order depends on them."""
@@ -149,11 +147,6 @@ class ParallelConfig:
             wrong.append(
                 f"--weight-gradients {self.weight_gradients} needs weights that are kept by rows: "
                 "--weight-parallel-size 2 or more"
-            )
-        if self.offload_activations and self.recompute == NEVER and self.memory_budget is None:
-            wrong.append(
-                "--offload-activations with --recompute never: only what forwards are computed again from is moved to "
-                "the host's memory; use --recompute always or except-last, or --memory-budget"
             )
         if self.context_parallel_cut != "auto" and self.context_parallel_size == 1:
             wrong.append(

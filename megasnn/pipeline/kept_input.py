@@ -13,7 +13,6 @@ from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
 from megasnn.kernels.packed import remember_bits
 from megasnn.models.description import Carried
-from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.p2p import TensorDescriptor, message_of
 
 
@@ -38,14 +37,6 @@ class KeptInput:
         self._tensors = [
             _packed(tensor, each.name, content_of(each)) for tensor, each in zip(tensors, carried, strict=True)
         ]
-
-    def move_out(self, host: HostMemory) -> None:
-        """To the host's memory."""
-        self._tensors = [(descriptor, host.put(payload)) for descriptor, payload in self._tensors]
-
-    def move_in(self, host: HostMemory) -> None:
-        """Back from there."""
-        self._tensors = [(descriptor, host.get(payload)) for descriptor, payload in self._tensors]
 
     def restored(self) -> list[Tensor]:
         """The tensors, in their memory order; to be called once."""
