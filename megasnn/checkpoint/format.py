@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, with_config
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from megasnn.files.problems import CheckpointError, DamagedError, problem_list
 
@@ -60,7 +60,7 @@ Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Numbers = tuple[Count, ...]
 FileName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
 Dtype = Annotated[str, AfterValidator(_known_dtype)]
-Json = dict[str, JsonValue]
+Json = dict[str, Any]
 
 
 @_STRICT

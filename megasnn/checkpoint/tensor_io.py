@@ -82,7 +82,7 @@ def write_safetensors(path: Path, boxes: Sequence[LocalBox], values: Iterable[Te
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as stream:
-        for memory in chain([len(text).to_bytes(8, "little") + text], map(memory_of, values)):
+        for memory in chain([memoryview(len(text).to_bytes(8, "little") + text)], map(memory_of, values)):
             while memory:
                 memory = memory[stream.write(memory) :]
 
