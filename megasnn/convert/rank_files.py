@@ -16,7 +16,7 @@ from megasnn.files.problems import CheckpointError
 from megasnn.process.job import FolderLock
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Piece
-from megasnn.telemetry.progress import byte_bar
+from megasnn.telemetry.log import byte_bar
 
 
 def write_rank_files(

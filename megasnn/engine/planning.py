@@ -27,13 +27,13 @@ from megasnn.planner.layout import Layout
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
-from megasnn.telemetry.device_name import name_of
+from megasnn.telemetry.memory import device_name
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:
     """How tensors travel between stages."""
     asked = parallel.pipeline_gradient_dtype
-    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
+    return WireOptions(None if asked is None else getattr(torch, PRECISIONS[asked].products))
 
 
 def plan_of(
@@ -79,7 +79,7 @@ def _costs_of_plan(config: PretrainConfig, state: ParallelState) -> PipelineCost
     """Those that `--layer-costs` names, read by the first rank; None where it names none."""
     if config.parallel.layer_costs is None:
         return None
-    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), name_of(state.device)
+    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
     return decided_by_first(state.world, lambda: planned_costs(config, state.grid, here, device))
 
 
