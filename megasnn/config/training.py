@@ -70,8 +70,8 @@ class TrainingConfig:
     """Products of layers that take spikes or small counts, on a CPU with --precision fp32 or fp64. auto: sums over the
     values that are not 0, where these are at most 40 % of an input. off: dense products."""
     deterministic: bool = False
-    """The same bits in every run on the same ranks, devices and versions: GPUs take only algorithms that promise it
-    (an operation without one is an error). On a single CPU rank nothing changes."""
+    """The same bits in every run on the same layout, devices and versions: GPUs take only algorithms that promise it
+    (an operation without one is an error). That costs the fastest algorithms of some convolutions."""
     cuda_graphs: Literal["off", "on", "auto"] = "off"
     """Start the kernels of a layer on a GPU all at once, as CUDA graphs, for each micro-batch under way. auto: of all
     layers that can; the others are named, with the reason. on: a layer that cannot is an error. Takes memory for the

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.whole import load_globals_into
+from megasnn.checkpoint import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
@@ -94,7 +94,7 @@ def train(
         engine = build_engine(state, layout.schedule, torch.float64, rows_have_owners=rows_have_owners, layout=layout)
         load_globals_into(engine.tensors, from_spikingjelly(weights, reference.DIMS["depths"]), state.world.handle)
         groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-        optimizer, steps = build_optimizer(engine.owned, options, groups, engine.owners), []
+        optimizer, steps = build_optimizer(engine.owned, options, groups), []
         for _ in range(STEPS):
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
