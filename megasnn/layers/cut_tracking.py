@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -158,7 +158,7 @@ class CutTracker(_Watch):
         try:
             cut = _rule(call, states, shapes, self._size)
         except _Mixes as error:
-            return self._refuse(f"{call.name} {error}", call)
+            self._refuse(f"{call.name} {error}", call)
         self._check_learned(call, states)
         for index, (output, shape) in enumerate(zip(call.outputs, shapes, strict=True)):
             fits = cut is not None and _local(shape, cut, self._size) == tuple(output.shape)
@@ -234,7 +234,7 @@ class CutTracker(_Watch):
             if _local(shape, state, self._size) != tuple(y.shape):
                 self._refuse(f"{type(module).__name__} gives {list(y.shape)}, on one rank {list(shape)}")
 
-    def _refuse(self, why: str, call: _Call | None = None) -> Any:
+    def _refuse(self, why: str, call: _Call | None = None) -> NoReturn:
         given = "" if call is None else f", given {' and '.join(str(list(x.shape)) for x in call.tensors)}"
         raise MixedChannels(
             f"{why}{given}: with --tensor-model-parallel-size above 1 a rank has its own channels only, and this is "

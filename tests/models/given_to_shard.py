@@ -277,6 +277,8 @@ CASES = {
     "residual": _case(Residual(), residual),
     "signals": _case(Signals(), signals),
     "rest": _case(Rest(), rest),
-    "maxformer": replace(_case(Given(network="maxformer", image_size=16), maxformer), counts=False),  # whole attention counts twice
+    "maxformer": replace(
+        _case(Given(network="maxformer", image_size=16), maxformer), counts=False
+    ),  # whole attention counts twice
     "gates": replace(_case(Given(network="gates"), gates), counts=False),
 }

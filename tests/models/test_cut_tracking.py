@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,8 +13,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 
+from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.layers.channels import Cut, MixedChannels, cut_of, mark_cut
 from megasnn.layers.cut_tracking import CutTracker, Recorder
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from tests.models.steps import one_step
+from tests.parity.ranks import Layout
+from tools.benchmark.ranks import RankError
 
 SHAPE = (2, 3, 8, 4, 6)
 Function = Callable[[Tensor], Tensor]
@@ -223,3 +231,49 @@ def test_blocks_of_random_functions_are_refused_or_the_same(numbers: list[int], 
     except (MixedChannels, RuntimeError, ValueError, IndexError):
         return
     assert_same(block, cut, x, ranks)
+
+
+class MixedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean(2, keepdim=True)
+
+
+HIDDEN: dict[str, Function] = {
+    "outputs": lambda x: x if x.is_meta else x - x.mean(2, keepdim=True),
+    "gradients": MixedBackward.apply,
+}
+"""What the meta device does not show."""
+
+
+class Hiding(ConvNormNeuron):
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 4)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return HIDDEN[self.way](super().forward(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hidden(Model):
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = 4
+    way: str = ""
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 4))
+        yield layer("hiding", Hiding(self.way))
+        yield layer("head", MeanLinear(4, self.num_classes))
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+def test_what_the_meta_device_does_not_show_is_found_on_random_numbers(ranks, way: str) -> None:
+    with pytest.raises(RankError, match=f"hiding: .*{way} differ"):
+        ranks(2, one_step, Hidden(way=way), Layout(tensor=2))
+    ranks(1, one_step, Hidden(way=way), Layout())
