@@ -26,7 +26,7 @@ _OF_TRAINING: dict[str, tuple[str, ...]] = {
         *("save", "save_interval", "async_save", "keep_last", "keep_every", "keep_best"),
         *("finetune", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
     ),
-    "logging": ("profile_steps", "profile_ranks", "record_memory_history"),
+    "logging": ("profile_steps", "profile_ranks"),
 }
 """What a file says of a training and an evaluation has no use for."""
 _STARTS = ("load", "load_spikingjelly", "ckpt_step")

@@ -30,13 +30,13 @@ RARELY_USED = {
         *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "sgd_nesterov"),
     ),
     "parallel": (
-        *("strict_wire", "pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
-        *("check_replicas_interval", "replica_mismatch", "context_parallel_cut"),
+        *("pipeline_gradient_dtype", "backend", "device", "distributed_timeout_minutes"),
+        *("check_replicas_interval", "context_parallel_cut"),
     ),
     "checkpoint": ("keep_every", "keep_best", "ckpt_step", "reset_head", "no_load_optim", "exit_on_missing_checkpoint"),
     "logging": (
         *("log_throughput", "log_pictures_interval", "model_summary"),
-        *("profile_steps", "profile_ranks", "nvtx_ranges", "record_memory_history"),
+        *("profile_steps", "profile_ranks"),
     ),
     "neuron": ("decay_input", "detach_reset", "surrogate_alpha", "neuron_backend"),
 }

@@ -32,11 +32,6 @@ class LoggingConfig:
     folder traces beside the event files or checkpoints."""
     profile_ranks: str = "0"
     """Ranks that --profile-steps is for: "0,3", or "all"."""
-    nvtx_ranges: bool = False
-    """For `nsys profile`: actions, layers and messages are NVTX ranges in the whole run. With --profile-steps,
-    `--capture-range=cudaProfilerApi` records these iterations, and torch.profiler none."""
-    record_memory_history: bool = False
-    """With --profile-steps, also a snapshot of a GPU's memory, for pytorch.org/memory_viz."""
     log_pictures_interval: int | None = None
     """Iterations between two pictures of spikes in TensorBoard, which also shows the first samples; by default 10 times
     --log-interval, 0 draws nothing."""
@@ -86,7 +81,6 @@ class LoggingConfig:
         ]
         wrong += at_least(self, 0, "eval_iters", "log_pictures_interval")
         wrong += needs(self, "tensorboard_dir", "log_pictures_interval")
-        wrong += needs(self, "profile_steps", "record_memory_history")
         wrong += refusal(lambda: self.profiled_steps) + refusal(self.ranks_to_profile)
         if self.profile_ranks != "0" and self.profile_steps is None:
             wrong.append(f"--profile-ranks {self.profile_ranks} needs --profile-steps")

@@ -46,11 +46,9 @@ class ParallelConfig:
     """Which forwards are computed again for their backward, layer by layer: between the two, only each layer's input is
     kept, spikes as bits. except-last: not those of a step's last micro-batch. No bit of the result changes."""
     memory_budget: float | None = None
-    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. As few seconds as
-    possible of forwards are computed again so that it is kept; the plan is printed and lies beside the run."""
-    offload_activations: bool = False
-    """With --recompute or --memory-budget: what forwards are computed again from is moved to the host's memory and back
-    (on a GPU pinned, and while it computes). No bit of the result changes."""
+    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. Forwards are
+    computed again so that it is kept, those first that save most for their time; the plan is printed and lies beside
+    the run."""
     layer_costs: str | None = None
     """Costs file of a plan (tools/plan.py --measure --costs): cut and order of the pipeline follow it, as they were
     planned. By default layers are measured at the start of every run whose cut or order depends on them."""
@@ -66,9 +64,6 @@ class ParallelConfig:
     weight_gradients: Literal["once", "scattered"] = "once"
     """When gradients go to those who keep the rows: once in a step, and a rank holds all of its layers' until then; or
     scattered after every micro-batch, and it holds those of its rows and of the layers under way."""
-    strict_wire: bool = False
-    """Stop where a value does not fit the packed format of its boundary; otherwise the step is done again and that
-    tensor goes dense from then on."""
     pipeline_gradient_dtype: Literal["fp32", "bf16"] | None = None
     """Type in which gradients cross stages; by default that in which they are computed. bf16 halves the bytes and
     rounds: results then depend on where the model is cut."""
@@ -81,10 +76,8 @@ class ParallelConfig:
     """How long a rank waits for another before it gives up."""
     check_replicas_interval: int | None = field(default=None, metadata=FOR_RUNS)
     """Iterations between two comparisons of the ranks that hold the same weights, optimizer state and norm statistics,
-    by checksums; they are also compared before each save. By default 200; 0 never compares."""
-    replica_mismatch: Literal["stop", "majority"] = field(default="stop", metadata=FOR_RUNS)
-    """When they differ: stop ends the run before it is saved; majority, with three replicas or more, gives the minority
-    the values that most ranks hold, and ends the run only where there is no majority."""
+    by checksums; they are also compared before each save. A difference ends the run before it is saved. By default
+    200; 0 never compares."""
 
     @property
     def replica_interval(self) -> int:
@@ -150,11 +143,6 @@ class ParallelConfig:
                 f"--weight-gradients {self.weight_gradients} needs weights that are kept by rows: "
                 "--weight-parallel-size 2 or more"
             )
-        if self.offload_activations and self.recompute == NEVER and self.memory_budget is None:
-            wrong.append(
-                "--offload-activations with --recompute never: only what forwards are computed again from is moved to "
-                "the host's memory; use --recompute always or except-last, or --memory-budget"
-            )
         if self.context_parallel_cut != "auto" and self.context_parallel_size == 1:
             wrong.append(
                 f"--context-parallel-cut {self.context_parallel_cut} needs ranks that share a micro-batch: "
@@ -162,13 +150,11 @@ class ParallelConfig:
             )
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
-        if self.check_replicas_interval == 0 and self.replica_mismatch == "majority":
-            wrong.append("--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more")
-        if self.pipeline_model_parallel_size == 1:
-            needed = "needs stages that send to each other: --pipeline-model-parallel-size 2 or more"
-            wrong += [f"--strict-wire {needed}"] * self.strict_wire
-            if self.pipeline_gradient_dtype is not None:
-                wrong.append(f"--pipeline-gradient-dtype {self.pipeline_gradient_dtype} {needed}")
+        if self.pipeline_model_parallel_size == 1 and self.pipeline_gradient_dtype is not None:
+            wrong.append(
+                f"--pipeline-gradient-dtype {self.pipeline_gradient_dtype} needs stages that send to each other: "
+                "--pipeline-model-parallel-size 2 or more"
+            )
         if not wrong:
             wrong += refusal(chunks_of_schedule, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
         if self.pipeline_model_parallel_layout is not None:

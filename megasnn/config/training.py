@@ -75,11 +75,8 @@ class TrainingConfig:
     gradients of weights are sums over the values that are not 0, where these are at most 40 % of an input; their terms
     are those of the dense product, whose others are 0. off: dense products."""
     deterministic: bool = False
-    """The same bits in every run on the same ranks, devices and versions: GPUs take only algorithms that promise it
-    (an operation without one is an error), and sums over ranks are formed in the order of the ranks. That costs time:
-    on GPUs the fastest algorithms of some convolutions, and with several ranks the second half of each exchange of
-    gradients, which waits for the end of backward; on CPUs, replicas take AdamW's step without torch's fused kernel.
-    On a single CPU rank nothing changes."""
+    """The same bits in every run on the same layout, devices and versions: GPUs take only algorithms that promise it
+    (an operation without one is an error). That costs the fastest algorithms of some convolutions."""
     cuda_graphs: Literal["off", "on", "auto"] = "off"
     """Start the kernels of a layer on a GPU all at once, as CUDA graphs: forward, the gradients of inputs, and those of
     weights, for each micro-batch under way. auto: of all layers that can; the others are named, with the reason. on: a

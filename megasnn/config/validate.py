@@ -185,25 +185,20 @@ def _profile_problems(config: PretrainConfig) -> list[str]:
 
 
 def _trace_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """`--profile-steps` of iterations or ranks that there are not, without a folder; what is of GPUs alone."""
+    """`--profile-steps` of iterations or ranks that there are not, without a folder."""
     options, asked = config.logging, f"--profile-steps {config.logging.profile_steps}"
-    wrong = []
-    if options.nvtx_ranges and config.parallel.device == "cpu":
-        wrong.append("--nvtx-ranges is for NVIDIA's tools on GPUs: leave it out with --device cpu")
     if options.profile_steps is None:
-        return wrong
+        return []
+    wrong: list[str] = []
     if config.training.evaluate_only:
         wrong.append(f"{asked} has no meaning with --evaluate-only")
-    writes = options.record_memory_history or not options.nvtx_ranges
-    if writes and config.checkpoint.save is None and options.tensorboard_dir is None:
+    if config.checkpoint.save is None and options.tensorboard_dir is None:
         wrong.append(f"{asked} has no folder to write to: give --tensorboard-dir or --save")
     if missing := [rank for rank in options.ranks_to_profile() if rank >= world_size]:
         wrong.append(f"--profile-ranks {options.profile_ranks}: there is no rank {missing[0]}, of {world_size}")
     last = config.training.iterations if config.training.global_batch_size > 0 else None
     if last is not None and options.profiled_steps[0] > last:
         wrong.append(f"{asked} is after the last of {last} iterations")
-    if options.record_memory_history and config.parallel.device == "cpu":
-        wrong.append("--record-memory-history is of the memory of GPUs: leave it out with --device cpu")
     return wrong
 
 

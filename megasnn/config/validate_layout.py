@@ -149,19 +149,13 @@ def cost_problems(config: PretrainConfig) -> list[str]:
 
 
 def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Whether there are ranks to compare, and enough of them for a majority."""
+    """Comparisons where no other rank holds the same."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size, parallel.context_parallel_size)
-    sizes, alike = _quotient(grid, "weight"), grid.data * grid.context
-    if parallel.replica_mismatch == "majority" and alike < 3:
-        return [
-            f"--replica-mismatch majority needs three ranks or more that hold the same, and there are {alike} "
-            f"({sizes}); use stop"
-        ]
     if parallel.check_replicas_interval and grid.replicas * grid.context * grid.tensor == 1:
         return [
             f"--check-replicas-interval {parallel.check_replicas_interval} compares ranks that hold the same, and "
-            f"there are none ({sizes}); leave the flag out"
+            f"there are none ({_quotient(grid, 'weight')}); leave the flag out"
         ]
     return []

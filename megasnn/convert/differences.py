@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.description import BESIDE
 from megasnn.convert.source import TensorSource
-from megasnn.telemetry.progress import byte_bar
+from megasnn.telemetry.log import byte_bar
 
 PIECE = 1 << 20  # elements compared at a time, in float64
 

@@ -17,7 +17,7 @@ from megasnn.files.problems import CheckpointError
 from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, is_ours, model_of
 from megasnn.models.names import renamed
 from megasnn.sharding import Shard
-from megasnn.telemetry.progress import byte_bar
+from megasnn.telemetry.log import byte_bar
 
 if TYPE_CHECKING:
     Names = str

@@ -20,7 +20,7 @@ from megasnn.convert.source import TensorSource
 from megasnn.convert.target import LaidOut, Target, lay_out, saved_model
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Shard
-from megasnn.telemetry.progress import byte_bar
+from megasnn.telemetry.log import byte_bar
 
 
 def write_rank_files(

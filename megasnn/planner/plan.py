@@ -162,7 +162,6 @@ def _not_planned(config: PretrainConfig) -> list[str]:
         for name in DECIDED
         if getattr(parallel, name[2:].replace("-", "_")) != getattr(default, name[2:].replace("-", "_"))
     ]
-    wrong += ["--offload-activations is not planned: give it to the run"] * parallel.offload_activations
     for name, value in (
         ("--weight-gradients", parallel.weight_gradients),
         ("--cuda-graphs", config.training.cuda_graphs),

@@ -66,10 +66,10 @@ def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> 
     It is done before the rank waits for what the backward needs. Where nothing is computed between forward and backward
     there is nothing to gain, and no R.
     """
-    return replace(schedule, actions=tuple(_with_recompute(row, wanted) for row in schedule.actions))
+    return replace(schedule, actions=tuple(with_recompute(row, wanted) for row in schedule.actions))
 
 
-def _with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
+def with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
     result: list[Action] = []
     computed: Action | None = None  # the last computation
     for action in row:

@@ -22,7 +22,6 @@ from megasnn.process.fault import placed
 from megasnn.process.signals import StopSignals
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
-from megasnn.telemetry.ranges import nvtx_ranges
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
 from megasnn.training.evaluation import Evaluations
@@ -33,7 +32,7 @@ from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
 from megasnn.training.starting import Start, claim, refuse_other_model
-from megasnn.training.trace import StepTrace, require_traceable
+from megasnn.training.trace import StepTrace
 from megasnn.training.watch import Watch
 
 
@@ -61,7 +60,6 @@ class TrainingRun:
         self.config, self.state, self.stop = config, state, stop or StopSignals(state.rank)
         self._started = time.monotonic()
         self._skipped_samples, self._prepared, self.saved = 0, False, True
-        require_traceable(config, state.device)
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config, state)
@@ -76,7 +74,6 @@ class TrainingRun:
             {axis: state.group(axis) for axis in HOLDING_AXES},
             state.world,
             state.communicators.wire,
-            mends=config.parallel.replica_mismatch == "majority",
         )
         with ExitStack() as undo, placed("while starting the run"):
             undo.callback(self.engine.close)
@@ -145,7 +142,7 @@ class TrainingRun:
 
         With --evaluate-only, one evaluation.
         """
-        with self.stop, statistics.counting(), nvtx_ranges(self.config.logging.nvtx_ranges):
+        with self.stop, statistics.counting():
             if self.config.training.evaluate_only:
                 self.evaluations.run()
                 return
@@ -196,10 +193,8 @@ class TrainingRun:
             measured = self.watch.since_last(self.iteration)
             predicted = memory_scalars([each.total for each in self._memory], "predicted")
             skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
-            self.reporter.log(
-                self.iteration, self.consumed_samples, {**measured.scalars, **predicted}, measured.layers, skipped,
-                measured.unfit_tensors,
-            )  # fmt: skip
+            scalars = {**measured.scalars, **predicted}
+            self.reporter.log(self.iteration, self.consumed_samples, scalars, measured.layers, skipped)
             self.pictures.add(self.iteration, measured.layers)
         self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)
         self.evaluations.begin(self.iteration)
@@ -266,17 +261,12 @@ class TrainingRun:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
         if not (due and self.config.parallel.replica_interval and self.replicas.compares):
             return
-        self.saves.settle()  # the majority's values may take the place of what is being saved
         try:
             with self.watch.timers("compare_replicas"):
-                mended = self.replicas(self.iteration)
+                self.replicas(self.iteration)
         except ReplicaError:
             self.saves.finish()
             raise
-        if mended:
-            self.engine.distributed.refresh_copies()
-            self.reporter.line(f"WARNING: {mended}")
-            self.reporter.text("replicas", mended)
 
     def close(self) -> None:
         self.saves.close()

@@ -76,7 +76,6 @@ def forecast_memory(
         samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
         gathered=1e-6 * gathered,
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
-        offloaded=1e-6 * peak.on_host * on_host,
         graphs=1e-6 * graphs,
         update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - given_back),
     )

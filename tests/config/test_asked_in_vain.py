@@ -15,7 +15,6 @@ from megasnn.models.spikformer.dimensions import Spikformer
         ("--data-path x.tar --eval-interval 5", "--eval-interval 5 needs --valid-data-path"),
         ("--data-path x.tar --eval-iters 3", "--eval-iters 3 needs --valid-data-path"),
         ("--neuron-backend fused --surrogate erf", "not --surrogate erf"),
-        ("--strict-wire", "--strict-wire needs stages that send to each other: --pipeline-model-parallel-size 2"),
         ("--pipeline-gradient-dtype bf16", "--pipeline-gradient-dtype bf16 needs stages that send to each other"),
         (
             "--pipeline-model-parallel-size 2 --pipeline-gradient-dtype fp32 --precision fp64",
@@ -23,11 +22,6 @@ from megasnn.models.spikformer.dimensions import Spikformer
         ),
         ("--precision tf32 --device cpu", "--precision tf32 is for GPUs, not --device cpu; use --precision fp32"),
         ("--check-replicas-interval 100", "--check-replicas-interval 100 compares ranks that hold the same"),
-        ("--replica-mismatch majority", "three ranks or more that hold the same, and there are 1 (world size 1 /"),
-        (
-            "--replica-mismatch majority --check-replicas-interval 0",
-            "--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more",
-        ),
         ("--check-replicas-interval -1", "--check-replicas-interval must be at least 0, got -1"),
         ("--profile-ranks 3", "--profile-ranks 3 needs --profile-steps"),
         ("--fetch-ahead 2", "--fetch-ahead 2 is for shards behind URLs, and --data-path names none"),
@@ -57,11 +51,6 @@ def test_the_same_with_an_effect_is_accepted() -> None:
     assert validate(parse(run_config(Spikformer), flags.split()), 1) is None
 
 
-def test_replicas_are_counted_without_tensor_and_pipeline_ranks() -> None:
-    flags = "--train-iters 1 --tensor-model-parallel-size 2 --replica-mismatch majority --check-replicas-interval 1"
-    config = parse(run_config(Spikformer), flags.split())
-    assert validate(config, 6) is None
-    with pytest.raises(ConfigError, match=r"and there are 2 \(world size 4 / tensor 2 / pipeline 1\); use stop"):
-        validate(config, 4)
+def test_comparisons_need_ranks_that_hold_the_same() -> None:
     alone = "--train-iters 1 --check-replicas-interval 0".split()
     assert validate(parse(run_config(Spikformer), alone), 1) is None

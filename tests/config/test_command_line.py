@@ -90,7 +90,7 @@ def test_what_is_rarely_used_comes_last(capsys: pytest.CaptureFixture[str], conf
     assert places == sorted(places)
     for flag in ("--lr FLOAT", "--micro-batch-size INT", "--train-iters INT", "--save STR", "--neuron {lif,if,plif}"):
         assert text.index(flag) < places[-1], flag
-    for flag in ("--adam-eps FLOAT", "--strict-wire", "--distributed-timeout-minutes FLOAT", "--ckpt-step INT"):
+    for flag in ("--adam-eps FLOAT", "--distributed-timeout-minutes FLOAT", "--ckpt-step INT"):
         assert text.index(flag) > places[-1], flag
     assert "None}" not in text
 

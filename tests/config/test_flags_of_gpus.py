@@ -16,7 +16,6 @@ OF_GPUS = {
     "--fp32-products split": "is for GPUs, not --device cpu; use auto or ieee (--device auto comes to the CPU here: ",
     "--precision tf32": "is for GPUs, not --device cpu; use --precision fp32 (--device auto comes to the CPU here: ",
     "--wait-after-actions": "is for GPUs, not --device cpu: leave it out (--device auto comes to the CPU here: torch",
-    "--nvtx-ranges": "is for NVIDIA's tools on GPUs: leave it out with --device cpu (--device auto comes to the CPU",
     "--device cuda": "and torch finds no GPU: ",
     "--backend nccl": "needs a GPU for each rank; 1 rank(s), 0 GPU(s): use gloo",
     "--neuron-backend triton": "the triton kernels cannot be used: ",

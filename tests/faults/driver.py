@@ -31,7 +31,7 @@ from megasnn.engine import Engine
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
-from megasnn.telemetry.logline import StepResult
+from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
 from megasnn.training import program
 from megasnn.training.loop import TrainingRun

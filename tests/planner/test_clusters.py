@@ -39,7 +39,6 @@ def test_whole_nodes() -> None:
     [
         (["--gpus", "8", "--gpus-per-node", "3"], "take --gpus 6 or 9"),
         (["--bptt-steps", "2"], "--bptt-steps 2 is not planned"),
-        (["--offload-activations"], "--offload-activations is not planned"),
         (["--weight-gradients", "scattered"], "--weight-gradients scattered is not planned, and changes what a rank"),
         (["--cuda-graphs", "auto"], "--cuda-graphs auto is not planned, and changes what a rank"),
         (["--tau", "-1"], "--tau must be greater than 1, got -1"),

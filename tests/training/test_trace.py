@@ -20,7 +20,6 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.training.loop import TrainingRun
 from megasnn.training.trace import StepTrace
 from tests.models.networks import between
 from tests.recorded_graphs import recorded_graphs
@@ -201,11 +200,6 @@ def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capfd) -> None:
         ("--profile-steps 5-6", "--profile-steps 5-6 is after the last of 4 iterations"),
         ("--profile-steps 1 --profile-ranks 1", "--profile-ranks 1: there is no rank 1, of 1"),
         ("--profile-steps 1 --profile-ranks first", "--profile-ranks first: give ranks as 0,3, or all"),
-        ("--record-memory-history", "--record-memory-history needs --profile-steps"),
-        (
-            "--profile-steps 1 --record-memory-history --device cpu",
-            "--record-memory-history is of the memory of GPUs: leave it out",
-        ),
     ],
 )
 def test_what_cannot_be_traced_is_refused(tmp_path, flags, problem) -> None:
@@ -219,14 +213,3 @@ def test_a_trace_needs_a_folder() -> None:
     given = [*TINY, "--train-iters", "4", "--profile-steps", "1"]
     with pytest.raises(ConfigError, match="--profile-steps 1 has no folder to write to: give --tensorboard-dir"):
         validate(parse(run_config(Spikformer), given), 1)
-
-
-def test_memory_of_a_cpu_is_not_recorded(tmp_path) -> None:
-    flags = "--profile-steps 1 --record-memory-history --train-iters 4".split()
-    config = parse(run_config(Spikformer), [*TINY, *flags, "--tensorboard-dir", str(tmp_path)])
-    state = initialize_model_parallel(1, 1, torch.device("cpu"))
-    try:
-        with pytest.raises(ValueError, match="--record-memory-history is of the memory of GPUs, and this run is on a"):
-            TrainingRun(config, state)  # before it opens the data, and builds anything
-    finally:
-        destroy_model_parallel()
