@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megasnn.checkpoint.choice import first_legible
+from megasnn.checkpoint.folder import first_legible
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.defaults import Values, config_named, defaults_of, sources_of, with_sources

@@ -60,6 +60,7 @@ class TrainingRun:
         self.config, self.state, self.stop = config, state, stop or StopSignals(state.rank)
         self._started = time.monotonic()
         self._skipped_samples, self._prepared, self.saved = 0, False, True
+        self._skipped_steps = 0  # since the last save
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config, state)
@@ -184,8 +185,8 @@ class TrainingRun:
             if self.engine.steps.without_gradient:
                 self.reporter.line(notice_of(self.engine.steps.without_gradient))
             self._require_state_as_needed()
-            self.saves.prepare()
             self._prepared = True
+        self._skipped_steps += result.skipped
         if result.not_finite:
             self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)
@@ -255,7 +256,8 @@ class TrainingRun:
             return
         self._compare_replicas_if(True)
         with self.reporter.pause():
-            self.saves.save(self.iteration, self.consumed_samples, self.evaluations.owed)
+            self.saves.save(self.iteration, self.consumed_samples, self._skipped_steps, self.evaluations.owed)
+        self._skipped_steps = 0
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""

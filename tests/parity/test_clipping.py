@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.whole import load_globals_into
+from megasnn.checkpoint import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
