@@ -36,6 +36,8 @@ class BuildContext:
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
         products: which products of the layers with weights are split for tensor cores.
+        replicated: paths of modules, in networks that are given to `megasnn.shard`, that every tensor-parallel rank has
+            whole because they mix channels.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
     """
 
@@ -54,6 +56,7 @@ class BuildContext:
     carries: bool = False
     cast_weights: CastWeights = field(default_factory=CastWeights)
     products: ProductChoice = field(default_factory=ProductChoice)
+    replicated: frozenset[str] = frozenset()
     is_frozen: Callable[[str], bool] = lambda name: False
 
     @property
