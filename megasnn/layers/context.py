@@ -35,6 +35,8 @@ class BuildContext:
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
         sparse_products: True to sum over spikes in products with few of them.
+        replicated: paths of modules, in networks that are given to `megasnn.shard`, that every tensor-parallel rank has
+            whole because they mix channels.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
     """
 
@@ -53,6 +55,7 @@ class BuildContext:
     carries: bool = False
     cast_weights: CastWeights = field(default_factory=CastWeights)
     sparse_products: bool = False
+    replicated: frozenset[str] = frozenset()
     is_frozen: Callable[[str], bool] = lambda name: False
 
     @property

@@ -22,6 +22,7 @@ from megasnn.comm.collectives import (
 from megasnn.comm.group import Group
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import MatrixProducts
+from megasnn.layers.channels import mark_replicated
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
@@ -116,7 +117,8 @@ class ParallelLinear(nn.Module):
         self.plan = replace(self.plan, content=content, whole=is_whole, products=products)
         whole = self.plan.style == "row" or self.gather_output
         features = self.out_features if whole else self.out_features // size
-        return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
+        y = x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
+        return mark_replicated(y) if whole else y
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.plan}"

@@ -79,8 +79,7 @@ def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
 
 def wires_of(config: PretrainConfig) -> WireOptions:
     """How tensors travel between stages."""
-    asked = config.parallel.pipeline_gradient_dtype
-    return WireOptions(gradient_dtype=None if asked is None else getattr(torch, PRECISIONS[asked].products))
+    return WireOptions()
 
 
 def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:

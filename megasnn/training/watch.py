@@ -61,7 +61,6 @@ class Watch:
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in model.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
-        model.voided += [self.spikes.forget, self.rasters.forget]
         # A group of one rank sends nothing.
         self._groups = [name for name in ("tensor", "context", "data") if getattr(state, name).size > 1]
         self._groups += ["copies"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"

@@ -270,7 +270,7 @@ def test_the_planner_measures_what_a_run_computes(flag: str, precision: str, spa
         model=MODEL, training=TrainingConfig(**SIZES, sparse_products=flag, precision=precision)
     )
     with Engine(MODEL, **SIZES, sparse_products=flag, precision=precision) as engine:
-        of_run = engine.distributed.context.products.sparse
+        of_run = engine.distributed.context.sparse_products
     description = describe(config.model, config.neuron.spec)
     with (
         mock.patch.object(counting, "measure_memory", wraps=counting.measure_memory) as counted,
@@ -279,7 +279,7 @@ def test_the_planner_measures_what_a_run_computes(flag: str, precision: str, spa
         known = counted_sizes(description, config, [1], [], on_cpu=True)
         measuring.measured(description, config, known)
     contexts = [call.args[2] for call in (*counted.call_args_list, *timed.call_args_list)]
-    assert len(contexts) > 1 and {each.products.sparse for each in contexts} == {of_run} == {sparse}
+    assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {of_run} == {sparse}
 
 
 class _Counted:

@@ -127,7 +127,7 @@ class LayoutBenchmark(Flags):
         }
         if row.library == MEGASNN:
             identity["neuron_backend"] = self.neuron_backend
-            if self.device == "cpu":
+            if self.device != "cuda":
                 identity["sparse_products"] = self.sparse_products
         if row.pipeline > 1:
             identity["pipeline_schedule"] = self.pipeline_schedule
