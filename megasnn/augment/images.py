@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance
+from PIL import Image
 
 from megasnn.augment.rand_augment import RandAugment
 from megasnn.random import Draws
 
 _MARGIN = 4
 _ATTEMPTS = 10  # to find a part of the wanted size and shape that fits
-_JITTER = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 _ERASED = (0.02, 1 / 3)  # shares of the image
 _ERASED_SHAPE = 0.3  # the flattest rectangle's height by its width, and the steepest one's width by its height
 
@@ -32,7 +31,6 @@ class ImageRecipe:
         crop_scale: the least share of an image's area that a random crop keeps.
         crop_ratio: the largest ratio of a crop's longer side to its shorter one.
         rand_augment: None changes nothing.
-        color_jitter: how far brightness, contrast and saturation go from 1; 0 changes nothing.
         erasing: the share of images that lose a rectangle.
         erasing_mode: what comes in its place: "pixel", "rand" or "const", see `erase`.
     """
@@ -40,7 +38,6 @@ class ImageRecipe:
     crop_scale: float = 0.08
     crop_ratio: float = 4 / 3
     rand_augment: RandAugment | None = None
-    color_jitter: float = 0.0
     erasing: float = 0.0
     erasing_mode: str = "pixel"
 
@@ -65,14 +62,10 @@ class ImageChange:
     def __call__(self, image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
         """uint8; float32 where a rectangle was erased, whose noise is not bound to the range of pixels."""
         recipe, image = self.recipe, self.first(image, seed, epoch, sample)
-        if recipe.rand_augment or recipe.color_jitter:
-            picture = Image.fromarray(image)
-            if recipe.rand_augment:
-                fill = tuple(min(255, round(value)) for value in self.mean)
-                picture = recipe.rand_augment(picture, Draws(seed, "rand-augment", epoch, sample), fill)
-            if recipe.color_jitter:
-                picture = jitter(picture, recipe.color_jitter, Draws(seed, "color jitter", epoch, sample))
-            image = np.asarray(picture)
+        if recipe.rand_augment:
+            fill = tuple(min(255, round(value)) for value in self.mean)
+            draws = Draws(seed, "rand-augment", epoch, sample)
+            image = np.asarray(recipe.rand_augment(Image.fromarray(image), draws, fill))
         if recipe.erasing:
             draws = Draws(seed, "erasing", epoch, sample)
             image = erase(image, recipe.erasing, recipe.erasing_mode, self.mean, self.deviation, draws)
@@ -119,13 +112,6 @@ def random_box(size: tuple[int, int], scale: float, ratio: float, draws: Draws) 
     w, h = min(width, round(height * ratio)), min(height, round(width * ratio))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
-
-
-def jitter(image: Image.Image, strength: float, draws: Draws) -> Image.Image:
-    """Brightness, contrast and saturation, in any order, times 1 - strength (at least 0) to 1 + strength."""
-    for place in draws.order(len(_JITTER)):
-        image = _JITTER[place](image).enhance(draws.between(max(0.0, 1 - strength), 1 + strength))
-    return image
 
 
 def erase(

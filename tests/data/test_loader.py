@@ -7,11 +7,8 @@ import os
 import pytest
 import torch
 
-from megasnn.config import ConfigError, parse, validate
 from megasnn.data.dataset import BrokenSample
 from megasnn.data.epochs import check_shares, order_identity
-from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard, write_shards
 
 SAMPLES = 23
@@ -207,9 +204,6 @@ def test_what_cannot_be_cut_is_refused(dataset):
         check_shares(30, 8, 2, 4, 1, "keep")
     with pytest.raises(ValueError, match="4 micro-batch"):
         check_shares(SAMPLES, 10, 3, 5, 1, "continue")
-    flags = "--train-iters none --train-samples 100 --global-batch-size 8 --last-batch keep".split()
-    with pytest.raises(ConfigError, match="--train-samples"):
-        validate(parse(run_config(Spikformer), flags), 1)
 
 
 def test_a_position_in_the_data_is_not_taken_for_one_in_another_order(dataset):
