@@ -53,7 +53,7 @@ class TrainingConfig:
     train_epochs: Size | None = None
     """Epochs to train, instead of --train-iters: how often to go through the training data."""
     evaluate_only: bool = False
-    """Evaluate what --load or --load-spikingjelly gives on the validation data, and end."""
+    """Evaluate what --load gives on the validation data, and end."""
     exit_interval: Size | None = None
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: Positive | None = None

@@ -113,7 +113,7 @@ MISTAKES = {
     "--v-reset no": ["--v-reset", "no"],
     "--precision fp16": ["--precision fp16", "loss scale", "bf16"],
     "--data-path=": ["--data-path"],
-    "--load a --load-spikingjelly b": ["--load a", "--load-spikingjelly b"],
+    "--load a.pt --ckpt-step 3": ["--load a.pt", "--ckpt-step"],
     "--data-path a.tar b.tar c.tar": ["--data-path", "quotes"],
     "--data-path=a.tar --data-path=b.tar": ["--data-path", "quotes"],  # the last one would win
 }

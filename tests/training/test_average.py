@@ -101,7 +101,7 @@ def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
     flags = ("--train-iters", "3", "--precision", "fp64", "--ema-decay", "0.5")
     ranks(2, train, cache, *flags, "--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2")
     export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
-    start = ("--load-spikingjelly", str(tmp_path / "out.pt"), "--evaluate-only", "--precision", "fp64")
+    start = ("--load", str(tmp_path / "out.pt"), "--evaluate-only", "--precision", "fp64")
     train(cache, *start, "--tensorboard-dir", str(tmp_path / "exported"))
     again = ("--load", str(tmp_path / "run"), "--evaluate-only", "--precision", "fp64")
     train(cache, *again, "--tensorboard-dir", str(tmp_path / "average"), "--ema-decay", "0.5")
