@@ -83,12 +83,6 @@ class TrainingConfig:
     label_smoothing: ShareBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
 
-    @property
-    def iterations(self) -> int | None:
-        """Optimizer steps of the whole training; None where they depend on the data (--train-epochs), or no length is
-        given."""
-        return self.train_iters
-
     def length(self, epoch_samples: int, keeps_last_batch: bool = False) -> Length:
         """The length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import time
@@ -83,15 +82,6 @@ def test_help_shows_the_dimensions_of_the_variant(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         cli("--variant", "spikformer_ti", "--help")
     assert "Height and width of the images. (default: 224)" in printed(capsys)
-
-
-@pytest.mark.parametrize("command", ["draw_schedule", "convert_checkpoint inspect", "preprocess_data n-mnist"])
-def test_the_commands_say_int_too(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    name, *subcommand = command.split()
-    with pytest.raises(SystemExit):
-        importlib.import_module(f"megasnn.commands.{name}").main([*subcommand, "--help"])
-    text = capsys.readouterr().out
-    assert " INT" in text and "None}" not in text
 
 
 # A command line, and what its one sentence names.
