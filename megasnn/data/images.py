@@ -110,11 +110,8 @@ class ImageFormat(SampleFormat):
     def augmentation(self, name: str) -> Augmentation:
         """A random change by its name, and behind it what the recipe has. Raises ValueError as for other samples."""
         found = super().augmentation(name)
-        mean, deviation = (
-            tuple(255 * value for value in np.broadcast_to(each, self.channels).tolist())
-            for each in NORMALISATIONS[self.normalisation]
-        )
-        change = ImageChange(found.change, self.recipe, mean, deviation)
+        mean = np.broadcast_to(NORMALISATIONS[self.normalisation][0], self.channels).tolist()
+        change = ImageChange(found.change, self.recipe, tuple(255 * value for value in mean))
         return replace(found, change=change, decoder=self.part_decoder if found.crops else None)
 
     def part_decoder(self, seed: int, epoch: int, sample: int) -> Callable[[bytes], np.ndarray]:

@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,7 +85,8 @@ class WorkerWatch:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._workers: list[BaseProcess] = []
-        self.end = weakref.finalize(self, _kill, self._workers)
+        # At exit too, before multiprocessing waits for its children, which do not take SIGTERM.
+        self.end = Finalize(self, _kill, args=(self._workers,), exitpriority=100)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """What a DataLoader gives, whose `timeout` is `STEP_SECONDS`.
