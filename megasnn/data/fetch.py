@@ -24,7 +24,7 @@ import fsspec
 import requests
 
 from megasnn.cache import build_once, cache_folder, name_in_cache
-from megasnn.data.index import INDEX_NAME, Index, ShardRecord, parse_json, sha256_of
+from megasnn.data.index import INDEX_NAME, Index, ShardRecord, parse_index, sha256_of
 from megasnn.data.shards import Shard, is_packed, open_shard, unpack
 from megasnn.telemetry.log import byte_bar
 
@@ -169,7 +169,7 @@ def _remote_index(url: str, seconds: float) -> Index | None:
         if isinstance(error.__cause__, FileNotFoundError | PermissionError):  # S3 refuses what it may not list
             return None
         raise
-    return parse_json(Index, content, shown(url))
+    return parse_index(content, shown(url))
 
 
 def _persist(url: str, action: Callable[[], Any]) -> Any:

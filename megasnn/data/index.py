@@ -7,21 +7,21 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, with_config
+from pydantic import Field, with_config
+
+from megasnn.files.described import STRICT, Count, FreeForm, described
 
 INDEX_NAME = "index.json"
 WORK_FOLDER = ".preprocess"
 """Exists in a folder whose preprocessing has begun and not ended."""
 VERSION: Literal[1] = 1
 _BLOCK = 1 << 20
-_STRICT = ConfigDict(strict=True, extra="forbid")
-_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Read = TypeVar("Read")
+_ADVICE = "make the shards again, or remove it to use them unchecked"
 
 
-@with_config(_STRICT)
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Members:
     """The samples of a shard in file order: their keys and classes, and where their data lie in the tar, in bytes.
@@ -32,8 +32,8 @@ class Members:
 
     keys: list[str]
     labels: list[int]
-    offsets: list[_Count]
-    sizes: list[_Count]
+    offsets: list[Count]
+    sizes: list[Count]
     suffixes: list[str]
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class Members:
             raise ValueError("keys, labels, offsets and sizes should have one entry for each sample")
 
 
-@with_config(_STRICT)
+@with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
     """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out.
@@ -52,19 +52,19 @@ class ShardRecord:
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
-    samples: _Count
-    size: _Count
+    samples: Count
+    size: Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     broken: list[str]
     members: Members | None = None
 
 
-@with_config(_STRICT)
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
     """A folder of shards: the options they were made with, the class names by number, the shards; the version."""
 
-    options: dict[str, JsonValue]
+    options: FreeForm
     classes: list[str]
     shards: list[ShardRecord]
     version: Literal[1] = VERSION
@@ -73,23 +73,15 @@ class Index:
         return [shard for shard in self.shards if shard.split == split]
 
 
-def parse_json(kind: type[Read], content: bytes, source: object) -> Read:
-    """JSON as a value of a dataclass. Raises ValueError, naming `source` and the field that is wrong."""
-    try:
-        adapter: TypeAdapter[Any] = TypeAdapter(kind)
-        return adapter.validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(
-            f"{source}: {field}: {first['msg']}; make the shards again, or remove it to use them unchecked"
-        ) from None
-
-
 def read_index(folder: Path) -> Index | None:
     """The index of a folder of shards; None where there is none. Raises ValueError for one that makes no sense."""
     path = folder / INDEX_NAME
-    return parse_json(Index, path.read_bytes(), path) if os.path.lexists(path) else None
+    return parse_index(path.read_bytes(), path) if os.path.lexists(path) else None
+
+
+def parse_index(content: bytes, source: object) -> Index:
+    """An index of shards from its JSON. Raises ValueError, naming `source` and the field that is wrong."""
+    return described(Index, content, source, advice=_ADVICE)
 
 
 def require_finished(folder: Path) -> None:

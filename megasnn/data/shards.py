@@ -25,7 +25,8 @@ from pydantic_core import to_json
 from megasnn.cache import build_once, cache_folder, cached_name
 from megasnn.data.event_files import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
-from megasnn.data.index import INDEX_NAME, Members, ShardRecord, parse_json, read_index, require_finished
+from megasnn.data.index import INDEX_NAME, Members, ShardRecord, read_index, require_finished
+from megasnn.files.described import described
 
 LABEL = "cls"
 SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
@@ -86,7 +87,7 @@ def open_shard(source: Path, name: str | None = None, record: ShardRecord | None
     if members is None:
         target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
         build_once(target, lambda path: _write_members(path, scan(tar, name)))
-        members = parse_json(Members, target.read_bytes(), target)
+        members = described(Members, target.read_bytes(), target)
     if record is not None and len(members.keys) != record.samples:
         raise ValueError(
             f"shard {name} holds {len(members.keys)} samples, {INDEX_NAME} says {record.samples}; make it again"
