@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from pydantic import with_config
 
-from megasnn.files.described import STRICT, Count, DescriptionError, FreeForm, described, open_regular, read_described
+from megasnn.files.described import STRICT, Count, DescriptionError, FreeForm, described, open_regular, read_bounded
 
 
 @with_config(STRICT)
@@ -22,9 +22,8 @@ class Whole:
 GOOD = '{"size": 5, "parts": {"w": [1.5, 2.0]}, "extra": {"note": [1, null, "x"]}}'
 
 
-def test_what_is_right_is_read(tmp_path):
-    (tmp_path / "it.json").write_text(GOOD)
-    assert read_described(Whole, tmp_path / "it.json") == Whole(5, {"w": [1.5, 2.0]}, {"note": [1, None, "x"]})
+def test_what_is_right_is_read():
+    assert described(Whole, GOOD.encode(), "it.json") == Whole(5, {"w": [1.5, 2.0]}, {"note": [1, None, "x"]})
 
 
 @pytest.mark.parametrize(
@@ -53,12 +52,10 @@ def test_what_is_wrong_names_file_and_field(old, new, named):
 def test_only_plain_files_of_usual_size_are_read(tmp_path):
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 1 << 30)
-    with pytest.raises(DescriptionError, match="large"):
-        read_described(FreeForm, tmp_path / "large")
+    with open_regular(tmp_path / "large") as stream, pytest.raises(DescriptionError, match="large"):
+        read_bounded(stream, tmp_path / "large")
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path, tmp_path / "none"):
-        with pytest.raises(DescriptionError, match=str(path)):
-            read_described(FreeForm, path)
     (tmp_path / "link").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="no regular file"):
-        open_regular(tmp_path / "link")
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path):
+        with pytest.raises(OSError):
+            open_regular(path)

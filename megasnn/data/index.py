@@ -14,8 +14,6 @@ from pydantic import Field, with_config
 from megasnn.files.described import STRICT, Count, FreeForm, described
 
 INDEX_NAME = "index.json"
-WORK_FOLDER = ".preprocess"
-"""Exists in a folder whose preprocessing has begun and not ended."""
 VERSION: Literal[1] = 1
 _BLOCK = 1 << 20
 _ADVICE = "make the shards again, or remove it to use them unchecked"
@@ -84,15 +82,6 @@ def parse_index(content: bytes, source: object) -> Index:
     return described(Index, content, source, advice=_ADVICE)
 
 
-def require_finished(folder: Path) -> None:
-    """Raises ValueError when preprocessing into `folder` has begun and not ended."""
-    if (folder / WORK_FOLDER).exists():
-        raise ValueError(
-            f"the shards in {folder} are not complete: their preprocessing was interrupted or is still running; "
-            f"run the same megasnn-preprocess-data again to finish them"
-        )
-
-
 def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) -> list[str]:
     """Read all shards that the index of `folder` lists; returns what is wrong, a line for each shard.
 
@@ -103,7 +92,6 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
     """
     index = read_index(folder)
     if index is None:
-        require_finished(folder)
         raise ValueError(f"{folder} has no {INDEX_NAME}; megasnn-preprocess-data writes one")
     wrong = []
     for record in index.shards:

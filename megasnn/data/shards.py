@@ -25,7 +25,7 @@ from pydantic_core import to_json
 from megasnn.cache import build_once, cache_folder, cached_name
 from megasnn.data.event_files import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
-from megasnn.data.index import INDEX_NAME, Members, ShardRecord, read_index, require_finished
+from megasnn.data.index import INDEX_NAME, Members, ShardRecord, read_index
 from megasnn.files.described import described
 
 LABEL = "cls"
@@ -72,8 +72,8 @@ def open_shard(source: Path, name: str | None = None, record: ShardRecord | None
         name: for messages, where that is not its path.
         record: of the index.json beside it, where that lies elsewhere; by default it is looked for in its folder.
     Raises:
-        ValueError: it is cut, empty or no tar, a sample is incomplete, or it is not the one that index.json lists, or
-            that is not finished; the message names the shard, and the sample.
+        ValueError: it is cut, empty or no tar, a sample is incomplete, or it is not the one that index.json lists;
+            the message names the shard, and the sample.
     """
     name, tar = name or str(source), source
     if record is None:
@@ -205,7 +205,6 @@ def _write_members(path: Path, members: Members) -> None:
 
 def _record_beside(source: Path) -> ShardRecord | None:
     """What the index.json beside a shard says of it, where there is one that lists it; its size is compared."""
-    require_finished(source.parent)
     index = source.parent / INDEX_NAME
     if not index.exists():
         return None

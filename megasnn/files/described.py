@@ -39,16 +39,6 @@ def in_message(value: object) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
-def read_described(kind: type[T], path: Path) -> T:
-    """Reads a file of JSON as a value of this type. Raises DescriptionError, as `described`, or where it cannot."""
-    try:
-        with open_regular(path) as stream:
-            content = read_bounded(stream, path)
-    except OSError as error:
-        raise DescriptionError(f"cannot read {path}: {error}") from None
-    return described(kind, content, path)
-
-
 def described(kind: type[T], content: bytes, file: object, *, advice: str = _ADVICE) -> T:
     """JSON as a value of this type.
 

@@ -78,9 +78,6 @@ def test_places_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypat
         write(**changes)
         with pytest.raises(ValueError, match=named):
             open_shard(path)
-    (tmp_path / ".preprocess").mkdir()
-    with pytest.raises(ValueError, match="not complete"):
-        open_shard(path)
 
 
 def test_every_cut_of_a_tar_is_noticed(tmp_path):
