@@ -124,7 +124,7 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     model = "vgg_dvs" if script.startswith("vgg") else "spikformer"
     place = started.words.index(str(ROOT / f"pretrain_{model}.py"))
     starter, given = started.words[:place], started.words[place + 1 :]
-    assert starter[:2] == (["-m", "megasnn.process.torchrun"] if ranks else [])
+    assert starter[:2] == (["-m", "torch.distributed.run"] if ranks else [])
     assert not ranks or starter[starter.index("--nproc-per-node") + 1] == str(ranks)
     found = configuration(model, given)
     folder = Path(str(found.checkpoint.save)).parent
@@ -191,7 +191,7 @@ def test_a_megasnn_that_can_be_imported_need_not_be_installed(tmp_path, monkeypa
 def test_slurm_names_the_nodes(tmp_path) -> None:
     words = start(tmp_path, "spikformer_slurm", DATA).words
     assert words[2:8] == ["--nnodes", "2", "--nproc-per-node", "8", "--rdzv-id", "7"]
-    assert words[8:12] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500"]
+    assert words[8:12] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:20007"]
 
 
 @pytest.mark.parametrize(

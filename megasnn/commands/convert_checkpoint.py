@@ -33,7 +33,6 @@ from megasnn.convert.opening import in_our_names, open_source
 from megasnn.convert.rank_files import reshard
 from megasnn.convert.source import TensorSource
 from megasnn.convert.target import Target, config_problems
-from megasnn.process.terminal import keep_going
 from megasnn.schedule.partition import PLACEMENTS
 
 Place = Annotated[Path, tyro.conf.Positional]
@@ -211,7 +210,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> int:
     """The program megasnn-convert-checkpoint."""
-    keep_going()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     return main()
 

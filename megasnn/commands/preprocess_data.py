@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from megasnn.config.cli import command_line
 from megasnn.preprocess.command import run
 from megasnn.preprocess.options import Command
-from megasnn.process.terminal import keep_going
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> int:
     """The program megasnn-preprocess-data."""
-    keep_going()
     return main()
 
 

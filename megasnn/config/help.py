@@ -23,7 +23,10 @@ RARELY_USED = {
         *("last_batch", "split_by", "frame_duration", "normalize_frames"),
         *("skip_broken_samples", "max_sample_mb", "max_unpacked_gb", "fetch_ahead", "fetch_timeout"),
     ),
-    "training": ("evaluate_only", "exit_interval", "exit_duration_in_mins", "bptt_steps", "tet_lambda", "tet_mean"),
+    "training": (
+        *("evaluate_only", "exit_interval", "exit_duration_in_mins", "max_skipped_steps"),
+        *("bptt_steps", "tet_lambda", "tet_mean"),
+    ),
     "optimizer": (
         *("lr_warmup_epochs", "lr_warmup_init", "lr_cooldown_epochs", "lr_interval", "lr_decay_from"),
         *("freeze", "lr_scale_of", "weight_decay_of", "ema_decay"),

@@ -52,6 +52,9 @@ class TrainingConfig:
     """Epochs to train, instead of --train-iters: how often to go through the training data."""
     evaluate_only: bool = field(default=False, metadata=FOR_RUNS)
     """Evaluate what --load or --load-spikingjelly gives on the validation data, and end."""
+    max_skipped_steps: int = field(default=10, metadata=FOR_RUNS)
+    """End the run, with exit status 4, after so many steps in a row that were skipped, since loss or gradient were not
+    finite: it has diverged. 0 goes on."""
     exit_interval: int | None = field(default=None, metadata=FOR_RUNS)
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: float | None = field(default=None, metadata=FOR_RUNS)
@@ -131,7 +134,8 @@ class TrainingConfig:
         return 1 if self.bptt_steps is None else time_steps // self.bptt_steps
 
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "micro_batch_size", "global_batch_size", "exit_interval", "bptt_steps")
+        wrong = at_least(self, 0, "max_skipped_steps")
+        wrong += at_least(self, 1, "micro_batch_size", "global_batch_size", "exit_interval", "bptt_steps")
         wrong += at_least(self, 1, "train_iters", "train_epochs")
         wrong += at_least(self, 0, "seed") + above(self, 0, "exit_duration_in_mins")
         wrong += from_zero_to_below_one(self, "label_smoothing", "tet_lambda") + self._loss_problems()

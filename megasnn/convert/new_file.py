@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megasnn.checkpoint.folder import LATEST, named, step_folder
+from megasnn.checkpoint.job import FolderLock
 from megasnn.files.durable import sync
 from megasnn.files.problems import CheckpointError
-from megasnn.process.job import FolderLock
 
 
 def refuse_existing(path: Path, flag: str) -> None:

@@ -9,7 +9,7 @@
 # When a host fails, the others are stopped.
 set -euo pipefail
 read -ra hosts <<<"${HOSTS:?the hosts, between spaces}"
-torchrun=("$(command -v python)" -m megasnn.process.torchrun --nnodes "${#hosts[@]}"
+torchrun=("$(command -v python)" -m torch.distributed.run --nnodes "${#hosts[@]}"
     --nproc-per-node "${GPUS:?GPUs on each host}" --max-restarts "${RESTARTS:-0}" --rdzv-id "${JOB:-$$-$(date +%s)}"
     --rdzv-backend c10d --rdzv-endpoint "${hosts[0]}:${PORT:-29500}")
 passed=()

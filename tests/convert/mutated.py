@@ -27,12 +27,12 @@ import torch
 
 from megasnn.checkpoint import CheckpointError, load_global_tensors, read_metadata, save_global_tensors
 from megasnn.checkpoint.folder import LATEST
+from megasnn.checkpoint.job import LOCK, JobFolder
 from megasnn.checkpoint.pieces import PIECES
 from megasnn.checkpoint.torch_archive import read_state_dict
 from megasnn.checkpoint.whole import verify_checkpoint
 from megasnn.convert.listing import as_json, as_text
 from megasnn.convert.opening import open_source
-from megasnn.process.job import LOCK, JobFolder
 from tests.checkpoint import crafted
 from tests.checkpoint.crafted import as_format_2, put, put_format_2, seal, values_of
 

@@ -13,11 +13,11 @@ import torch
 
 from megasnn.checkpoint import find_checkpoint, list_checkpoints, save_global_tensors, verify_checkpoint
 from megasnn.checkpoint.folder import LATEST, remove
+from megasnn.checkpoint.job import FolderLock
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.differences import largest_difference
 from megasnn.convert.opening import open_source
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.process.job import FolderLock
 from tests.checkpoint.test_interchange import spikformer
 from tests.convert.saved import MODELS, save_whole
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megasnn.checkpoint import CheckpointError, load_checkpoint, load_global_tensors, read_metadata
+from megasnn.checkpoint.job import LOCK
 from megasnn.checkpoint.optimizer_state import allocate, describe
 from megasnn.checkpoint.pieces import read_pieces
 from megasnn.checkpoint.planner import plan_reading
@@ -16,7 +17,6 @@ from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.opening import open_source
 from megasnn.convert.rank_files import reshard
 from megasnn.convert.target import Target, saved_model
-from megasnn.process.job import LOCK
 from megasnn.schedule.partition import layout_to_bounds, parse_layout
 from tests.convert.saved import EXTRA, MODELS, build, identity, save_whole
 

@@ -27,6 +27,7 @@ from megasnn.checkpoint import (
 )
 from megasnn.checkpoint.compare import config_differences
 from megasnn.checkpoint.folder import LATEST, Retention, superfluous
+from megasnn.checkpoint.job import LOCK, JobFolder
 from megasnn.checkpoint.pieces import PIECES
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.opening import open_source
@@ -34,7 +35,6 @@ from megasnn.convert.rank_files import reshard
 from megasnn.convert.target import Target
 from megasnn.files.described import in_message
 from megasnn.models.names import Made
-from megasnn.process.job import LOCK, JobFolder
 from tests.checkpoint.crafted import as_format_2, claiming_memory, put, put_format_2, seal, values_of
 from tests.convert.saved import MODELS, save_whole
 
