@@ -61,7 +61,8 @@ class TrainingRun:
         self.config, self.state, self.stop = config, state, stop or StopSignals()
         self._started = time.monotonic()
         self._skipped_samples, self._prepared, self.saved = 0, False, True
-        self._skipped_in_a_row, self._owes_save = 0, False
+        self._skipped_steps = 0  # since the last save
+        self._skipped_in_a_row = 0
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config, state)
@@ -102,7 +103,6 @@ class TrainingRun:
             self.data.length.epoch_samples,
             logging.tensorboard_dir,
             log_folder(self.config),
-            logging.log_throughput,
             resumed,
         )
 
@@ -136,8 +136,7 @@ class TrainingRun:
 
     @property
     def has_diverged(self) -> bool:
-        """True when so many steps in a row were skipped that the run ends. A save that is due after a skipped step
-        waits for one that is not: no good checkpoint is removed in favour of one of a run that has diverged."""
+        """True when so many steps in a row were skipped that the run ends."""
         most = self.config.training.max_skipped_steps
         return 0 < most <= self._skipped_in_a_row
 
@@ -201,8 +200,8 @@ class TrainingRun:
             if self.engine.steps.without_gradient:
                 self.reporter.line(notice_of(self.engine.steps.without_gradient))
             self._require_state_as_needed()
-            self.saves.prepare()
             self._prepared = True
+        self._skipped_steps += result.skipped
         if result.not_finite:
             self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)
@@ -222,15 +221,16 @@ class TrainingRun:
             self.evaluations.run()
             if self.engine.stop_votes:
                 return
-        saves = _due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration) or self._owes_save
-        saves, self._owes_save = saves and not (last or result.skipped), saves and result.skipped  # see `has_diverged`
-        self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
+        saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
+        self._compare_replicas_if(
+            _due(self.iteration, self.config.parallel.check_replicas_interval) and not (saves or last)
+        )
         self._save_if(saves)
 
     def _require_state_as_needed(self) -> None:
         """Raises CheckpointError on every rank, after the first step and not with the first save, where the state of an
         optimizer of the user's own cannot be saved or compared."""
-        compares = self.config.parallel.replica_interval and self.replicas.compares
+        compares = self.config.parallel.check_replicas_interval and self.replicas.compares
         flags = ["--save"] * bool(self.config.checkpoint.save) + ["--check-replicas-interval"] * bool(compares)
         if flags:
             entries = self.engine.checkpoints.entries
@@ -275,7 +275,8 @@ class TrainingRun:
         self._compare_replicas_if(True)
         self._require_finite()
         with self.reporter.pause():
-            self.saves.save(self.iteration, self.consumed_samples, self.evaluations.owed)
+            self.saves.save(self.iteration, self.consumed_samples, self._skipped_steps, self.evaluations.owed)
+        self._skipped_steps = 0
 
     def _require_finite(self) -> None:
         """Raises ValueError on every rank where what is to be saved is not finite on one of them. Collective."""
@@ -287,7 +288,7 @@ class TrainingRun:
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
-        if not (due and self.config.parallel.replica_interval and self.replicas.compares):
+        if not (due and self.config.parallel.check_replicas_interval and self.replicas.compares):
             return
         try:
             with self.watch.timers("compare_replicas"):

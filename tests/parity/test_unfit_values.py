@@ -24,7 +24,7 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.models.networks import CLASSES, between
-from tools.benchmark.nccl_like import nccl_like
+from tests.nccl_like import nccl_like
 
 SIZES, UNFIT = (3, 3, 3, 2), {"drop", "first sum", "second sum"}
 
