@@ -27,9 +27,9 @@ from megasnn.precisions import PRECISIONS, Precision
 from megasnn.registry import Registry
 from megasnn.schedule import SCHEDULES, Action, Kind, Schedule, plan_schedule
 from megasnn.schedule.actions import COMPUTE
-from megasnn.schedule.evaluate import forecasts_of_named
 from megasnn.schedule.named import FixedOrder, equal_costs
 from megasnn.schedule.partition import PLACEMENTS
+from megasnn.schedule.search import forecast_named
 from tests.training.runs import Outcome, train, whole
 
 TABLES = (
@@ -143,7 +143,7 @@ def test_flags_and_files_take_it_while_it_is_there(capsys: pytest.CaptureFixture
 def test_a_schedule_is_planned_forecast_and_held_to_the_memory_limit() -> None:
     with one_of_each():
         schedule = plan_schedule(NAME, 2, micro_batches=3).training(3)
-        assert NAME in [each.name for each in forecasts_of_named(2, 3, equal_costs(2))]
+        assert NAME in [each.name for each in forecast_named(2, 3, equal_costs(2))]
         flags = f"--pipeline-schedule {NAME} --pipeline-model-parallel-size 2 --pipeline-memory-limit 2"
         (problem,) = problems(*flags.split(), world_size=2)
     computed = [" ".join(str(each) for each in row if each.kind in COMPUTE) for row in schedule.actions]

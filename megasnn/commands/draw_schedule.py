@@ -32,9 +32,9 @@ from megasnn.schedule import (
     per_stage,
     simulate,
 )
-from megasnn.schedule.gantt import draw_grid, write_chart
-from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
-from megasnn.schedule.weights import SharedWeights
+from megasnn.schedule.draw import draw_grid, write_chart
+from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.passes import NEVER, RECOMPUTE, insert_recompute, refine
 
 MOST = 1 << 13
 MOST_SEARCHED = 128
@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.transfer,
         input_gradient=options.input_grad,
         weight_gradient=options.weight_grad,
-        gather=options.gather or 0.0,
-        scatter=options.scatter or 0.0,
+        unshard=options.gather or 0.0,
+        reduce_scatter=options.scatter or 0.0,
     )
     costs_of = per_stage([whole] * options.stages)
     schedule = generate(
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _gathers(schedule: Schedule, rank: int) -> int:
-    return sum(action.kind is Kind.GATHER_WEIGHTS for action in schedule.actions[rank])
+    return sum(action.kind is Kind.UNSHARD for action in schedule.actions[rank])
 
 
 def _check(options: Options) -> None:

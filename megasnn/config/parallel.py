@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from megasnn.config.checks import FOR_RUNS, above, at_least, refusal
 from megasnn.config.names import name_in
 from megasnn.grid import ContextCut
-from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
-from megasnn.schedule.refine import NEVER, RECOMPUTE
+from megasnn.schedule.passes import NEVER, RECOMPUTE
+from megasnn.schedule.plan import chunks_of_schedule
 
 RecomputeName = Annotated[str, name_in(RECOMPUTE)]
 ScheduleName = Annotated[str, name_in(SCHEDULES)]

@@ -11,7 +11,6 @@ from megasnn.config.training import LENGTHS
 from megasnn.config.validate_layout import (
     cost_problems,
     grid_problems,
-    memory_problems,
     partition_problems,
     recompute_problems,
     replica_problems,
@@ -21,7 +20,7 @@ from megasnn.losses import LOSSES
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.named import looks_at_costs
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
@@ -62,7 +61,7 @@ def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[],
     if sound and units is not None:
         problems += partition_problems(config, units)
     if not problems and units is not None:
-        problems += memory_problems(config, world_size) + replica_problems(config, world_size)
+        problems += replica_problems(config, world_size)
     problems += _optimizer_problems(config, world_size) + recompute_problems(config)
     problems += cost_problems(config)
     return problems + _wire_problems(config) + _arithmetic_problems(config) + _graph_problems(config)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes
 from megasnn.config.checks import refusal
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Axis, Grid
-from megasnn.schedule.named import least_held
 from megasnn.schedule.partition import layout_to_bounds
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 
 
 def grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
@@ -101,26 +100,6 @@ def partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[s
             f"the model's {len(units)} layers"
         ]
     return []
-
-
-def memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """A fixed order that holds more than the memory limit; what a search has to find out is refused by the search."""
-    parallel = config.parallel
-    limit = parallel.pipeline_memory_limit
-    if limit is None:
-        return []
-    stages, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    replicas = Grid.fit(world_size, tensor, stages, context=context).replicas
-    most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
-    most *= config.training.windows(config.model.time_steps)
-    held = least_held(name, stages, most, parallel.chunks_per_rank)
-    if held <= limit:
-        return []
-    return [
-        f"--pipeline-schedule {name} holds the activations of {held:g} micro-batches on a rank, with {stages} stages "
-        f"and {most} micro-batches, where --pipeline-memory-limit allows {limit:g}; auto searches within the limit"
-    ]
 
 
 def recompute_problems(config: PretrainConfig) -> list[str]:

@@ -23,9 +23,9 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.dialects import model_of
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS
-from megasnn.pipeline.costs import layers_per_chunk
-from megasnn.pipeline.measured import measure_layers
+from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.profile_layers import profile_layers
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
 from megasnn.sharded_tensors import ShardedTensor, sharded_tensors
 from megasnn.sharding import Shard
@@ -163,7 +163,7 @@ class Target:
             _refuse_large_input(model.description, _LARGEST_INPUT)
         except ValueError as error:
             raise ValueError(f"{error} to measure its layers with; give the cut with {LAYOUT_FLAG}") from None
-        costs = measure_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
+        costs = profile_layers(model.description, 1, BuildContext(), torch.device("cpu"), WireOptions())
         return placed_bounds([cost.seconds for cost in costs], placement)
 
 

@@ -16,8 +16,8 @@ from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.order import PipelineRequest
+from megasnn.pipeline.choose_schedule import PipelineRequest
+from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.planner.analysis import read, whose
@@ -26,7 +26,7 @@ from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 from megasnn.telemetry.device_name import name_of
 
 

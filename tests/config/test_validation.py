@@ -210,7 +210,7 @@ def test_a_memory_limit_is_checked_without_a_search(monkeypatch: pytest.MonkeyPa
         raise AssertionError("validation must not search")
 
     for name in ("find_best", "generate"):
-        monkeypatch.setattr(f"megasnn.schedule.build.{name}", search)
+        monkeypatch.setattr(f"megasnn.schedule.plan.{name}", search)
     flags = "--pipeline-model-parallel-size 4 --global-batch-size 4096 --pipeline-memory-limit 3 --pipeline-schedule"
     for name in ("auto", "zbv", "v-min"):
         assert problems(*flags.split(), name, world_size=4) == ()

@@ -21,7 +21,7 @@ from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import plan
-from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
@@ -111,7 +111,7 @@ def without_trial() -> Iterator[None]:
     def alike(model: ModelDescription, *_: object) -> PipelineCosts:
         return PipelineCosts(tuple(LayerCost(1, 1, 1) for _ in model.layers), LinkCost())
 
-    with mock.patch.object(memory, "measure_memory", alike), mock.patch.object(plan, "agreed_costs", alike):
+    with mock.patch.object(memory, "count_memory", alike), mock.patch.object(plan, "profile_pipeline", alike):
         yield
 
 
