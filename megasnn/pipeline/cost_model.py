@@ -59,6 +59,8 @@ class LayerCost:
             receives from the others.
         found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
         again: seconds of a forward that is computed again; None: those of the forward.
+        working_again: bytes that it needs, as in `working`; None: those of the forward.
+        working_whole: bytes that a backward in one part needs; None: the larger one of the parts'.
         deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
         output: bytes of the output where the layer runs, and of its gradient; None: those of the gradient on its way.
             In PipelineCosts of all that crosses a boundary behind the layer.
@@ -79,6 +81,8 @@ class LayerCost:
     exchanged: int = 0
     found: int = 0
     again: float | None = None
+    working_again: int | None = None
+    working_whole: int | None = None
     deferred: int | None = None
     output: int | None = None
     cast: int = 0
@@ -186,12 +190,12 @@ def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]
     def grown(few: int, more: int) -> int:
         return max(0, few + (samples - sizes[lower]) * (more - few) // max(1, sizes[upper] - sizes[lower]))
 
-    values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
+    values = {name: grown(getattr(first, name) or 0, getattr(second, name) or 0) for name in _IN_BYTES}
     forward, inputs, weights = map(grown, first.working, second.working)
     return replace(first, working=(forward, inputs, weights), **values)
 
 
-_IN_BYTES = "held", "message", "gradient", "found", "deferred", "output", "exchanged"
+_IN_BYTES = "held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output", "exchanged"
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:

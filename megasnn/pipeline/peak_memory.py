@@ -56,11 +56,10 @@ def unit_memory(costs: PipelineCosts, units: Sequence[range]) -> list[UnitMemory
         behind = layer if span else before
         gradient = behind.waiting if behind.gradient and span.stop < len(layers) else 0
         forward, inputs, weights = layer.working
-        forward += before.waiting
         working = {
-            Kind.FORWARD: forward,
-            Kind.RECOMPUTE: forward,
-            Kind.BACKWARD: gradient + max(inputs, weights),
+            Kind.FORWARD: before.waiting + forward,
+            Kind.RECOMPUTE: before.waiting + (layer.working_again or forward),
+            Kind.BACKWARD: gradient + (layer.working_whole or max(inputs, weights)),
             Kind.INPUT_GRADIENT: gradient + inputs,
             Kind.WEIGHT_GRADIENT: weights,
         }

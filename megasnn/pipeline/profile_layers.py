@@ -196,8 +196,9 @@ class _Trial:
 
     def cost(self, rounds: int, repeats: bool) -> LayerCost:
         """Costs without those of messages. Args: as of `profile_layers`."""
-        held, forward, inputs, deferred, weights = self._count()
-        found = self._count_found() if repeats else 0
+        held, forward, whole = self._count_whole_backward()
+        inputs, deferred, weights = self._count_parts()
+        found, again = self._count_again() if repeats else (0, None)
         for _ in range(rounds):
             self._run_by_the_clock(repeats)
         return LayerCost(
@@ -211,28 +212,28 @@ class _Trial:
             exchanged=self._traffic[1],
             found=found,
             again=self._clock.seconds("again"),
+            working_again=again,
+            working_whole=whole,
             deferred=deferred,
             output=sum(each.nbytes for each in entries_of(self.output).values()),
         )
 
-    def _count(self) -> tuple[int, int, int, int, int]:
-        """Bytes that a forward keeps and needs, that an input gradient needs and leaves, and that a weight gradient
-        needs."""
-        self._forget()
-        counter, given = AllocationCounter(self._device), list[Bundle]()
-        with counter.counting():  # inputs come in, but images lie in the batch
-            given += self._inputs if self._is_first else [map_entries(_copied, x) for x in self._inputs]
-        before = counter.held
+    def _count_whole_backward(self) -> tuple[int, int, int]:
+        """Bytes that a forward keeps and needs, and that a backward in one part needs."""
+        counter, forward, backward = self._counted_forward()
+        held = counter.held
         with counter.counting():
-            y = [self._forward(given)]
-        forward = counter.peak - before
-        with counter.counting():
-            backward = self._backward_of(y.pop())
-            given.clear()
+            backward()
+        self._gradients.clear()
+        return held, forward, counter.peak - held - self._gradient_bytes
+
+    def _count_parts(self) -> tuple[int, int, int]:
+        """Bytes that an input gradient needs and leaves, and that a weight gradient needs."""
+        counter, _, backward = self._counted_forward()
         held = counter.held
         with counter.counting(), self._weight_gradients.deferred() as tasks:
             backward()
-        inputs = counter.peak - held - sum(each.nbytes for each in self._learning)
+        inputs = counter.peak - held - self._gradient_bytes
         with counter.counting():
             self._gradients.clear()
         deferred = counter.held
@@ -240,14 +241,36 @@ class _Trial:
         with counter.counting():
             while tasks:
                 tasks.pop()()
-        return held, forward, inputs, deferred, counter.peak - deferred
+        return inputs, deferred, counter.peak - deferred
 
-    def _count_found(self) -> int:
-        """Bytes that a forward keeps for the second one beside its input."""
+    def _count_again(self) -> tuple[int, int]:
+        """Bytes that a forward keeps for the second one beside its input, and that the second one needs."""
         with AllocationCounter(self._device).counting():
             findings = self._first_forward()
         parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
-        return sum(part.nbytes for part in parts)
+        found = sum(part.nbytes for part in parts)
+        with only_graph([self._layer]), second_forward(findings):
+            return found, self._counted_forward()[1]
+
+    def _counted_forward(self) -> tuple[AllocationCounter, int, Callable[[], None]]:
+        """A forward, at whose end nothing is left but what it keeps; the bytes that it needed, and its backward."""
+        self._forget()
+        counter, given = AllocationCounter(self._device), list[Bundle]()
+        with counter.counting():  # inputs come in, but images lie in the batch
+            given += self._inputs if self._is_first else [map_entries(_copied, x) for x in self._inputs]
+        before = counter.held
+        with counter.counting():
+            y = [self._forward(given)]
+        needed = counter.peak - before
+        with counter.counting():
+            backward = self._backward_of(y.pop())
+            given.clear()
+        return counter, needed, backward
+
+    @property
+    def _gradient_bytes(self) -> int:
+        """Bytes of the gradient of the output."""
+        return sum(each.nbytes for each in self._learning)
 
     def _first_forward(self) -> Findings:
         findings: Findings = deque()

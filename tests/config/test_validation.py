@@ -84,7 +84,6 @@ REFUSED = [
     ),
     ("--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 20", "are more chunks than"),
     ("--pipeline-schedule zbv --pipeline-model-parallel-layout 1|2|3", "has 3 entries for 2 chunks"),
-    ("--pipeline-schedule gpipe --pipeline-memory-limit 2", "where --pipeline-memory-limit allows 2"),
     ("--pipeline-memory-limit 0.5", "--pipeline-memory-limit must be at least 1, got 0.5"),
     ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank must be at least 1"),
     ("--backend nccl --device cpu", "--backend nccl cannot serve --device cpu"),
@@ -201,19 +200,3 @@ def test_all_problems_are_told_at_once() -> None:
 def test_an_object_of_an_unknown_variant_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="unknown --variant 'vgg'"):
         Spikformer(variant="vgg")  # type: ignore[arg-type]
-
-
-def test_a_memory_limit_is_checked_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank searches later, for all of them."""
-
-    def search(*_: object) -> None:
-        raise AssertionError("validation must not search")
-
-    for name in ("find_best", "generate"):
-        monkeypatch.setattr(f"megasnn.schedule.plan.{name}", search)
-    flags = "--pipeline-model-parallel-size 4 --global-batch-size 4096 --pipeline-memory-limit 3 --pipeline-schedule"
-    for name in ("auto", "zbv", "v-min"):
-        assert problems(*flags.split(), name, world_size=4) == ()
-    for name, held in (("1f1b", "4"), ("interleaved", "5.5"), ("zb1p", "4"), ("zb2p", "7"), ("gpipe", "512")):
-        (problem,) = problems(*flags.split(), name, world_size=4)
-        assert f"{name} holds the activations of {held} micro-batches on a rank" in problem and "allows 3" in problem

@@ -28,6 +28,7 @@ from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.plan import plan_pipeline
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.pipeline.step_state import MicroBatchInput
@@ -95,10 +96,10 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     finally:
         destroy_model_parallel()
     costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions(), repeats=True)
-    units = engine.plan.unit_bounds([range(len(engine.model.layers))])
+    units = unit_memory(costs, engine.plan.unit_bounds([range(len(engine.model.layers))]))
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
-    return live.after, activations_held(schedule, 0, costs.held_bytes(units), costs.entering_bytes(units))
+    return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
 
 
 def _small_spikformer() -> Spikformer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -75,8 +74,7 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     finer["context_parallel_size"] = parallel.context_parallel_size
     state = initialize_model_parallel(tensor, pipeline, **finer)
     try:
-        with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
-            run = TrainingRun(config, state, callbacks=callbacks)
+        run = TrainingRun(config, state, callbacks=callbacks)
         try:
             if not only_load:
                 run.train()
