@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megasnn.checkpoint.description import Metadata
+from megasnn.checkpoint.format import Metadata
 from megasnn.models.model import Model
 from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet

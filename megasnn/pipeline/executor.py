@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -191,10 +191,6 @@ class PipelineExecutor:
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {where.rank}, pipeline stage {where.pipeline.rank}, action {action}{micro}"
 
-    def go_dense(self, names: Iterable[str]) -> None:
-        """From now on these tensors travel dense between stages. To be called on all ranks alike, between steps."""
-        self._transfers.go_dense(names)
-
     def _named(self, method: Callable[[StepState, Action], None]) -> Callable[[StepState, Action], None]:
         """The method; in a trace, with the names of the action and of the message that it sends or waits for."""
 
@@ -226,7 +222,7 @@ class PipelineExecutor:
         chunk = self._chunks[action.chunk]
         # What the first chunk takes stays in the batch.
         given, carried = ((), ()) if chunk.is_first else (run.inputs[key], chunk.receives)
-        run.kept[key] = kept = KeptInput(given, carried, self._transfers.content_of)
+        run.kept[key] = kept = KeptInput(given, carried)
         with first_forward(kept.findings):
             y = self._output(run, key)
         self._hand_on(run, key, y)

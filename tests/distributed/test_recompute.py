@@ -124,7 +124,7 @@ def test_an_input_is_kept_in_its_format() -> None:
     whole = torch.arange(6)
     formats = [Content.SPIKES, Content.COUNTS, Content.DENSE]
     carried = [Carried(0, None, content, f"tensor {index}") for index, content in enumerate(formats)]
-    kept = KeptInput([spikes, counts, whole], carried, lambda each: each.content)
+    kept = KeptInput([spikes, counts, whole], carried)
     packed = bits_of(spikes)
     assert packed is not None and packed.nbytes == spikes.numel() // 8, "layers need not pack it again"
     for given, restored in zip((spikes, counts, whole), kept.restored(), strict=True):
@@ -132,7 +132,7 @@ def test_an_input_is_kept_in_its_format() -> None:
         assert given.stride() == restored.stride() and given.requires_grad == restored.requires_grad
     assert kept.restored() == []
     with pytest.raises(ValueError, match="tensor 0: pack_bits takes 0 and 1"):
-        KeptInput([spikes / 2], carried[:1], lambda each: each.content)
+        KeptInput([spikes / 2], carried[:1])
 
 
 class _Counts(nn.Module):
