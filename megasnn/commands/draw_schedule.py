@@ -1,7 +1,7 @@
 """Show a pipeline schedule: how long it takes, how long each rank waits, what it holds, and who does what when.
 
     megasnn-draw-schedule zbv --stages 4 --micro-batches 8
-    megasnn-draw-schedule auto --stages 4 --micro-batches 8 --weight-grad 0.8 --memory-limit 3 --output g.svg
+    megasnn-draw-schedule auto --stages 4 --micro-batches 8 --weight-grad 0.8 --output g.svg
 
 Costs are for a whole stage and one micro-batch, in any unit of time; with v chunks on a rank a chunk costs a
 v-th, a transfer always as much as given. Activations count whole stages' micro-batches.
@@ -72,8 +72,6 @@ class Options:
     """time of a stage's weight gradient."""
     transfer: float = 0.0
     """time of a transfer between two ranks."""
-    memory_limit: float | None = None
-    """activations a rank may hold; what needs more is refused, auto searches within it."""
     actions: bool = False
     """also list every rank's actions, transfers included."""
     output: Path | None = None
@@ -99,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.micro_batches,
         options.num_virtual_stages_per_pipeline_rank,
         costs_of,
-        options.memory_limit,
     )
     if options.units > 1 or options.recompute != NEVER:
         wanted = RECOMPUTE[options.recompute]

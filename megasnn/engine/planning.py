@@ -51,7 +51,6 @@ def plan_of(
     request = PipelineRequest(
         schedule=parallel.pipeline_schedule,
         chunks_per_rank=parallel.chunks_per_rank,
-        memory_limit=None,
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=context.largest_share(training.micro_batch_size),
         micro_batches=tuple(counts),

@@ -29,7 +29,6 @@ class PipelineRequest:
     Attributes:
         schedule: a name, or "auto".
         chunks_per_rank: None: auto may choose.
-        memory_limit: activations that a rank may hold, in whole stages' micro-batches.
         bounds: layers of each chunk; None: balanced by the measured costs.
         micro_batch_size: samples in each micro-batch.
         micro_batches: the numbers of them that replicas have in a step, the largest first.
@@ -44,7 +43,6 @@ class PipelineRequest:
 
     schedule: str
     chunks_per_rank: int | None
-    memory_limit: float | None
     bounds: tuple[range, ...] | None
     micro_batch_size: int
     micro_batches: tuple[int, ...]
@@ -132,7 +130,7 @@ def choose_schedule(
         weights_of: where replicas shard weights; layers are executed one by one then. weight_ranks: how many do.
         exchanged_of: where rows have owners, for a budget.
     Raises:
-        ValueError: what the schedule cannot place, a memory limit or a budget that it cannot keep.
+        ValueError: what the schedule cannot place, or a budget that it cannot keep.
     """
     counts = _possible_chunks(request, stages, layers)
     chunks = counts[0] if len(counts) == 1 else request.chunks_per_rank
@@ -142,9 +140,9 @@ def choose_schedule(
         return ScheduleChoice(request.bounds, _executed(plan, request, request.bounds, None, weights_of, exchanged_of))
     partitioner = Partitioner(request, costs)
     first = _planned(request, stages, request.schedule, chunks, partitioner)
-    usual, limit = request.micro_batches[0], request.memory_limit
+    usual = request.micro_batches[0]
     shown = counts if request.bounds is not None else (1, 2)[: layers // stages]
-    named = tuple(forecast_named(stages, usual, partitioner.costs_of, limit, shown))
+    named = tuple(forecast_named(stages, usual, partitioner.costs_of, shown))
     compares = request.memory_budget is not None or weights_of is not None
     orders: Iterator[tuple[str, float, SchedulePlan]] = iter([(request.schedule, 0.0, first)])
     if request.schedule == AUTO and stages > 1 and compares:
@@ -191,7 +189,7 @@ def _fastest_first(
     others = [
         (each.makespan, each.name, count)
         for count in counts
-        for each in forecast_named(stages, usual, partitioner.costs_of, request.memory_limit, (count,))
+        for each in forecast_named(stages, usual, partitioner.costs_of, (count,))
         if each.name != schedule.name
     ]
     for alone, name, count in sorted(others):
@@ -203,7 +201,7 @@ def _planned(
 ) -> SchedulePlan:
     """Schedule of chunks."""
     costs_of = None if partitioner is None else partitioner.costs_of
-    plan = plan_schedule(name, stages, chunks_per_rank, request.micro_batches[0], costs_of, request.memory_limit)
+    plan = plan_schedule(name, stages, chunks_per_rank, request.micro_batches[0], costs_of)
     return replace(plan, decided=tuple(plan.of_chunks(count) for count in dict.fromkeys(request.micro_batches)))
 
 

@@ -101,7 +101,7 @@ class PipelinePlan:
         named = [f"{each.name} {_in_short(each)}" for each in self.named[:_NAMED_SHOWN]]
         if len(self.named) > _NAMED_SHOWN:
             named.append(f"{len(self.named) - _NAMED_SHOWN} slower ones")
-        lines.append("  named ones: " + (", ".join(named) or "none keeps the limit"))
+        lines.append("  named ones: " + ", ".join(named))
         if self.compared:
             budget = "" if self.memory_budget is None else f"within --memory-budget {1e-6 * self.memory_budget:g}"
             shards = "" if self.weight_ranks == 1 else f"with --weight-parallel-size {self.weight_ranks}"
@@ -164,7 +164,7 @@ def plan_pipeline(
     Args:
         costs: measured before, the same on every rank.
     Raises:
-        ValueError: on every rank, what the schedule cannot place or a memory limit that it cannot keep.
+        ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
     """
     stages, bounds, ranks = state.pipeline.size, request.bounds, context.weight.size
     if bounds is None and stages == 1 and request.chunks_per_rank in (1, None):

@@ -30,7 +30,6 @@ class SchedulePlan:
         name: of the schedule; "auto" is the best one on this placement, searched for each number of micro-batches.
         placement: pipeline rank of each chunk.
         costs: of each chunk; equal ones when not given.
-        memory_limit: activations that a rank may hold, in the unit of the costs (whole stages' micro-batches).
         decided: schedules that were settled on before, where ranks must not search for themselves; of chunks.
         units: number of units in which each chunk is executed; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
@@ -41,7 +40,6 @@ class SchedulePlan:
     name: str
     placement: tuple[int, ...]
     costs: tuple[ChunkCost, ...] | None = None
-    memory_limit: float | None = None
     decided: tuple[Schedule, ...] = ()
     units: tuple[int, ...] | None = None
     recompute: str = NEVER
@@ -110,8 +108,7 @@ class SchedulePlan:
         return len(self.placement) // self.stages
 
     def training(self, micro_batches: int) -> Schedule:
-        """Validated schedule to execute. Raises ValueError where it cannot keep the memory limit. Built once for each
-        number: large ones take seconds."""
+        """Validated schedule to execute. Built once for each number: large ones take seconds."""
         if micro_batches not in self._built:
             self._built[micro_batches] = self._training(micro_batches)
         return self._built[micro_batches]
@@ -135,15 +132,15 @@ class SchedulePlan:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def of_chunks(self, micro_batches: int) -> Schedule:
-        """The same before chunks are split into units, validated, within the memory limit."""
+        """The same before chunks are split into units, validated."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule
-        stages, chunks, limit = self.stages, self.chunks_per_rank, self.memory_limit
+        stages, chunks = self.stages, self.chunks_per_rank
         if self.name == AUTO:
-            return find_best(stages, micro_batches, self._costs_of, limit, chunks, self.placement)
+            return find_best(stages, micro_batches, self._costs_of, chunks, self.placement)
         schedule = complete(named_schedule(self.name, stages, micro_batches, chunks, self._costs_of))
-        validate(schedule, limit, [cost.activation for cost in self._costs_of(schedule.placement)])
+        validate(schedule)
         return schedule
 
     def evaluation(self, micro_batches: int) -> Schedule:
@@ -169,7 +166,6 @@ def plan_schedule(
     chunks_per_rank: int | None = None,
     micro_batches: int = 1,
     costs_of: CostsOf | None = None,
-    memory_limit: float | None = None,
 ) -> SchedulePlan:
     """Settles on a placement.
 
@@ -178,9 +174,8 @@ def plan_schedule(
         chunks_per_rank: see `chunks_of_schedule`; auto chooses 1 or 2 when not given.
         micro_batches: of a usual step: auto takes the placement that is best for them.
         costs_of: costs of the chunks of a placement; equal ones when not given.
-        memory_limit: as in `SchedulePlan`.
     Raises:
-        ValueError: an unknown name, sizes below 1, chunks that the schedule cannot place, a limit it cannot keep.
+        ValueError: an unknown name, sizes below 1, chunks that the schedule cannot place.
     """
     for flag, value in (("--pipeline-model-parallel-size", stages), ("number of micro-batches", micro_batches)):
         if value < 1:
@@ -191,14 +186,11 @@ def plan_schedule(
     if name == AUTO:
         placement = loop_placement(1)
         if stages > 1 or chunks_per_rank != 1:
-            decided = (find_best(stages, micro_batches, costs_of, memory_limit, chunks_per_rank),)
+            decided = (find_best(stages, micro_batches, costs_of, chunks_per_rank),)
             placement = decided[0].placement
     else:
         placement = SCHEDULES[name].placement(stages, chunks_per_rank or 1)
-    plan = SchedulePlan(name, placement, tuple(costs_of(placement)), memory_limit, decided)
-    if memory_limit is None or decided:
-        return plan
-    return replace(plan, decided=(plan.of_chunks(micro_batches),))
+    return SchedulePlan(name, placement, tuple(costs_of(placement)), decided)
 
 
 def generate(
@@ -207,10 +199,9 @@ def generate(
     micro_batches: int,
     chunks_per_rank: int | None = None,
     costs_of: CostsOf | None = None,
-    memory_limit: float | None = None,
 ) -> Schedule:
     """Generates one validated schedule with transfers and reduction of gradients. Arguments as of `plan_schedule`."""
-    return plan_schedule(name, stages, chunks_per_rank, micro_batches, costs_of, memory_limit).training(micro_batches)
+    return plan_schedule(name, stages, chunks_per_rank, micro_batches, costs_of).training(micro_batches)
 
 
 def chunks_of_schedule(name: str, asked: int | None = None) -> int | None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megasnn.schedule.actions import Schedule
-from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.fill import Ticks
-from megasnn.schedule.memory import stage_shares
 from megasnn.schedule.named import RECIPES, SCHEDULES, CostsOf, equal_costs, named_schedule
 from megasnn.schedule.passes import complete
 from megasnn.schedule.simulate import Simulation, simulate
-from megasnn.schedule.validate import ROUNDING, validate
+from megasnn.schedule.validate import validate
 from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
 
 GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
@@ -43,10 +41,9 @@ def forecast_named(
     stages: int,
     micro_batches: int,
     costs_of: CostsOf,
-    memory_limit: float | None = None,
     chunks_per_rank: Sequence[int] = (1, 2),
 ) -> list[Forecast]:
-    """Forecasts of every named schedule that fits, the fastest first.
+    """Forecasts of every named schedule, the fastest first.
 
     Args:
         chunks_per_rank: numbers that the model can be cut into; others are left out.
@@ -56,9 +53,7 @@ def forecast_named(
         for count in chunks_per_rank:
             if named.chunks <= count and named.can_place(count):  # interleaved with one chunk is 1f1b
                 schedule = complete(named_schedule(name, stages, micro_batches, count, costs_of))
-                each = Forecast.of(name, simulate(schedule, costs_of(schedule.placement)))
-                if memory_limit is None or each.activations <= memory_limit + ROUNDING:
-                    found.append(each)
+                found.append(Forecast.of(name, simulate(schedule, costs_of(schedule.placement))))
     return sorted(found, key=lambda each: each.makespan)
 
 
@@ -66,21 +61,17 @@ def find_best(
     stages: int,
     micro_batches: int,
     costs_of: CostsOf,
-    memory_limit: float | None = None,
     chunks_per_rank: int | None = None,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """Finds the schedule of least simulated makespan that keeps the limit; of equally fast ones one that holds least.
+    """Finds the schedule of least simulated makespan; of equally fast ones one that holds least.
 
     Tried are all named ones, filled by these costs and by equal ones, 1F1B's order with every smaller memory, and the V
-    schedules with several memory limits and shorter gaps filled. It is never slower than a named one that fits, and
-    with one chunk a rank there is always one that holds a single micro-batch. With a `placement`, only schedules on it
-    are looked at.
-
-    Raises ValueError when none keeps the limit.
+    schedules with several memory limits and shorter gaps filled. It is never slower than a named one. With a
+    `placement`, only schedules on it are looked at.
     """
     counts = (1, 2) if chunks_per_rank is None else (chunks_per_rank,)
-    search = _Search(micro_batches, costs_of, memory_limit)
+    search = _Search(micro_batches, costs_of)
     recipes = [each for each in _recipes(stages, micro_batches, counts) if placement in (None, each.placement)]
     for recipe in recipes:
         search.try_recipe(recipe)
@@ -88,15 +79,9 @@ def find_best(
         for count in filter(named.can_place, counts):
             if placement in (None, named.placement(stages, count)):
                 search.consider(named_schedule(name, stages, micro_batches, count, equal_costs(stages)))
-    if search.best is None:
-        without_limit = _Search(micro_batches, costs_of, None)
-        without_limit.try_recipe(min(recipes, key=lambda recipe: recipe.limit))
-        raise ValueError(
-            f"--pipeline-memory-limit {memory_limit:g}: no schedule for {stages} stages and {micro_batches} "
-            f"micro-batches holds so little; the least found is {min(search.least_held, without_limit.least_held):g}"
-        )
+    assert search.best is not None, "1f1b can always be placed"
     _, schedule = search.best
-    validate(schedule, memory_limit, [cost.activation for cost in costs_of(schedule.placement)])
+    validate(schedule)
     return schedule
 
 
@@ -122,20 +107,16 @@ class _Search:
     """Keeps the best schedule of those that were tried.
 
     Attributes:
-        best: of those that keep the limit, with its forecast. least_held: by any that was looked at.
+        best: with its forecast.
     """
 
-    def __init__(self, micro_batches: int, costs_of: CostsOf, memory_limit: float | None) -> None:
-        self._micro_batches, self._costs_of, self._limit = micro_batches, costs_of, memory_limit
+    def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
+        self._micro_batches, self._costs_of = micro_batches, costs_of
         self.best: tuple[Forecast, Schedule] | None = None
-        self.least_held = math.inf
 
     def try_recipe(self, recipe: Recipe) -> None:
         """Fills by the costs, for as long as that can still win."""
         costs, count = self._costs_of(recipe.placement), self._micro_batches
-        unit = _unit_of_activations(recipe.placement, costs)
-        if self._limit is not None and unit is not None:
-            recipe = _within(recipe, self._limit / unit, count)
         ticks = Ticks.of(recipe.placement, costs, count)
         longest = math.inf if self.best is None else self.best[0].makespan * EQUAL
         filled = recipe.fill(ticks, count, (longest / ticks.unit, math.inf))
@@ -146,9 +127,6 @@ class _Search:
         """Simulates a schedule that only computes, and takes it if it is better than the best one."""
         schedule = complete(order)
         found = Forecast.of(order.name, simulate(schedule, self._costs_of(order.placement)))
-        self.least_held = min(self.least_held, found.activations)
-        if self._limit is not None and found.activations > self._limit + ROUNDING:
-            return
         if self.best is None:
             self.best = found, schedule
             return
@@ -166,17 +144,3 @@ def _preference(found: Forecast, schedule: Schedule) -> tuple[float, int, bool]:
     """Among equally fast ones: what holds less, in fewer chunks, with backwards in one part."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
     return found.activations, schedule.chunks, splits
-
-
-def _unit_of_activations(placement: Sequence[int], costs: Sequence[ChunkCost]) -> float | None:
-    """A whole stage's activations of one micro-batch in the unit of the costs; None where stages differ."""
-    shares = stage_shares(placement)
-    units = {round(cost.activation / share, 9) for cost, share in zip(costs, shares, strict=True)}
-    return units.pop() if len(units) == 1 and units != {0.0} else None
-
-
-def _within(recipe: Recipe, limit: float, micro_batches: int) -> Recipe:
-    """The recipe within a smaller limit; the same one where that does not bind."""
-    if min(recipe.limit, micro_batches) <= limit + ROUNDING:
-        return recipe
-    return replace(recipe, name=f"V within {limit:g}" if recipe.v else f"zb1p within {limit:g}", limit=limit)

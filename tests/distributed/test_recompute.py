@@ -207,7 +207,7 @@ COSTS = PipelineCosts(
 def _planned(budget: float) -> tuple[list[dict[int, list[int]]], list[int], list[str]]:
     state = initialize_model_parallel(1, 1)
     try:
-        request = PipelineRequest("gpipe", 1, None, (range(3),), SAMPLES, (2,), memory_budget=budget)
+        request = PipelineRequest("gpipe", 1, (range(3),), SAMPLES, (2,), memory_budget=budget)
         plan = plan_pipeline(describe(_Between()), request, BuildContext(), state, WireOptions(), COSTS)
         return plan.repeated(), plan.step_bytes(2), plan.describe_recompute()
     finally:

@@ -30,7 +30,7 @@ COSTS = costs_of(16)
 
 def chosen(schedule: str, budget: float | None) -> ScheduleChoice:
     limit = None if budget is None else budget * MB
-    request = PipelineRequest(schedule, None, None, None, 2, (MICRO_BATCHES,), memory_budget=limit)
+    request = PipelineRequest(schedule, None, None, 2, (MICRO_BATCHES,), memory_budget=limit)
     return choose_schedule(request, STAGES, len(COSTS.layers), COSTS)
 
 
@@ -83,7 +83,7 @@ def test_gathers_count_where_schedules_are_compared() -> None:
     def weights(units: Sequence[range]) -> SharedWeights:
         return SharedWeights(tuple(4 * MB * len(each) for each in units))
 
-    request = PipelineRequest("auto", None, None, None, 2, (MICRO_BATCHES,))
+    request = PipelineRequest("auto", None, None, 2, (MICRO_BATCHES,))
     choice = choose_schedule(request, STAGES, len(COSTS.layers), COSTS, weights, 2)
     whole = [each.whole for each in choice.compared if each.whole is not None]
     assert seconds(choice, ranks=2) == min(whole) and len(whole) > 1
@@ -92,7 +92,7 @@ def test_gathers_count_where_schedules_are_compared() -> None:
 
 @pytest.mark.slow
 def test_a_large_pipeline_is_decided_in_seconds() -> None:
-    request = PipelineRequest("auto", None, None, None, 2, (32,), memory_budget=150 * MB)
+    request = PipelineRequest("auto", None, None, 2, (32,), memory_budget=150 * MB)
     begun = time.thread_time()
     assert choose_schedule(request, 8, 32, costs_of(32)).compared
     assert time.thread_time() - begun < 10

@@ -19,7 +19,7 @@ from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from tests.parity.ranks import model_config
 
 MODEL = describe(model_config(), NeuronSpec())
-REQUEST = PipelineRequest("auto", None, None, None, 2, (5, 4))
+REQUEST = PipelineRequest("auto", None, None, 2, (5, 4))
 
 
 def _plan(request: PipelineRequest, searches: bool = True, context_size: int = 1) -> PipelinePlan | str:
@@ -86,17 +86,16 @@ def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:
     assert 2 * held[0] < first and held[1] < last
 
 
-@pytest.mark.parametrize("schedule, chunks, limit", [("auto", None, 2.0), ("zb1p", 1, None), ("1f1b", 1, 2.0)])
-def test_one_rank_searches_for_all(ranks, schedule: str, chunks: int | None, limit: float | None) -> None:
-    bounds = (range(0, 4), range(4, len(MODEL.layers))) if schedule == "1f1b" else None  # then nothing is measured
-    request = replace(REQUEST, schedule=schedule, chunks_per_rank=chunks, memory_limit=limit, bounds=bounds)
+@pytest.mark.parametrize("schedule, chunks", [("auto", None), ("zb1p", 1)])
+def test_one_rank_searches_for_all(ranks, schedule: str, chunks: int | None) -> None:
+    request = replace(REQUEST, schedule=schedule, chunks_per_rank=chunks)
     first, second = ranks(2, _plan, request, False)
     assert first == second and len(first.schedules.decided) == 2
 
 
-def test_a_limit_that_cannot_be_kept_is_refused_on_every_rank(ranks) -> None:
-    told = ranks(2, _plan, replace(REQUEST, schedule="gpipe", chunks_per_rank=1, memory_limit=2.0))
-    assert all("--pipeline-memory-limit allows 2" in text for text in told)
+def test_a_budget_that_cannot_be_kept_is_refused_on_every_rank(ranks) -> None:
+    told = ranks(2, _plan, replace(REQUEST, schedule="gpipe", chunks_per_rank=1, memory_budget=1.0))
+    assert all("--memory-budget" in text for text in told)
 
 
 def _decide(works: bool) -> str:

@@ -24,13 +24,13 @@ def uneven(stages: int, moves: bool) -> CostsOf:
     return per_stage(whole)
 
 
-# Makespans of a search that tries everything to its end: of each name, of auto, and of auto in half the memory.
+# Makespans of a search that tries everything to its end: of each name, and of auto.
 FULL = {
-    (2, 8, False): (33.75, 33.75, 32.375, 32.0, 32.0, 31.5, 31.5, 31.5, 31.5, 45.0),
-    (4, 8, True): (46.375, 44.53125, 39.9375, 38.78125, 37.15625, 38.0, 41.125, 50.78125, 37.15625, 50.78125),
-    (4, 32, False): (145.75, 137.375, 132.0625, 132.125, 131.375, 130.5, 132.5625, 159.625, 130.5, 150.125),
-    (8, 16, True): (97.875, 95.28125, 83.8125, 80.53125, 77.40625, 78.21875, 98.59375, 112.15625, 76.5625, 109.03125),
-    (8, 64, False): (296.0, 287.0, 273.3125, 273.0, 271.375, 268.75, 300.875, 304.375, 268.125, 304.375),
+    (2, 8, False): (33.75, 33.75, 32.375, 32.0, 32.0, 31.5, 31.5, 31.5, 31.5),
+    (4, 8, True): (46.375, 44.53125, 39.9375, 38.78125, 37.15625, 38.0, 41.125, 50.78125, 37.15625),
+    (4, 32, False): (145.75, 137.375, 132.0625, 132.125, 131.375, 130.5, 132.5625, 159.625, 130.5),
+    (8, 16, True): (97.875, 95.28125, 83.8125, 80.53125, 77.40625, 78.21875, 98.59375, 112.15625, 76.5625),
+    (8, 64, False): (296.0, 287.0, 273.3125, 273.0, 271.375, 268.75, 300.875, 304.375, 268.125),
 }
 
 
@@ -38,33 +38,25 @@ FULL = {
 def test_makespans_are_those_of_the_full_search_or_better(stages: int, micro_batches: int, moves: bool) -> None:
     costs_of = uneven(stages, moves)
 
-    def makespan(name: str, limit: float | None = None) -> float:
-        schedule = generate(name, stages, micro_batches, None, costs_of, limit)
-        result = simulate(schedule, costs_of(schedule.placement))
-        assert limit is None or max(result.peak_activations) <= limit
-        return result.makespan
+    def makespan(name: str) -> float:
+        schedule = generate(name, stages, micro_batches, None, costs_of)
+        return simulate(schedule, costs_of(schedule.placement)).makespan
 
-    *named, free, limited = FULL[stages, micro_batches, moves]
+    *named, best = FULL[stages, micro_batches, moves]
     assert [makespan(name) for name in NAMES] == named
-    assert makespan("auto") <= free
-    assert makespan("auto", stages // 2) <= limited
+    assert makespan("auto") <= best
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 32), st.floats(1, 16), st.sampled_from([None, 1, 2, 3, 4]), st.data())
-def test_auto_is_never_worse_than_a_named_schedule_that_fits(
-    stages: int, micro_batches: int, limit: float, chunks: int | None, data: st.DataObject
+@given(st.integers(1, 8), st.integers(1, 32), st.sampled_from([None, 1, 2, 3, 4]), st.data())
+def test_auto_is_never_worse_than_a_named_schedule(
+    stages: int, micro_batches: int, chunks: int | None, data: st.DataObject
 ) -> None:
     costs_of = data.draw(costs(stages))
-    counts = (1, 2) if chunks is None else (chunks,)
-    fitting = [each.makespan for each in forecast_named(stages, micro_batches, costs_of, limit, counts)]
-    try:
-        best = generate("auto", stages, micro_batches, chunks, costs_of, limit)
-    except ValueError:
-        assert not fitting and chunks not in (None, 1)  # with one chunk a rank, any limit can be kept
-        return
-    validate(best, limit)
-    assert simulate(best, costs_of(best.placement)).makespan <= min(fitting, default=float("inf"))
+    named = forecast_named(stages, micro_batches, costs_of, (1, 2) if chunks is None else (chunks,))
+    best = generate("auto", stages, micro_batches, chunks, costs_of)
+    validate(best)
+    assert simulate(best, costs_of(best.placement)).makespan <= min(each.makespan for each in named)
 
 
 def test_forecasts_are_simulations_in_short() -> None:
@@ -79,15 +71,9 @@ def test_forecasts_are_simulations_in_short() -> None:
 
 
 def test_what_is_found_says_what_it_is() -> None:
-    for limit in (1, 2, 3):
-        assert generate("auto", 4, 8, 1, memory_limit=limit).name == f"zb1p within {limit}"
     best = generate("auto", 8, 32)
     assert best.name == "zbv"
     assert simulate(best, equal_costs(8)(best.placement)).makespan == 99.5  # 3 x 32, and half of 7 forwards before
-    # Two stages whose two chunks together hold one micro-batch: 45 where only schedules made for it are looked at.
-    costs_of = uneven(2, moves=False)
-    within = generate("auto", 2, 8, None, costs_of, 1)
-    assert simulate(within, costs_of(within.placement)).makespan == 39.5
 
 
 def seconds(name: str, stages: int, micro_batches: int, costs_of: CostsOf | None = None) -> float:

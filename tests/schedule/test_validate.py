@@ -144,15 +144,12 @@ def test_a_deadlock_shows_who_waits_where() -> None:
     assert "rank 0: >0RECV_B0< 0F0 0SEND_F0" in text and "rank 1: >1RECV_F0< 1F0" in text
 
 
-def test_a_receive_out_of_turn_an_idle_rank_and_too_much_memory_are_seen() -> None:
+def test_a_receive_out_of_turn_and_an_idle_rank_are_seen() -> None:
     rows = parsed("0F0 0F1 0SEND_F1 0SEND_F0", "1RECV_F0 1F0 1RECV_F1 1F1")
     with pytest.raises(ScheduleError, match="1RECV_F0 .* rank 0, .* 0SEND_F1"):
         validate(Schedule("turn", (0, 1), 2, rows, forward_only=True))
     with pytest.raises(ScheduleError, match=r"placement \(0,\)"):
         validate(Schedule("idle", (0,), 1, parsed("0F0 0B0 0REDUCE_GRAD", "")))
-    with pytest.raises(ScheduleError, match=r"--pipeline-memory-limit allows 3") as error:
-        validate(generate("gpipe", 2, 4), 3)
-    assert ">0F3<" in str(error.value)
 
 
 def test_the_grid_is_cut_to_the_surroundings_of_the_mark() -> None:

@@ -83,7 +83,7 @@ class PipelineRank:
         flags, state = self._flags, self._state
         schedule = name if state.pipeline.size > 1 else "1f1b"
         count, size = (1, flags.samples) if name == ONE_BATCH else (flags.micro_batches, flags.micro_batch_size)
-        request = PipelineRequest(schedule, chunks_of_schedule(schedule), None, None, size, (count,))
+        request = PipelineRequest(schedule, chunks_of_schedule(schedule), None, size, (count,))
         plan = plan_pipeline(self._model, request, self._context, state, WireOptions(), self._costs)
         config = configuration(
             self._dimensions,
