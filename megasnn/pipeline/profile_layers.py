@@ -132,8 +132,8 @@ def profile_layers(
         kind = (_structure(layer), str(description.output), tuple(shapes), INPUT in takes)
         if kind not in known:
             materialise([(description.name, layer)], device, seed=0)
-            trial = _Trial(layer, inputs, range(samples), INPUT in takes, weight_gradients, device)
             with casts.kept():  # as in a step, which makes each copy once
+                trial = _Trial(layer, inputs, range(samples), INPUT in takes, weight_gradients, device)
                 cost = _with_messages(trial.cost(rounds, repeats), trial.output, description, wires, rounds)
                 cast = casts.held_bytes if context.weight.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
