@@ -59,15 +59,15 @@ def prepare_cublas(training: TrainingConfig) -> None:
 def require_possible(training: TrainingConfig, device: torch.device) -> None:
     """Raises ValueError for arithmetic that this device does not have."""
     wanted = arithmetic_of(training)
-    flags = {"--precision tf32": (wanted.rounds, "--precision fp32")}
-    flags["--fp32-products split"] = training.fp32_products == "split", "auto or ieee"
-    for flag, (given, instead) in flags.items():
-        if given and device.type != "cuda":
-            raise ValueError(f"{flag} is for GPUs, and this rank computes on a {device.type.upper()}: use {instead}")
-        if given and not takes_tf32(device):
+    if wanted.rounds:
+        if device.type != "cuda":
             raise ValueError(
-                f"{flag} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
-                f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use {instead}"
+                f"--precision tf32 is for GPUs, and this rank computes on a {device.type.upper()}: use --precision fp32"
+            )
+        if not takes_tf32(device):
+            raise ValueError(
+                f"--precision tf32 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
+                f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use --precision fp32"
             )
     if wanted.deterministic and device.type == "cuda":
         _require_workspace()

@@ -26,6 +26,7 @@ from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.holding import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
+from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
@@ -130,6 +131,8 @@ class DistributedModel:
         self.chunks: dict[int, PipelineChunk] = {
             index: build(index) for index, home in enumerate(placement) if home == state.pipeline.rank
         }
+        mine = (number for index in self.chunks for number in bounds[index])
+        compare_with_whole(model, context, mine, state.device, seed)
         kept = self._kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]

@@ -6,8 +6,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from megasnn.batching import micro_batches_of
 from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
@@ -24,7 +22,6 @@ from megasnn.planner.analysis import read, whose
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
-from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
 from megasnn.telemetry.memory import device_name
@@ -32,8 +29,7 @@ from megasnn.telemetry.memory import device_name
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:
     """How tensors travel between stages."""
-    asked = parallel.pipeline_gradient_dtype
-    return WireOptions(None if asked is None else getattr(torch, PRECISIONS[asked].products))
+    return WireOptions()
 
 
 def plan_of(
@@ -55,14 +51,13 @@ def plan_of(
     request = PipelineRequest(
         schedule=parallel.pipeline_schedule,
         chunks_per_rank=parallel.chunks_per_rank,
-        memory_limit=parallel.pipeline_memory_limit,
+        memory_limit=None,
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=context.largest_share(training.micro_batch_size),
         micro_batches=tuple(counts),
         predicts=config.logging.profile_pipeline,
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
-        weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
         scatters=parallel.weight_gradients == "scattered",
         rows_have_owners=parallel.use_distributed_optimizer,
     )

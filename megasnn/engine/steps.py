@@ -51,7 +51,7 @@ class Steps:
         groups = {axis: self._state.group(axis) for axis in HOLDING_AXES}
         self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups)
         decay = config.optimizer.ema_decay
-        self.average = None if decay is None else WeightAverage(distributed.owned, decay)
+        self.average = WeightAverage(distributed.owned, decay) if decay else None
         self.timers = Timers(self._state.device)
         self.iteration = self.consumed_samples = 0
         self.without_gradient: list[str] | None = None

@@ -35,7 +35,7 @@ LOSSES: Registry[Loss] = Registry(
         "tet": Loss(
             "cross-entropy of each time step (Deng et al. 2022)",
             later("megasnn.losses.sums:tet_sum"),
-            {"tet_lambda": "share", "tet_mean": "mean"},
+            {"tet_lambda": "share"},
             mixes=True,
         ),
         "mse": Loss(

@@ -54,7 +54,7 @@ def working_bytes(tensors: Iterable[ShardedTensor], config: OptimizerConfig) -> 
             Stepped(
                 entry.tensor.numel(),
                 entry.tensor.element_size(),
-                config.decay_of(entry.name, len(entry.shard.global_shape)) > 0,
+                config.decay_of(len(entry.shard.global_shape)) > 0,
             )
             for entry in trained
         ]

@@ -24,13 +24,7 @@ SIZES = (
     "context_parallel_size",
     "weight_parallel_size",
 )
-DECIDED = (
-    "--memory-budget",
-    "--pipeline-memory-limit",
-    "--pipeline-model-parallel-layout",
-    "--weight-memory-limit",
-    "--layer-costs",
-)
+DECIDED = ("--memory-budget", "--pipeline-model-parallel-layout", "--layer-costs")
 
 _ANEW = "; --costs with a file that is not there does"  # one that is there is read
 

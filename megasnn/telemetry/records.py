@@ -81,13 +81,12 @@ def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
     return {card: getattr(record, name) for name, card in cards.items()}
 
 
-def format_iteration(record: IterationRecord, throughput: bool = True, now: datetime | None = None) -> str:
+def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
     """Formats the log line, in Megatron-LM's shape; counts of what went wrong only where there are some."""
     width = len(str(record.train_iters))
     parts = [f"{_stamp(now)} iteration {record.iteration:>{width}}/ {record.train_iters}", f"epoch: {record.epoch:.2f}"]
-    if throughput:
-        parts.append(f"samples/s: {record.samples_per_second:.1f}")
     parts += [
+        f"samples/s: {record.samples_per_second:.1f}",
         f"learning rate: {record.learning_rate:.2E}",
         f"loss: {record.loss:.4f}",
         f"accuracy: {100 * record.accuracy:.1f} %",

@@ -44,7 +44,6 @@ class RunOutline:
     Attributes:
         iterations: of the whole run. epoch_samples: training samples of an epoch.
         directory: of TensorBoard; log_directory: of log.jsonl. None writes nothing.
-        throughput: True to have samples per second in the log line.
         resumed: (iteration, consumed samples) from which the run continues.
     """
 
@@ -52,7 +51,6 @@ class RunOutline:
     epoch_samples: int
     directory: str | Path | None = None
     log_directory: str | Path | None = None
-    throughput: bool = True
     resumed: tuple[int, int] | None = None
 
 
@@ -136,7 +134,7 @@ class Reporter:
             more: scalars for TensorBoard and log.jsonl only. layers: spikes, for the same.
         """
         record = self._record(iteration, samples, skipped_samples)
-        self._console.line(format_iteration(record, self._outline.throughput))
+        self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}

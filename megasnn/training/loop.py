@@ -101,7 +101,6 @@ class TrainingRun:
             self.data.length.epoch_samples,
             logging.tensorboard_dir,
             log_folder(self.config),
-            logging.log_throughput,
             resumed,
         )
 
@@ -207,13 +206,15 @@ class TrainingRun:
             if self.engine.stop_votes:
                 return
         saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
-        self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
+        self._compare_replicas_if(
+            _due(self.iteration, self.config.parallel.check_replicas_interval) and not (saves or last)
+        )
         self._save_if(saves)
 
     def _require_state_as_needed(self) -> None:
         """Raises CheckpointError on every rank, after the first step and not with the first save, where the state of an
         optimizer of the user's own cannot be saved or compared."""
-        compares = self.config.parallel.replica_interval and self.replicas.compares
+        compares = self.config.parallel.check_replicas_interval and self.replicas.compares
         flags = ["--save"] * bool(self.config.checkpoint.save) + ["--check-replicas-interval"] * bool(compares)
         if flags:
             entries = self.engine.checkpoints.entries
@@ -261,7 +262,7 @@ class TrainingRun:
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
-        if not (due and self.config.parallel.replica_interval and self.replicas.compares):
+        if not (due and self.config.parallel.check_replicas_interval and self.replicas.compares):
             return
         try:
             with self.watch.timers("compare_replicas"):

@@ -51,7 +51,7 @@ def forecast_memory(
     held = (*distributed.copies, *distributed.tensors)
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
-    averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
+    averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
     rank = state.pipeline.rank

@@ -15,7 +15,7 @@ from megasnn.training.introduction import log_folder
 
 
 class StepTrace:
-    """Takes the trace of --profile-steps on the ranks of --profile-ranks. An error in it ends no run.
+    """Takes the trace of --profile-steps on the ranks of the first replica. An error in it ends no run.
 
     Args:
         done: iterations that an earlier part of the run has made.
@@ -33,7 +33,7 @@ class StepTrace:
                 f"{iterations}: the trace has what lies in both"
             )
         self._line, self._best_effort = line, BestEffort(line)
-        self._steps = steps if options.profiles_rank(state.rank) else range(0)
+        self._steps = steps if state.data.rank == 0 else range(0)
         self._folder, self._rank = (log_folder(config) or Path()) / "traces", state.rank
         self._activities = [ProfilerActivity.CPU]
         if state.device.type == "cuda":

@@ -181,7 +181,7 @@ def test_flags_that_changed_are_told_and_weights_alone_are_taken(tmp_path: Path)
         ({"save": "there"}, "save is for whole runs"),
         ({"augment": "crop"}, "augment is for whole runs"),
         ({"lr_interval": "epoch"}, "lr_interval is for whole runs"),
-        ({"check_replicas_interval": 2}, "check_replicas_interval is for whole runs"),
+        ({"check_replicas_interval": 3}, "check_replicas_interval is for whole runs"),
         (
             {"mixup_alpha": 0.2, "mixup_off_epoch": 3, "log_interval": 1},
             r"^2 problems .*\n.* mixup_off_epoch is for whole",

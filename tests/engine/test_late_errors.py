@@ -66,11 +66,11 @@ def _step(gpu: BrokenGpu, waits: bool) -> None:
 def test_the_place(gpu: BrokenGpu, waits: bool, place: str) -> None:
     with pytest.raises(PipelineError, match=place) as caught:
         _step(gpu, waits)
-    assert "--wait-after-actions" in in_full(caught.value, with_traceback=False)
+    assert "CUDA_LAUNCH_BLOCKING" in in_full(caught.value, with_traceback=False)
 
 
 def test_memory_that_is_short_is_noticed_where_it_is() -> None:
-    assert "--wait-after-actions" not in in_full(torch.OutOfMemoryError("CUDA out of memory"), with_traceback=False)
+    assert "CUDA_LAUNCH_BLOCKING" not in in_full(torch.OutOfMemoryError("CUDA out of memory"), with_traceback=False)
 
 
 # --- what follows an error asks the GPU for nothing that hides it

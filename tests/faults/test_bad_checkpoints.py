@@ -84,7 +84,7 @@ def test_that_was_damaged_and_asked_for(damaged, tmp_path) -> None:
 
 
 def test_none_where_there_must_be_one(tmp_path) -> None:
-    argv = [*TINY, *PP2, "--load", str(tmp_path / "absent"), "--exit-on-missing-checkpoint"]
+    argv = [*TINY, *PP2, "--load", str(tmp_path / "absent")]
     refused(Ranks(tmp_path, 2, *argv).end(SECONDS), str(tmp_path / "absent"), "--load")
 
 

@@ -21,11 +21,12 @@ from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, r
 from tests.parity.test_layouts import SIZES, TOLERANCE, error, name_of
 
 STEPS = 3
+EPS = 1e-6  # timm's
 CLIP = 0.2
 # The rates are large, so that a difference in one step shows.
 OPTIONS = {
     "adamw": OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=CLIP),
-    "sgd": OptimizerConfig("sgd", lr=0.1, weight_decay=0.05, clip_grad=CLIP, sgd_nesterov=True),
+    "sgd": OptimizerConfig("sgd", lr=0.1, weight_decay=0.05, clip_grad=CLIP),
     "lamb": OptimizerConfig("lamb", lr=1e-2, weight_decay=0.05, clip_grad=CLIP),
 }
 
@@ -46,7 +47,7 @@ class PlainLamb:
                 m, v = self.moments[p]
                 m.copy_(first * m + (1 - first) * p.grad)
                 v.copy_(second * v + (1 - second) * p.grad**2)
-                u = (m / (1 - first**self.steps)) / ((v / (1 - second**self.steps)).sqrt() + self.options.adam_eps)
+                u = (m / (1 - first**self.steps)) / ((v / (1 - second**self.steps)).sqrt() + EPS)
                 u = u + group["weight_decay"] * p
                 ratio = p.norm() / u.norm() if group["weight_decay"] and p.norm() * u.norm() > 0 else 1.0
                 p -= self.options.lr * ratio * u
@@ -61,8 +62,8 @@ def theirs(model: torch.nn.Module, options: OptimizerConfig):
     if options.optimizer == "lamb":
         return PlainLamb(groups, options)
     if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, options.lr, options.sgd_momentum, nesterov=options.sgd_nesterov)
-    return torch.optim.AdamW(groups, options.lr, (options.adam_beta1, options.adam_beta2), options.adam_eps)
+        return torch.optim.SGD(groups, options.lr, options.sgd_momentum)
+    return torch.optim.AdamW(groups, options.lr, (options.adam_beta1, options.adam_beta2))
 
 
 @cache

@@ -59,9 +59,7 @@ def trained(cache: str, *flags: str) -> None:
         pytest.param(4, "--neuron plif", marks=pytest.mark.matrix),
         pytest.param(2, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", marks=pytest.mark.matrix),
         pytest.param(4, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", marks=pytest.mark.matrix),
-        pytest.param(
-            4, "--optimizer sgd --sgd-nesterov --freeze patch_embed --lr-scale-of head=0.5", marks=pytest.mark.matrix
-        ),
+        pytest.param(4, "--optimizer sgd --lr-scale-of patch_embed=0,head=0.5", marks=pytest.mark.matrix),
         pytest.param(2, "--optimizer own", marks=pytest.mark.matrix),
         pytest.param(2, "--recompute always", marks=pytest.mark.matrix),
         pytest.param(4, "--neuron plif --context-parallel-size 2", marks=pytest.mark.matrix),

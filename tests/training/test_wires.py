@@ -34,12 +34,6 @@ def test_bytes_between_stages(ranks, cache, tmp_path, layout, most) -> None:
     assert 0 < sent["7_communication/backward_mb"] == sent["7_communication/backward_mb_if_dense"]
 
 
-def test_gradients_in_bf16_take_half_the_bytes(ranks, cache, tmp_path) -> None:
-    ranks(2, train, cache, *PP2, "--pipeline-gradient-dtype", "bf16", "--tensorboard-dir", str(tmp_path))
-    sent = scalars(tmp_path)
-    assert sent["7_communication/backward_mb"] == pytest.approx(sent["7_communication/backward_mb_if_dense"] / 2)
-
-
 def _with_a_stranger(cache: str, *flags: str) -> Outcome:
     """A run in which the last block hands on, for the third micro-batch of each step, values that are no counts."""
     forward, calls = ResidualMLP.forward, 0

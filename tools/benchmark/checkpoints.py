@@ -26,7 +26,7 @@ from megasnn.checkpoint import LocalState, Progress, Saver, load_checkpoint
 from megasnn.checkpoint.folder import step_folder
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.serialise import to_dict
+from megasnn.config.values import to_dict
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from tools.benchmark.conversion import ConversionTask, measure_conversion

@@ -1,4 +1,4 @@
-"""One of each kind is added through its table: its flag takes it, it is used, and afterwards it is unknown again."""
+"""One of each kind is added through its registry: its flag takes it, it is used, and afterwards it is unknown again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, crop_and_flip
-from megasnn.config import ConfigError, TrainingConfig, from_dict, parse, to_dict, validate
+from megasnn.config import ConfigError, from_dict, parse, to_dict, validate
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
 from megasnn.kernels.spec import Neuron
@@ -32,7 +32,7 @@ from megasnn.schedule.named import FixedOrder, equal_costs
 from megasnn.schedule.partition import PLACEMENTS
 from tests.training.runs import Outcome, train, whole
 
-TABLES = (
+REGISTRIES = (
     *(SCHEDULES, NEURONS, SURROGATES, BACKENDS, FUSED_CHARGES, FUSED_SURROGATES),
     *(LOSSES, AUGMENTATIONS, OPTIMIZERS, DECAY_STYLES, PRECISIONS, PLACEMENTS),
 )
@@ -133,28 +133,24 @@ def test_flags_and_files_take_it_while_it_is_there(capsys: pytest.CaptureFixture
     summaries = ("one more ahead", "halves", "as mse", "as cifar", "as adamw", "as fp32")
     assert all(f"{NAME}: {summary}." in text for summary in summaries)
     for flag in NAMED:
-        with pytest.raises(SystemExit):
+        with pytest.raises(ConfigError, match=f"{flag} '{NAME}'"):
             config(flag, NAME)
-        assert NAME in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"training.loss \(--loss\) cannot be 'made-up'"):
+    with pytest.raises(ConfigError, match=f"--loss '{NAME}'"):
         from_dict(run_config(Spikformer), to_dict(found))
 
 
-def test_a_schedule_is_planned_forecast_and_held_to_the_memory_limit() -> None:
+def test_a_schedule_is_planned_and_forecast() -> None:
     with one_of_each():
         schedule = plan_schedule(NAME, 2, micro_batches=3).training(3)
         assert NAME in [each.name for each in forecasts_of_named(2, 3, equal_costs(2))]
-        flags = f"--pipeline-schedule {NAME} --pipeline-model-parallel-size 2 --pipeline-memory-limit 2"
-        (problem,) = problems(*flags.split(), world_size=2)
     computed = [" ".join(str(each) for each in row if each.kind in COMPUTE) for row in schedule.actions]
     assert computed == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"] and schedule.name == NAME
-    assert f"{NAME} holds the activations of 3 micro-batches on a rank" in problem
 
 
 def test_a_loss_that_does_not_say_so_takes_no_mixed_labels() -> None:
     with one_of_each():
         (problem,) = problems("--mixup-alpha", "0.2", "--loss", NAME)
-    assert f"labels become probabilities, and --loss {NAME} takes classes; use cross-entropy or tet or mse" in problem
+    assert f"--loss {NAME}" in problem and "cross-entropy or tet or mse" in problem
 
 
 def test_a_neuron_that_the_kernels_lack_is_not_taken_for_another() -> None:
@@ -187,25 +183,12 @@ def test_auto_takes_the_last_backend_that_can_be_used() -> None:
 
 def test_flags_of_another_optimizer_are_refused() -> None:
     with one_of_each():
-        assert problems("--optimizer", NAME, "--adam-beta1", "0.8") == (
-            f"--adam-beta1 0.8 is for --optimizer adamw or lamb, not {NAME}",
-        )
-    assert problems("--sgd-momentum", "0.8") == ("--sgd-momentum 0.8 is for --optimizer sgd, not adamw",)
-    flags = "--optimizer sgd --adam-eps 1e-6 --sgd-momentum 0 --sgd-nesterov"
-    assert problems(*flags.split()) == (
-        "--adam-eps 1e-06 is for --optimizer adamw or lamb, not sgd",
-        "--sgd-nesterov needs a --sgd-momentum above 0",
-    )
+        (problem,) = problems("--optimizer", NAME, "--adam-beta1", "0.8")
+    assert "--adam-beta1 0.8" in problem and "adamw or lamb" in problem and NAME in problem
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.flag[2:])
-def test_a_name_that_a_table_lacks_is_refused_with_those_that_it_has(table) -> None:
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.flag[2:])
+def test_an_unknown_name_is_refused_with_those_that_there_are(registry) -> None:
     with pytest.raises(ValueError) as refused:
-        table[NAME]
-    assert str(refused.value) == f"unknown {table.flag} '{NAME}'; {table.flag} takes one of {', '.join(table.choices)}"
-
-
-def test_so_is_one_in_a_configuration_that_was_made_without_flags() -> None:
-    found = replace(config(), training=TrainingConfig(train_iters=1, loss="huber"))
-    with pytest.raises(ConfigError, match="unknown --loss 'huber'; --loss takes one of cross-entropy, tet, mse"):
-        validate(found, 1)
+        registry[NAME]
+    assert registry.flag in str(refused.value) and all(name in str(refused.value) for name in (NAME, *registry.choices))
