@@ -166,6 +166,13 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> Ite
         yield from zip(names, threads.map(problem, names), strict=True)
 
 
+def require_intact(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
+    """Reads every byte of a checkpoint's files, or of one part of them. Raises DamagedError, which names the files."""
+    with reading(path):
+        if problems := [problem for _, problem in damage(path, metadata, part, parts) if problem is not None]:
+            raise DamagedError(*problems)
+
+
 def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> None:
     """Copies this rank's parts of saved tensors into its memory; what other ranks need is not read.
 
