@@ -21,7 +21,7 @@ from megasnn.comm.agreement import is_first
 from megasnn.files.problems import CheckpointError
 from megasnn.sharded_tensors import ShardedTensor
 
-# Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
+# Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
 
 
